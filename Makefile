@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+# One process for each GPU; two on a machine without.
+NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | wc -l); [ $$n -gt 0 ] && echo $$n || echo 2)
+
+.PHONY: train test lint setup
+.DELETE_ON_ERROR:
+
+train: setup
+	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
+	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py
+	$(BIN)/python sample.py runs/laptop --prompt="def " --max_new_tokens=200
+
+test: .venv/dev
+	$(BIN)/python -m pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: .venv/ready
+
+.venv/ready: requirements.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/dev: .venv/ready requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,336 @@
+"""Hugging Face model directories: our names, shapes and settings to theirs and back, bit for bit.
+
+What `write_model` writes, transformers, lm-eval, vLLM and llama.cpp's converter read; `read_model` reads theirs. Only JSON and safetensors are read and written.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model import GPT
+from settings import ModelConfig, UserError
+
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Values of config.json (missing: the first) with which the model is one of ours; any other would be another arithmetic.
+ONLY = {
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    "llama": {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "rope_scaling": (None,),
+        "partial_rotary_factor": (1.0,),
+    },
+}
+ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
+
+
+def config_json(config: ModelConfig, eot_token: int) -> dict:
+    """The config.json of `config`: complete, and with the keys of transformers 4 and 5 where these differ."""
+    common = {
+        "architectures": [ARCHITECTURES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "bos_token_id": eot_token,
+        "eos_token_id": eot_token,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": 0.02,
+        "torch_dtype": "float32",
+        "dtype": "float32",
+        "use_cache": True,
+    }
+    if config.architecture == "gpt2":
+        return common | {
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "n_embd": config.n_embd,
+            "n_inner": config.d_ff,
+            "n_positions": config.seq_len,
+            "n_ctx": config.seq_len,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new",
+            "attn_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "resid_pdrop": config.dropout,
+        }
+    sliding = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.n_layer}
+    return common | {
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.n_embd // config.n_head,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.d_ff,
+        "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": config.dropout,
+        **({"mlp_bias": False} if config.architecture == "llama" else sliding),
+    }
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The model that the config.json of `directory` describes. Dropout is training's to choose, so it comes out 0.
+
+    Raises UserError, naming the key, for a model whose arithmetic is not exactly one of ours.
+    """
+    path = Path(directory) / "config.json"
+    told = read_json(path)
+    architecture = told.get("model_type")
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
+    rope = told.get("rope_parameters") or {}
+    found = told | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = rope
+    for key, accepted in ONLY[architecture].items():
+        if found.get(key, accepted[0]) not in accepted:
+            raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
+    try:
+        return gpt2_config(found) if architecture == "gpt2" else llama_config(found, architecture)
+    except KeyError as key:
+        raise UserError(f"{path}: {key} is missing") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def gpt2_config(told: dict) -> ModelConfig:
+    """`told` in our terms. Raises KeyError where a size is missing, ValueError where sizes do not fit."""
+    if told["n_embd"] % told["n_head"]:
+        raise ValueError(f"n_embd = {told['n_embd']} is not a multiple of n_head = {told['n_head']}")
+    return ModelConfig(
+        architecture="gpt2",
+        vocab_size=told["vocab_size"],
+        n_layer=told["n_layer"],
+        n_head=told["n_head"],
+        n_kv_head=told["n_head"],
+        n_embd=told["n_embd"],
+        d_ff=told.get("n_inner") or 4 * told["n_embd"],
+        seq_len=told["n_positions"],
+        tie_embeddings=told.get("tie_word_embeddings", True),
+        norm_eps=told.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def llama_config(told: dict, architecture: str) -> ModelConfig:
+    """`told` in our terms. Raises KeyError where a size is missing, ValueError where sizes do not fit."""
+    width, heads = told["hidden_size"], told["num_attention_heads"]
+    head_dim = told.get("head_dim", 128 if architecture == "qwen3" else None) or width // heads
+    if head_dim * heads != width:
+        raise ValueError(f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {width} / {heads}")
+    sliding = set(told.get("layer_types") or ()) - {"full_attention"}
+    if sliding:
+        raise ValueError(f"layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=told["vocab_size"],
+        n_layer=told["num_hidden_layers"],
+        n_head=heads,
+        n_kv_head=told.get("num_key_value_heads") or heads,
+        n_embd=width,
+        d_ff=told["intermediate_size"],
+        seq_len=told["max_position_embeddings"],
+        tie_embeddings=told.get("tie_word_embeddings", False),
+        rope_theta=float(told.get("rope_theta", 10000.0)),
+        norm_eps=told.get("rms_norm_eps", 1e-6),
+    )
+
+
+def module_names(config: ModelConfig) -> dict[str, str]:
+    """Their name of each of our modules, c_attn of gpt2 (our attn.q, attn.k and attn.v) left out."""
+    if config.architecture == "gpt2":
+        root, layer = "transformer", "transformer.h"
+        names = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f"}
+        block = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    else:
+        root, layer = "model", "model.layers"
+        names = {"embed": f"{root}.embed_tokens", "norm": f"{root}.norm"}
+        block = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+        block |= {f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"} | {f"attn.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
+        block |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    names |= {f"blocks.{i}.{our}": f"{layer}.{i}.{their}" for i in range(config.n_layer) for our, their in block.items()}
+    return names | {"head": "lm_head"}
+
+
+def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our parameters by their names and in their shapes. GPT-2 keeps its matrices transposed, and q, k and v in one."""
+    names = module_names(config)
+    tensors = {}
+    for name, value in state.items():
+        module, _, kind = name.rpartition(".")
+        if module in names:
+            tensors[f"{names[module]}.{kind}"] = transpose(value, names[module])
+        elif module.endswith("attn.q"):
+            layer, qkv = names[f"{module[:-1]}o"].removesuffix("c_proj"), (state[f"{module[:-1]}{x}.{kind}"] for x in "qkv")
+            tensors[f"{layer}c_attn.{kind}"] = transpose(torch.cat(list(qkv)), "c_attn")
+    return tensors
+
+
+def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of `to_hf`. Takes names without the leading `transformer.` or `model.` too, and leaves out buffers and the
+    copy of a tied head. Raises UserError where a tensor is missing, unknown or of the wrong shape.
+    """
+    names = module_names(config)
+    root = names["embed"].partition(".")[0] + "."
+    if not any(name.startswith(root) for name in tensors):
+        tensors = {name if name.startswith("lm_head.") else root + name: value for name, value in tensors.items()}
+    buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    left = {name: value for name, value in tensors.items() if not name.endswith(buffers)}
+    if config.tie_embeddings:
+        left.pop("lm_head.weight", None)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
+    state, missing = {}, []
+    for name, shape in shapes.items():
+        module, _, kind = name.rpartition(".")
+        if module in names:
+            theirs, part = f"{names[module]}.{kind}", slice(None)
+        else:
+            theirs = f"{names[module[:-1] + 'o'].removesuffix('c_proj')}c_attn.{kind}"
+            at = "qkv".index(module[-1]) * config.n_embd
+            part = slice(at, at + config.n_embd)
+        if theirs not in tensors:
+            missing.append(theirs)
+            continue
+        value = transpose(tensors[theirs], theirs)[part].contiguous()
+        left.pop(theirs, None)
+        if value.shape != shape:
+            raise UserError(f"{theirs} has the wrong shape: {name} is {list(value.shape)}, config.json says {list(shape)}")
+        state[name] = value
+    if missing or left:
+        odd = [f"{what} {', '.join(sorted(names)[:3])}" for what, names in (("no", missing), ("unknown", left)) if names]
+        raise UserError(f"the weights are not those of config.json: {'; '.join(odd)}")
+    return state
+
+
+def transpose(value: Tensor, name: str) -> Tensor:
+    """`value`, transposed where `name` is a matrix of GPT-2's Conv1D."""
+    conv1d = value.ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
+    return value.t().contiguous() if conv1d else value
+
+
+def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, tokenizer: Path | None, eot_token: int) -> None:
+    """Write a Hugging Face model into the existing `directory`. The same input gives the same bytes.
+
+    tokenizer: a tokenizer.json or the dataset directory that has one, or None for a model without.
+    """
+    directory = Path(directory)
+    tensors = {name: value.detach().contiguous() for name, value in to_hf(state, config).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", config_json(config, eot_token))
+    special = {"bos_token_id": eot_token, "eos_token_id": eot_token, "pad_token_id": eot_token}
+    write_json(directory / "generation_config.json", special)
+    if tokenizer is None:
+        return
+    tokenizer = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
+    (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    told = read_json(tokenizer)
+    tokens = {i: token for token, i in told["model"]["vocab"].items()}
+    tokens |= {item["id"]: item["content"] for item in told["added_tokens"]}
+    eot = tokens[eot_token]
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config.seq_len,
+            "bos_token": eot,
+            "eos_token": eot,
+            "unk_token": eot,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The model of a Hugging Face directory (whole or sharded safetensors), its parameters by our names in float32.
+
+    seq_len: a shorter context to cut it to (learned positions lose their last rows). Raises UserError.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    try:
+        tensors = {}
+        for path in weight_files(directory):
+            tensors |= load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{directory}: {error}") from None
+    try:
+        state = {name: value.float() for name, value in from_hf(tensors, config).items()}
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from None
+    if seq_len and seq_len < config.seq_len:
+        config = dataclasses.replace(config, seq_len=seq_len)
+        if "positions.weight" in state:
+            state["positions.weight"] = state["positions.weight"][:seq_len].clone()
+    return config, state
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory. Raises UserError where there are none."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return [directory / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    if (directory / "model.safetensors").exists():
+        return [directory / "model.safetensors"]
+    raise UserError(f"{directory} has no model.safetensors, only {listing(directory)}")
+
+
+def find_model(name: str) -> Path:
+    """The model directory that `name` means: one itself, the newest checkpoint of a run directory, or a model of the
+    Hugging Face hub, downloaded or from its cache. Raises UserError.
+    """
+    path = Path(name)
+    if path.is_dir():
+        for directory in (path, path / "checkpoints" / "latest"):
+            if (directory / "config.json").exists():
+                return directory
+        raise UserError(f"{name} is no model directory: it has no config.json and no checkpoints/latest, only {listing(path)}")
+    if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
+        parent = next(p for p in path.absolute().parents if p.is_dir())
+        raise UserError(f"{name} is not a directory; {parent} has {listing(parent)}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{name} is neither a directory here nor to be had from the Hugging Face hub: {reason}") from None
+
+
+def listing(directory: Path) -> str:
+    """The first names in `directory`, for messages."""
+    names = sorted(path.name for path in directory.iterdir())
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises UserError where it cannot be read."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        there = f"only {listing(path.parent)}" if path.parent.is_dir() else "it is no directory"
+        raise UserError(f"{path.parent} has no {path.name}: {there}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(told, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return told
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write `value`, indented."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,270 @@
+"""The transformer: one decoder-only `GPT` with the arithmetic of GPT-2, Llama or Qwen3, its initialization and sampling.
+
+The three are exactly transformers' GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Nothing here knows of devices,
+processes or files. Shapes: B sequences, T tokens, C = n_embd, H heads, D = C / H, V = vocab_size.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from settings import ModelConfig
+
+
+class GPT(nn.Module):
+    """Decoder-only language model. `config` is resolved (`settings.resolve_model`); `initialize` sets the weights.
+
+    Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
+    .mlp.{up,down}, .mlp.gate (llama, qwen3), norm, head (untied).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        gpt2 = config.architecture == "gpt2"
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.positions = nn.Embedding(config.seq_len, config.n_embd) if gpt2 else None
+        self.rope = None if gpt2 else Rope(config.seq_len, config.n_embd // config.n_head, config.rope_theta)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = norm_layer(config)
+        self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
+        """`tokens` [B, T] int64. With `targets` [B, T] the mean cross-entropy, a float32 scalar; else logits [B, T, V].
+
+        With `cache` (`new_cache`) the tokens continue those it holds; it must have room for T more.
+        """
+        start, length = cache[0].length if cache else 0, tokens.shape[1]
+        x = self.embed(tokens)
+        rope = None
+        if self.positions is not None:
+            x = x + self.positions.weight[start : start + length]
+        else:
+            rope = self.rope.table[:, start : start + length]
+        x = dropout(x, self.config.dropout, self.training)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, cache[i] if cache else None)
+        x = self.norm(x)
+        # F.linear_cross_entropy (torch 2.13) is this same pair, or, in chunks, leaves autocast: float32 products, slower.
+        logits = F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def parameter_count(self) -> int:
+        """Number of weights; tied embeddings count once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of forward and backward for one token of a full context, as model FLOPs are counted
+        for MFU (PaLM, appendix B): 6 for each weight of a matrix product, the output layer's included and the embedding
+        lookups not, and 12 C T a layer for the attention scores and values. Attention is counted in full: the half that
+        the causal mask leaves out is not subtracted, nor is anything recomputed added.
+        """
+        c = self.config
+        matrices = sum(p.numel() for name, p in self.named_parameters() if p.ndim == 2 and name.startswith("blocks"))
+        return 6 * (matrices + c.vocab_size * c.n_embd) + 12 * c.n_layer * c.n_embd * c.seq_len
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: attention, then MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm1 = norm_layer(config)
+        self.attn = Attention(config)
+        self.norm2 = norm_layer(config)
+        self.mlp = MLP(config)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
+        """`x` [B, T, C] to [B, T, C]."""
+        x = x + dropout(self.attn(self.norm1(x), rope, cache), self.dropout, self.training)
+        return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads (Ainslie et al. 2023, GQA)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        bias = config.architecture == "gpt2"
+        self.head_dim = config.n_embd // config.n_head
+        self.gqa = config.n_kv_head != config.n_head
+        self.dropout = config.dropout
+        self.q = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+        self.k = nn.Linear(config.n_embd, config.n_kv_head * self.head_dim, bias=bias)
+        self.v = nn.Linear(config.n_embd, config.n_kv_head * self.head_dim, bias=bias)
+        self.o = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+        qwen3 = config.architecture == "qwen3"
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
+
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
+        """`x` [B, T, C] to [B, T, C]."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
+        if self.q_norm is not None:  # in the dtype of its weight: autocast alone would leave RMSNorm's fused kernel
+            q, k = self.q_norm(q.to(self.q_norm.weight.dtype)), self.k_norm(k.to(self.k_norm.weight.dtype))
+        if rope is not None:
+            q, k = rotate(q, rope).to(v.dtype), rotate(k, rope).to(v.dtype)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
+        mask, causal = None, True
+        if cache is not None:
+            mask, causal = cache.mask(q), False
+            k, v = cache.append(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, is_causal=causal, enable_gqa=self.gqa
+        )
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """GELU (tanh form) with biases for gpt2; SwiGLU (Shazeer 2020) without for llama and qwen3."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        gpt2 = config.architecture == "gpt2"
+        self.gate = None if gpt2 else nn.Linear(config.n_embd, config.d_ff, bias=False)
+        self.up = nn.Linear(config.n_embd, config.d_ff, bias=gpt2)
+        self.down = nn.Linear(config.d_ff, config.n_embd, bias=gpt2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [B, T, C] to [B, T, C]."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Rope(nn.Module):
+    """Table [2, T, 1, D / 2] of cosines and sines for rotary positions (Su et al. 2021), always float32."""
+
+    def __init__(self, seq_len: int, head_dim: int, theta: float):
+        super().__init__()
+        self.compute = partial(rope_table, seq_len, head_dim, theta)
+        self.register_buffer("table", self.compute(), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        """Compute the table anew after `to`, `cuda`, `to_empty`...: never rounded, and right on leaving the meta device."""
+        super()._apply(fn, recurse)
+        self.table = self.compute(self.table.device)
+        return self
+
+
+def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Cosines and sines [2, T, 1, D / 2] of position x frequency, in float32."""
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    angles = torch.outer(torch.arange(seq_len, device=device).float(), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))[:, :, None]
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the halves of `x` [B, T, H, D] by `rope` [2, T, 1, D / 2]; float32 because the table is."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def norm_layer(config: ModelConfig) -> nn.Module:
+    """LayerNorm for gpt2, RMSNorm for the others."""
+    return (nn.LayerNorm if config.architecture == "gpt2" else nn.RMSNorm)(config.n_embd, eps=config.norm_eps)
+
+
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """F.dropout, skipped where it does nothing."""
+    return F.dropout(x, p) if training and p > 0 else x
+
+
+@torch.no_grad()
+def initialize(model: GPT, seed: int) -> None:
+    """GPT-2's initialization: normal(0, 0.02), projections into the residual stream scaled by 1 / sqrt(2 n_layer),
+    norms 1, biases 0. Drawn on the CPU in the order of the names: it depends on nothing but the shapes and `seed`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        std = residual_std if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
+        parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator))
+
+
+class KVCache:
+    """Keys and values of one layer, [B, n_kv_head, capacity, D], filled from the left."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self.keys = self.values = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add `k` and `v` [B, n_kv_head, T, D]; return all so far."""
+        if self.keys is None:
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        start, self.length = self.length, self.length + k.shape[2]
+        self.keys[:, :, start : self.length] = k
+        self.values[:, :, start : self.length] = v
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def mask(self, q: Tensor) -> Tensor | None:
+        """Which keys the queries `q` [B, H, T, D], about to be appended, see: bool [T, length + T]; None: all."""
+        T = q.shape[2]
+        if T == 1:
+            return None
+        return torch.ones(T, self.length + T, dtype=torch.bool, device=q.device).tril(self.length)
+
+
+def new_cache(config: ModelConfig) -> list[KVCache]:
+    """An empty cache for `GPT.forward`, one layer each, with room for `seq_len` tokens."""
+    return [KVCache(config.seq_len) for _ in range(config.n_layer)]
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+    vocab_limit: int | None = None,
+    eot: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield up to `max_new_tokens` tokens [B] (int64, CPU) that continue `tokens` [B, T], one at a time.
+
+    Temperature 0 takes the likeliest token; else one is drawn on the CPU in float32 by `generator` (a CPU one), from the
+    `top_k` likeliest (0: all) of the first `vocab_limit` rows of the vocabulary. Stops when every sequence has ended with
+    `eot`. When the context is full, it goes on from its last half.
+    """
+    device, seq_len = model.embed.weight.device, model.config.seq_len
+    context = tokens[:, -seq_len:].cpu()
+    cache, new = new_cache(model.config), context
+    ended = torch.zeros(len(tokens), dtype=torch.bool)
+    for _ in range(max_new_tokens):
+        if cache[0].length == seq_len:
+            cache, new = new_cache(model.config), context[:, -max(1, seq_len // 2) :]
+        logits = model(new.to(device), cache=cache)[:, -1, :vocab_limit].float().cpu()
+        chosen = choose(logits, temperature, top_k, generator)
+        if eot is not None:
+            chosen = chosen.masked_fill(ended, eot)
+            ended |= chosen == eot
+        yield chosen
+        if ended.all():
+            return
+        new = chosen[:, None]
+        context = torch.cat((context, new), dim=1)[:, -seq_len:]
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
+    """One token id for each row of `logits` [B, V]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

@@ -1,0 +1,97 @@
+"""Optimizers and the learning-rate schedule."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from settings import OptimConfig
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """One or two torch optimizers that together own every parameter: AdamW, or Muon with AdamW."""
+
+    parts: list[torch.optim.Optimizer]
+
+    def step(self) -> None:
+        """Update the weights from the gradients."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set every parameter group's learning rate."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+
+    def state(self, names: dict[Tensor, str]) -> dict[str, Tensor]:
+        """All state tensors as "parameter.key", for parameters named by `names`."""
+        return {
+            f"{names[parameter]}.{key}": value
+            for part in self.parts
+            for parameter, state in part.state.items()
+            for key, value in state.items()
+        }
+
+    def load_state(self, tensors: dict[str, Tensor], names: dict[Tensor, str]) -> None:
+        """The inverse of `state`. Steps stay on the CPU unless the optimizer is fused, as torch wants it."""
+        grouped: dict[str, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition(".")
+            grouped.setdefault(parameter, {})[key] = value
+        for part in self.parts:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    if state := grouped.get(names[parameter]):
+                        part.state[parameter] = {
+                            k: v.to(parameter.device) if k != "step" or group.get("fused") else v for k, v in state.items()
+                        }
+
+
+def build(model: nn.Module, config: OptimConfig) -> Optimizers:
+    """AdamW over all parameters, or Muon over the hidden matrices and AdamW over the rest.
+
+    Weight decay is for tensors of two and more dimensions. Muon (Jordan et al., 2024) is torch's, its update scaled to AdamW's
+    RMS (Liu et al., "Muon is Scalable for LLM Training", 2025), so that one learning rate fits both.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and name.startswith("blocks.")]
+    in_matrices = set(map(id, matrices))
+    others = [p for _, p in named if id(p) not in in_matrices]
+    groups = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (config.beta1, config.beta2)
+    device_type = named[0][1].device.type  # "cuda" also for "cuda:1"
+    parts = [torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=device_type in ("cuda", "cpu", "mps"))]
+    if matrices:
+        kind = {"momentum": config.momentum, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        parts.append(torch.optim.Muon(matrices, lr=config.lr, **kind))
+    return Optimizers(parts)
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
+
+    wsd: warmup, stable, decay (Hu et al., "MiniCPM", 2024), linear over the last `cooldown_fraction`.
+    """
+    warmup = config.warmup_steps if config.warmup_steps >= 0 else math.ceil(steps / 50)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.schedule == "constant":
+        return config.lr
+    floor = config.min_lr if config.min_lr >= 0 else (config.lr / 10 if config.schedule == "cosine" else 0.0)
+    if config.schedule == "cosine":
+        done = (step - warmup) / max(1, steps - warmup)
+        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    left = (steps - step) / max(1, round(config.cooldown_fraction * steps))
+    return floor + (config.lr - floor) * min(1.0, left)

@@ -1,0 +1,178 @@
+"""Strategies: what stands between the training loop and the ranks. The loop knows `Engine` and nothing behind it."""
+
+import contextlib
+import math
+import os
+import shutil
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter, check_replicas
+from exact import Exact
+from optim import Optimizers
+from settings import Config, ModelConfig, RunError, UserError
+from world import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COMPILE_PAYS_FLOPS = 2e15  # on a CPU compiling takes half a minute, which a run shorter than this does not win back
+
+
+class Engine:
+    """A model and how it is trained here: replicated, compiled, in mixed precision.
+
+    `model(inputs, targets)` is the mean loss of a micro-batch. The loop sets `model.require_backward_grad_sync` before each
+    forward; after the last backward every rank's gradients are the mean over the whole update of `micro_batches`.
+    """
+
+    def __init__(self, module: nn.Module, config: Config, world: World, micro_batches: int):
+        self.module, self.world = module, world
+        self.strategy = config.parallel.strategy
+        self.dtype = DTYPES[config.train.dtype]
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
+        replica = replicate(module, self.strategy, world, micro_batches)
+        compiled = config.train.compile == "on"
+        self.model = torch.compile(replica) if compiled else replica
+        self.eval_model = torch.compile(module) if compiled else module
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+
+    def autocast(self):
+        """The precision of the forward pass."""
+        if self.dtype is torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, self.dtype)
+
+    def backward(self, loss: Tensor, accumulation_steps: int) -> None:
+        """Add the gradient of this rank's share of the mean loss; it has `accumulation_steps` micro-batches of its own."""
+        if self.strategy != "exact":  # which divides integers, at the end, by the number of all
+            loss = loss / accumulation_steps
+        self.scaler.scale(loss).backward()
+
+    def update(self, optimizers: Optimizers, grad_clip: float) -> float:
+        """Clip the gradients, step, drop the gradients. Returns the global gradient norm before clipping.
+
+        Where the norm is not finite nothing is stepped, on any rank: all of them see the same gradients.
+        """
+        for part in optimizers.parts:
+            self.scaler.unscale_(part)
+        norm = nn.utils.clip_grad_norm_(self.names, grad_clip or math.inf).item()
+        if math.isfinite(norm):
+            for part in optimizers.parts:
+                self.scaler.step(part)
+        self.scaler.update()
+        # Gradients that stay would make the next update's first sum start from another number than a resumed run's.
+        optimizers.zero_grad()
+        return norm
+
+    def gather(self, optimizers: Optimizers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The whole model and optimizer state by name, on the master; every rank must call it."""
+        return self.module.state_dict(), optimizers.state(self.names)
+
+    def check_replicas(self) -> None:
+        """Raise RunError on all ranks, naming the first tensor, if a rank's weights differ from the master's by one bit."""
+        try:
+            check_replicas(self.module)
+        except ValueError as error:
+            raise RunError(f"{error}: memory or a GPU of these ranks is faulty, or a library is; the checkpoints are kept") from None
+
+
+class Single(nn.Module):
+    """A world of one behind DDP's surface."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True
+
+    def forward(self, *args, **kwargs):
+        """The module's own."""
+        return self.module(*args, **kwargs)
+
+
+def replicate(module: nn.Module, strategy: str, world: World, micro_batches: int) -> nn.Module:
+    """`module` behind the strategy's wrapper, which keeps the ranks' gradients equal."""
+    match strategy:
+        case "exact":
+            return Exact(module, micro_batches)
+        case "scratch_allreduce":
+            return ScratchAllReduce(module)
+        case "scratch_reduce_scatter":
+            return ScratchReduceScatter(module)
+        case "scratch_overlap":
+            return ScratchOverlap(module)
+    if world.size == 1:
+        return Single(module)
+    # The only buffers are tables that are computed alike on every rank.
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def make_deterministic(world: World) -> None:
+    """Let CUDA use only kernels that give the same bits every time; a CPU has no others."""
+    if world.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel chosen by timing it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def choose_dtype(asked: str, device: torch.device) -> str:
+    """bfloat16 where the hardware multiplies it natively, float16 on older GPUs, else float32."""
+    if asked != "auto":
+        return asked
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if device.type == "cpu" and any(
+        getattr(torch.cpu, probe, bool)() for probe in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    ):
+        return "bfloat16"
+    return "float32"
+
+
+def choose_compile(asked: str, device: torch.device, run_flops: float) -> str:
+    """on or off. auto compiles where it pays: on GPUs, and on CPUs for runs of more than COMPILE_PAYS_FLOPS.
+
+    Where no compiler works it is off, with one warning.
+    """
+    if asked == "off" or (asked == "auto" and (device.type == "mps" or (device.type == "cpu" and run_flops < COMPILE_PAYS_FLOPS))):
+        return "off"
+    try:
+        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+            raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
+        probe = torch.ones(8, device=device, requires_grad=True)
+        torch.compile(lambda x: (x * x).sum())(probe).backward()
+        return "on"
+    except Exception as error:  # inductor raises many kinds
+        warnings.warn(f"torch.compile does not work here, going on without it: {error}", stacklevel=2)
+        return "off"
+
+
+def fit_micro_batch(asked: int | str, model: ModelConfig, sequences: int, strategy: str, world: World) -> int:
+    """Sequences of a micro-batch: as asked, or the largest equal share of the update's `sequences` whose activations fit.
+
+    The estimate counts what backward keeps: per layer about 14 widths and 3 MLP widths of two bytes a token, and the logits.
+    Under `exact` the cut must not depend on the number of ranks; it is made for up to 8.
+    """
+    if asked != "auto":
+        return int(asked)
+    layer = 14 * model.n_embd + 3 * model.d_ff
+    bytes_per_sequence = model.seq_len * (2 * model.n_layer * layer + 10 * model.vocab_size)
+    if world.device.type == "cuda":
+        budget = 0.7 * torch.cuda.mem_get_info(world.device)[0]
+    else:
+        budget = 1 << 28  # small enough for caches to matter, large enough to hide Python
+    share = math.gcd(sequences, sequences // min(8, sequences)) if strategy == "exact" else sequences // world.size
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and n * bytes_per_sequence <= budget]
+    return max(fitting, default=1)
+
+
+def check_share(micro_batches: int, strategy: str, world: World) -> None:
+    """Raise UserError unless the ranks get equal numbers of micro-batches, or under `exact` at least one each."""
+    if strategy == "exact" and micro_batches < world.size:
+        raise UserError(f"{micro_batches} micro-batch(es) an update are too few for {world.size} ranks; lower --micro_batch_size")
+    if strategy != "exact" and micro_batches % world.size:
+        raise UserError(
+            f"{micro_batches} micro-batches an update cannot be shared equally by {world.size} ranks; change "
+            "--tokens_per_update, --micro_batch_size or the number of ranks, or use --strategy=exact, which shares unequally"
+        )

@@ -1,0 +1,235 @@
+"""Draw the curves of one or several runs: loss, learning rate, gradient norm and throughput.
+
+python plot.py runs/A runs/B --out=curves.png
+"""
+
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import tyro
+
+import settings
+from settings import UserError
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
+DECADES = 30  # a gradient norm whose largest value is this many times its smallest is drawn on a logarithmic axis
+LABEL_GAP = 0.075  # between the validation values written at the lines, as a fraction of the axis
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run directories."""
+    out: str = "curves.png"
+    """Picture to write; the suffix chooses png, svg or pdf."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The lines of a metrics.jsonl: those logged while training and those of evaluations."""
+
+    name: str
+    training: list[dict]
+    validation: list[dict]
+
+    def tokens_per_step(self) -> int:
+        """Global batch in tokens; 0 where the lines do not say."""
+        counted = [(line["step"], line["tokens"]) for line in self.training if is_finite(line.get("tokens"))]
+        if not counted:
+            return 0
+        (step, tokens), (last_step, last_tokens) = counted[0] if len(counted) > 1 else (0, 0), counted[-1]
+        return round((last_tokens - tokens) / max(last_step - step, 1))
+
+    def points(self, key: str, scale: int = 1) -> tuple[list[float], list[float]]:
+        """x (steps times `scale`) and y of every finite value logged as `key`."""
+        lines = self.validation if key.startswith("val_") else self.training
+        found = [(line["step"] * scale, line[key]) for line in lines if is_finite(line.get(key))]
+        return [x for x, _ in found], [y for _, y in found]
+
+
+def is_finite(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def read(run: Path) -> Curves:
+    """The curves of a run directory. A last line torn by a kill is ignored.
+
+    Raises UserError where there is no metrics.jsonl, where a line of it is none, and where nothing was logged yet.
+    """
+    path = run / "metrics.jsonl"
+    try:
+        texts = path.read_text(errors="replace").splitlines()
+    except OSError:
+        raise UserError(f"no {path}; a run is a directory that train.py made, such as runs/NAME") from None
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            torn = not is_finite(line["step"])
+        except (ValueError, KeyError, TypeError):
+            torn = True
+        if not torn:
+            lines.append(line)
+        elif number < len(texts):
+            raise UserError(f"{path}, line {number}: not a JSON object with a step")
+    training, validation = ([line for line in lines if key in line] for key in ("loss", "val_loss"))
+    if not training and not validation:
+        raise UserError(f"{path} is empty: nothing was logged yet; lines come every --log_every steps")
+    return Curves(run.resolve().name, training, validation)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Centred running median over 5 % of the values (at most 201): it neither lags nor follows a single spike."""
+    widest = min(len(values) // 40, 100)
+    half = [min(i, len(values) - 1 - i, widest) for i in range(len(values))]
+    return [median(values[i - h : i + h + 1]) for i, h in enumerate(half)]
+
+
+def spread(heights: list[float], gap: float) -> list[float]:
+    """`heights` pushed upwards where needed so that any two are at least `gap` apart; their order is kept."""
+    moved = list(heights)
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    for below, i in pairwise(order):
+        moved[i] = max(moved[i], moved[below] + gap)
+    return moved
+
+
+def short(value: float, _position=None) -> str:
+    """1500 as 1.5K, 2e9 as 2B: tick labels."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def draw(runs: list[Path], out: Path) -> None:
+    """Draw the curves of `runs` into `out` (published by rename): four panels, one colour a run.
+
+    The x axis is in steps, or in tokens where the runs' tokens per step differ.
+    Raises UserError for a run without metrics and for a file that cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    curves = [read(Path(run)) for run in runs]
+    batches = [run.tokens_per_step() for run in curves]
+    in_tokens = len(set(batches)) > 1 and all(batches)
+    # what every panel draws: (curves, tokens or steps on the x axis, colour) of each run
+    drawn = [
+        (run, batch if in_tokens else 1, COLORS[i % len(COLORS)])
+        for i, (run, batch) in enumerate(zip(curves, batches, strict=True))
+    ]
+    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
+    loss, lr, norm, throughput = figure.subplots(2, 2, sharex=True).flat
+    draw_panel(loss, drawn, "loss", "loss")
+    draw_validation(loss, drawn)
+    draw_panel(lr, drawn, "lr", "learning rate")
+    draw_panel(norm, drawn, "grad_norm", "gradient norm")
+    draw_panel(throughput, drawn, "tokens_per_second", "tokens per second")
+
+    norms = [y for run in curves for y in run.points("grad_norm")[1] if y > 0]
+    if norms and max(norms) > DECADES * min(norms):
+        norm.set_yscale("log")
+    else:
+        norm.set_ylim(bottom=0)
+    lr.set_ylim(bottom=0)
+    throughput.set_ylim(bottom=0)
+    throughput.yaxis.set_major_formatter(short)
+    for axis in (norm, throughput):
+        axis.set_xlabel("tokens" if in_tokens else "step", color="0.3")
+        axis.xaxis.set_major_formatter(short)
+    name_runs(figure, drawn, [str(run) for run in runs])
+    publish(figure, Path(out))
+
+
+def draw_panel(axis, drawn: list[tuple], key: str, title: str) -> None:
+    """One value of every run over the steps: as logged, thin, and smoothed, thick (the learning rate has no noise)."""
+    for run, scale, color in drawn:
+        x, y = run.points(key, scale)
+        if key != "lr":
+            axis.plot(x, y, color=color, linewidth=0.8, alpha=0.3)
+            y = smooth(y)
+        axis.plot(x, y, color=color, linewidth=1.7, marker="o" if len(x) == 1 else None)
+    axis.set_title(title, loc="left", fontsize=12, color="0.15")
+    axis.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
+    axis.grid(color="0.91", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color("0.6")
+    axis.tick_params(which="both", color="0.6", labelcolor="0.3", labelsize=10)
+
+
+def draw_validation(axis, drawn: list[tuple]) -> None:
+    """Validation losses as rings, the last of each run written beside its ring."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patheffects import withStroke
+    from matplotlib.transforms import offset_copy
+
+    ring = dict(linestyle="", marker="o", markersize=5.5, markerfacecolor="white", markeredgewidth=1.5)
+    ends, shown = [], []
+    for run, scale, color in drawn:
+        x, y = run.points("val_loss", scale)
+        axis.plot(x, y, markeredgecolor=color, zorder=3, **ring)
+        ends += [(x[-1], y[-1], color)] if x else []
+        logged = run.points("loss")[1]
+        shown += y + logged[len(logged) // 20 :]
+    if len(set(shown)) > 1:  # the fall of the first 5 % leaves at the top, so that the rest can be told apart
+        height = max(shown) - min(shown)
+        axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
+    bottom, top = axis.get_ylim()
+    heights = spread([y for _, y, _ in ends], LABEL_GAP * (top - bottom))
+    words = dict(fontsize=12, fontweight="bold", path_effects=[withStroke(linewidth=3, foreground="white")], zorder=4)
+    for (x, y, color), height in zip(ends, heights, strict=True):
+        beside = offset_copy(axis.transData, axis.figure, x=7, units="points")
+        axis.text(x, height, f"{y:.3f}", color=color, va="center", transform=beside, **words)
+    kinds = [Line2D([], [], color="0.35", linewidth=1.7, label="training")]
+    kinds += [Line2D([], [], markeredgecolor="0.35", label="validation", **ring)]
+    axis.legend(handles=kinds, frameon=False, loc="upper right")
+
+
+def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:
+    """The run's name as the title, or a legend where there are several; paths where names are not enough."""
+    from matplotlib.lines import Line2D
+
+    names = [run.name for run, _, _ in drawn]
+    if len(set(names)) < len(names):
+        names = paths
+    if len(names) == 1:
+        figure.suptitle(names[0], fontsize=14)
+        return
+    lines = [Line2D([], [], color=color, linewidth=3, label=name) for name, (*_, color) in zip(names, drawn, strict=True)]
+    figure.legend(handles=lines, loc="outside upper center", ncols=min(4, len(lines)), frameon=False, fontsize=12)
+
+
+def publish(figure, out: Path) -> None:
+    """Save `figure` as `out` by rename: a reader sees the old picture or the new one. Raises UserError."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            figure.savefig(file, format=out.suffix[1:] or "png")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, out)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write {out}: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def main() -> None:
+    with settings.user_errors():
+        config = settings.parse(PlotConfig, sys.argv[1:], __doc__)
+        if not config.runs:
+            raise UserError("name at least one run: python plot.py runs/NAME")
+        draw([Path(run) for run in config.runs], Path(config.out))
+        print(config.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,515 @@
+"""Turn text into a dataset directory: `python prepare_data.py [SOURCE ...] [--out=tokens/NAME] [--tokenizer=...]`.
+
+Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz); without one, the Python standard library.
+The parent reads units of about a megabyte in order, worker processes split and encode them, and the parent puts the tokens,
+in order again, into shards: the same bytes whatever the number of workers. Run again after a kill, it goes on behind the
+last finished shard.
+"""
+
+import contextlib
+import hashlib
+import json
+import lzma
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import tyro
+from tqdm import tqdm
+
+import settings
+from data import token_dtype, write_shard
+from settings import UserError
+from tokenizer import Tokenizer, load, resolve, write_text
+
+UNIT_BYTES = 1 << 20  # what is read, handed to a worker and encoded at a time
+HASHED_BYTES = 1 << 16  # of a document; they say which split it goes to
+SAMPLE_CHARACTERS = 1 << 24  # what train:N learns from
+FEW_DOCUMENTS = 100  # a source of fewer is split by its tail
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+OPENERS = {
+    ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
+    ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
+    ".xz": lzma.LZMAFile,
+}
+NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    sources: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Files or folders of .txt .md .py .jsonl .parquet, also .gz .zst .xz (none: the Python standard library's source)."""
+    out: str = ""
+    """Dataset directory (default: tokens/ and the first source's name; tokens/python without a source)."""
+    tokenizer: str = ""
+    """train:N, gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json or .tiktoken file (default: gpt2;
+    train:4096 without a source)."""
+    val_fraction: float = -1.0
+    """Share of the documents kept for validation (negative: 0.05; of fewer than 100 documents, the last 0.1 of the text)."""
+    shard_tokens: int = 100_000_000
+    """Tokens of a shard; the last one of a split is shorter."""
+    workers: int = 0
+    """Processes that encode (0: one a core)."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading: files to units of work
+
+
+@dataclass(frozen=True)
+class Block:
+    """A document, a part of one longer than a unit, or lines of JSON that are still to be parsed."""
+
+    size: float  # bytes on disk
+    data: bytes  # UTF-8
+    opens: bool = True  # a document begins here
+    place: float | None = None  # of the document, where this is a part of one
+    lines: tuple[Path, int] | None = None  # lines of JSON: the file and the number of the first
+
+
+def embedded_corpus() -> list[Path]:
+    """The Python standard library's own source files, its tests left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(p for p in root.rglob("*.py") if not NOT_EMBEDDED & set(p.relative_to(root).parts))
+
+
+def kind(path: Path) -> str:
+    """The suffix that says what `path` holds, without the one of its compression; empty if it is not a known one."""
+    suffix = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    return suffix if suffix in SUFFIXES else ""
+
+
+def source_files(source: str) -> list[Path]:
+    """The files of a source, in order. Raises UserError when there are none."""
+    if source.startswith("hf://"):
+        raise UserError(f"{source}: hf:// is not read yet; download its .parquet files and name their folder")
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"{source}: no such file or folder")
+    files = sorted(p for p in path.rglob("*") if kind(p) and p.is_file()) if path.is_dir() else [path] if kind(path) else []
+    if not files:
+        raise UserError(f"{source}: wanted {' '.join(SUFFIXES)} (also with {' '.join(OPENERS)} behind)")
+    return files
+
+
+def read_cut(path: Path, cut) -> Iterator[tuple[int, bytes]]:
+    """(bytes on disk, content) of a file in blocks of about UNIT_BYTES that end where `cut` says (0: nowhere yet)."""
+    try:
+        with open(path, "rb") as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
+            rest, position = b"", 0
+            while content := stream.read(UNIT_BYTES):
+                content = rest + content
+                end = cut(content)
+                rest = content[end:]
+                if end:
+                    yield raw.tell() - position, content[:end]
+                    position = raw.tell()
+            if rest:
+                yield raw.tell() - position, rest
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def cut_lines(content: bytes) -> int:
+    """Behind the last whole line."""
+    return content.rfind(b"\n") + 1
+
+
+def cut_text(content: bytes) -> int:
+    """Where the parts have the tokens of the whole: no token reaches across the end of a word before white space.
+
+    Without such a place near the end, behind the last whole character.
+    """
+    near = max(0, len(content) - 4096)
+    if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[near:])]:
+        return near + ends[-1]
+    broken = re.search(rb"[\xc0-\xff][\x80-\xbf]{0,2}\Z", content)
+    return broken.start() if broken else len(content)
+
+
+def parquet_rows(path: Path) -> Iterator[Block]:
+    """The rows of the column "text" of a parquet file, a document each."""
+    try:
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=UNIT_BYTES)
+        names = file.schema_arrow.names
+        if "text" not in names or file.schema_arrow.field("text").type not in (pyarrow.string(), pyarrow.large_string()):
+            raise UserError(f'{path}: wanted a column "text" of strings; its columns are {", ".join(names)}')
+        size = path.stat().st_size / max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=256, columns=["text"]):
+            for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                yield Block(size, text or b"")
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def read_blocks(path: Path) -> Iterator[Block]:
+    """A file as blocks of about UNIT_BYTES or less."""
+    if kind(path) == ".parquet":
+        yield from parquet_rows(path)
+    elif kind(path) == ".jsonl":
+        line = 1
+        for size, data in read_cut(path, cut_lines):
+            yield Block(size, data, lines=(path, line))
+            line += data.count(b"\n")
+    else:
+        at = None
+        for size, data in read_cut(path, cut_text):
+            first = at is None
+            at = place(data) if first else at
+            yield Block(size, data, first, at)
+
+
+def read_units(files: list[Path]) -> Iterator[list[Block]]:
+    """The blocks of all files in order, in units of UNIT_BYTES or a little more."""
+    unit, filled = [], 0
+    for path in files:
+        for block in read_blocks(path):
+            unit.append(block)
+            filled += len(block.data)
+            if filled >= UNIT_BYTES:
+                yield unit
+                unit, filled = [], 0
+    if unit:
+        yield unit
+
+
+def parsed(unit: list[Block]) -> Iterator[Block]:
+    """The blocks of a unit that hold text, lines of JSON taken apart. Raises UserError for a line without a text."""
+    for block in unit:
+        if block.lines is None:
+            if block.data:
+                yield block
+            continue
+        path, first = block.lines
+        for number, line in enumerate(block.data.split(b"\n"), first):
+            try:
+                if line.strip() and (text := json.loads(line)["text"]):
+                    yield Block(0, text.encode("utf-8", "replace"))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f'{path}: line {number} is not a JSON object with a string under "text"') from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Splitting and encoding
+
+
+def place(data: bytes) -> float:
+    """Where its content puts a document, uniform in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which text is for validation: documents by their hash, or all from character `boundary` on."""
+
+    val_fraction: float
+    boundary: int | None = None
+    offsets: tuple[int, ...] = ()  # with a boundary: the first character of each unit
+
+    def parts(self, unit: list[Block], index: int) -> Iterator[tuple[str, bool, str]]:
+        """(split, whether a document begins, text) of unit number `index`."""
+        offset = self.offsets[index] if self.offsets else 0
+        for block in parsed(unit):
+            text = block.data.decode("utf-8", "replace")
+            if self.boundary is None:
+                at = place(block.data) if block.place is None else block.place
+                yield "val" if at < self.val_fraction else "train", block.opens, text
+                continue
+            before = max(0, self.boundary - offset)  # characters of this text that are for training
+            if text[:before]:
+                yield "train", block.opens, text[:before]
+            if text[before:]:
+                yield "val", block.opens or offset <= self.boundary, text[before:]
+            offset += len(text)
+
+
+def choose_split(files: list[Path], val_fraction: float) -> Split:
+    """The split of a source; reads it until it has FEW_DOCUMENTS. Raises UserError if a part would be empty."""
+    documents, characters, offsets = 0, 0, []
+    for unit in read_units(files):
+        offsets.append(characters)
+        for block in parsed(unit):
+            documents += block.opens
+            characters += len(block.data.decode("utf-8", "replace"))
+        if documents >= FEW_DOCUMENTS:
+            return Split(val_fraction if val_fraction > 0 else 0.05)
+    if not documents:
+        raise UserError("there is no text in the source")
+    val_fraction = val_fraction if val_fraction > 0 else 0.1
+    boundary = int(characters * (1 - val_fraction))
+    if not 0 < boundary < characters:
+        raise UserError(f"--val_fraction={val_fraction} of {characters} characters leaves a split empty; try 0.1")
+    return Split(val_fraction, boundary, tuple(offsets))
+
+
+def encode_unit(tokenizer: Tokenizer, split: Split, unit: list[Block], index: int, wanted: set) -> dict[str, np.ndarray]:
+    """The tokens of a unit by wanted split, end-of-text before each document."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    rows = {name: [np.empty(0, dtype)] for name in SPLITS}
+    for name, opens, text in split.parts(unit, index):
+        if name in wanted:
+            rows[name] += [np.array([tokenizer.eot_token] * opens, dtype), tokenizer.encode(text).astype(dtype)]
+    return {name: np.concatenate(row) for name, row in rows.items()}
+
+
+def start_worker(*arguments) -> None:
+    """In a new process: keep what all units need, leave Ctrl-C to the parent and end when it is killed."""
+    global shared
+    shared = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def work(*arguments) -> dict[str, np.ndarray]:
+    return encode_unit(*shared, *arguments)
+
+
+def encode_all(tokenizer: Tokenizer, split: Split, tasks: Iterator[tuple], workers: int) -> Iterator[tuple]:
+    """(unit, its number, its tokens by split) of every task, in order; a few units a worker are in memory at a time."""
+    if workers == 1:
+        for task in tasks:
+            yield task[0], task[1], encode_unit(tokenizer, split, *task)
+        return
+    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer, split))
+    pending = deque()
+    try:
+        for task in tasks:
+            pending.append((task, pool.submit(work, *task)))
+            if len(pending) > 2 * workers:
+                task, future = pending.popleft()
+                yield task[0], task[1], future.result()
+        for task, future in pending:
+            yield task[0], task[1], future.result()
+    except BrokenProcessPool:
+        raise UserError("a worker process was killed (out of memory?); the same command goes on, try fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing: tokens to shards
+
+
+@dataclass
+class Shards:
+    """The shards of a split. The finished ones end behind `offset` tokens of unit number `unit`: what a restart needs."""
+
+    directory: Path
+    split: str
+    tokenizer: Tokenizer
+    shard_tokens: int
+    unit: int = 0
+    offset: int = 0
+    finished: list[dict] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.buffer = np.empty(self.shard_tokens, token_dtype(self.tokenizer.vocab_size))  # takes memory as it fills
+        self.filled = 0
+
+    def add(self, index: int, tokens: np.ndarray) -> Iterator[dict]:
+        """Append the tokens of unit number `index`; yields each shard that this finishes."""
+        position = self.offset if index == self.unit else 0
+        while position < len(tokens):
+            part = tokens[position : position + self.shard_tokens - self.filled]
+            self.buffer[self.filled : self.filled + len(part)] = part
+            self.filled += len(part)
+            position += len(part)
+            if self.filled == self.shard_tokens:
+                yield self.publish(index, position)
+
+    def publish(self, unit: int, offset: int) -> dict:
+        """Write the buffer as a shard that ends behind `offset` tokens of unit number `unit`."""
+        tokens = self.buffer[: self.filled]
+        name = f"{self.split}_{len(self.finished):06d}.bin"
+        size = documents = 0
+        for part in np.array_split(tokens, len(tokens) // UNIT_BYTES + 1):
+            size += int(self.tokenizer.bytes_per_token[part].sum())
+            documents += int(np.count_nonzero(part == self.tokenizer.eot_token))
+        digest = write_shard(self.directory / name, tokens, self.tokenizer.vocab_size)
+        row = {"file": name, "split": self.split, "tokens": len(tokens), "bytes_of_text": size, "documents": documents}
+        row["sha256"] = digest
+        self.finished.append(row)
+        self.unit, self.offset, self.filled = unit, offset, 0
+        return row
+
+
+def is_finished(directory: Path, request: dict) -> bool:
+    """Whether the directory holds the requested dataset. Raises UserError if it holds another one."""
+    path = directory / "dataset.json"
+    if not path.exists():
+        return False
+    try:
+        told = json.loads(path.read_text())
+        train = [row["tokens"] for row in told["shards"] if row["split"] == "train"]
+        there = told["source"], told["tokenizer"]["name"], told["val_fraction"], train[0]
+    except (ValueError, LookupError, TypeError):
+        raise UserError(f"{path} is damaged; remove {directory} or choose another --out") from None
+    asked = [request[name] for name in ("source", "tokenizer", "val_fraction")] + [min(request["shard_tokens"], sum(train))]
+    if asked[2] < 0:
+        asked[2] = there[2]
+    names = ("source", "--tokenizer", "--val_fraction", "--shard_tokens")
+    differences = [f"{n} {was}, not {now}" for n, was, now in zip(names, there, asked, strict=True) if was != now]
+    if differences:
+        raise UserError(f"{directory} holds another dataset: {'; '.join(differences)}; choose another --out, or remove it")
+    return True
+
+
+def save_progress(directory: Path, request: dict, splits: dict[str, Shards]) -> None:
+    """Publish which shards are finished, and where they end."""
+    done = {name: {"unit": s.unit, "offset": s.offset, "finished": s.finished} for name, s in splits.items()}
+    write_text(directory / "progress.json", json.dumps({"request": request, "splits": done}))
+
+
+def open_progress(directory: Path, request: dict) -> dict:
+    """What an earlier run of this request finished, by split. The shards of an unfinished other request are removed."""
+    path = directory / "progress.json"
+    if not path.exists() and directory.exists() and any(not p.name.startswith(".") for p in directory.iterdir()):
+        raise UserError(f"{directory} holds other files; choose another --out, or remove it")
+    told = json.loads(path.read_text()) if path.exists() else {"request": None, "splits": {}}
+    shards = [directory / row["file"] for done in told["splits"].values() for row in done["finished"]]
+    if told["request"] == request and all(shard.exists() for shard in shards):
+        return told["splits"]
+    for stale in [*directory.glob("*_*.bin"), directory / "tokenizer.json"]:
+        stale.unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_progress(directory, request, {})
+    return {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def sample(files: list[Path]) -> Iterator[str]:
+    """At most SAMPLE_CHARACTERS of text, evenly from the beginnings of at most 1000 of the files."""
+    files = files[:: -(-len(files) // 1000)]
+    left = SAMPLE_CHARACTERS
+    for number, path in enumerate(files):
+        share = left // (len(files) - number)
+        for block in (block for unit in read_units([path]) for block in parsed(unit)):
+            text = block.data.decode("utf-8", "replace")[:share]
+            yield text
+            share, left = share - len(text), left - len(text)
+            if not share:
+                break
+
+
+def get_tokenizer(directory: Path, spec: str, files: list[Path]) -> Tokenizer:
+    """The tokenizer in the directory, or else what `spec` means, saved there."""
+    path = directory / "tokenizer.json"
+    if path.exists():
+        return load(path, name=spec)
+    tokenizer = resolve(spec, lambda: sample(files))
+    if spec.startswith("train:") and tokenizer.vocab_size < int(spec[6:]):
+        print(f"--tokenizer={spec}: there is too little text for more than {tokenizer.vocab_size} tokens")
+    tokenizer.save(path)
+    return tokenizer
+
+
+def encode_files(splits: dict[str, Shards], split: Split, files: list[Path], workers: int, request: dict) -> None:
+    """Encode all units that are not in finished shards yet and publish their shards."""
+    train = splits["train"]
+    bar = tqdm(total=sum(path.stat().st_size for path in files), unit="B", unit_scale=True, disable=None)
+
+    def advance(unit):
+        bar.update(sum(block.size for block in unit))
+
+    def tasks():
+        for index, unit in enumerate(read_units(files)):
+            wanted = {name for name, shards in splits.items() if index >= shards.unit}
+            if wanted:
+                yield unit, index, wanted
+            else:
+                advance(unit)
+
+    index = -1
+    for unit, index, tokens in encode_all(train.tokenizer, split, tasks(), workers):
+        for name, shards in splits.items():
+            for row in shards.add(index, tokens[name]):
+                save_progress(train.directory, request, splits)
+                tqdm.write(f"{row['file']}: {row['tokens']:,} tokens")
+        advance(unit)
+    bar.close()
+    for shards in splits.values():
+        if shards.filled:
+            shards.publish(index + 1, 0)
+            save_progress(train.directory, request, splits)
+        if not shards.finished:
+            raise UserError(f"--val_fraction={split.val_fraction} leaves no document for {shards.split}; try another")
+
+
+def prepare(config: PrepareConfig) -> None:
+    """Make the dataset directory that `config` asks for, finish it, or find it finished. Raises UserError."""
+    if config.val_fraction == 0 or config.val_fraction >= 1:
+        raise UserError(f"--val_fraction={config.val_fraction} leaves a split empty; more than 0 and less than 1 works, as 0.1")
+    if not 0 < config.shard_tokens < 2**31 or config.workers < 0:
+        raise UserError("--shard_tokens must be at least 1 and less than 2^31, --workers at least 0")
+    began = time.perf_counter()
+    found = {source: source_files(source) for source in config.sources}
+    name = Path(config.sources[0]).resolve().name.split(".")[0] if found else "python"
+    found = found or {f"the standard library of Python {sys.version.split()[0]}": embedded_corpus()}
+    files = [path for paths in found.values() for path in paths]
+    directory = Path(config.out or f"tokens/{name}")
+    request = {
+        "source": [{"path": s, "files": len(f), "bytes": sum(p.stat().st_size for p in f)} for s, f in found.items()],
+        "tokenizer": config.tokenizer or ("gpt2" if config.sources else "train:4096"),
+        "val_fraction": config.val_fraction,
+        "shard_tokens": config.shard_tokens,
+    }
+    if is_finished(directory, request):
+        print(f"{directory} holds this dataset already")
+        return
+    split = choose_split(files, config.val_fraction)
+    done = open_progress(directory, request)
+    tokenizer = get_tokenizer(directory, request["tokenizer"], files)
+    splits = {name: Shards(directory, name, tokenizer, config.shard_tokens, **done.get(name, {})) for name in SPLITS}
+    encode_files(splits, split, files, config.workers or multiprocessing.cpu_count(), request)
+    rows = [row for shards in splits.values() for row in shards.finished]
+    dataset = {
+        "format": "lockstep-tokens",
+        "version": 1,
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
+        "vocab_size": tokenizer.vocab_size,
+        "eot_token": tokenizer.eot_token,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "source": request["source"],
+        "val_fraction": split.val_fraction,
+        "shards": rows,
+    }
+    write_text(directory / "dataset.json", json.dumps(dataset, indent=1) + "\n")
+    (directory / "progress.json").unlink()
+    tokens, size = (sum(row[key] for row in rows) for key in ("tokens", "bytes_of_text"))
+    said = (
+        f"{tokens:,} tokens of {size:,} bytes of text, {size / tokens:.2f} bytes a token, vocabulary {tokenizer.vocab_size:,}"
+    )
+    print(f"{directory}: {said}, {time.perf_counter() - began:.1f} s")
+
+
+def main() -> None:
+    """The command line."""
+    with settings.user_errors():
+        config = settings.parse(PrepareConfig, sys.argv[1:], "Turn text into a dataset directory of token shards.")
+        try:
+            prepare(config)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on behind the last finished shard", file=sys.stderr)
+            raise SystemExit(75) from None
+
+
+if __name__ == "__main__":
+    main()

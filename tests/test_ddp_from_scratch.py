@@ -1,0 +1,503 @@
+"""The from-scratch strategies on real ranks (gloo), against one process with the whole batch and torch's DDP."""
+
+import functools
+import multiprocessing
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_from_scratch import ScratchAllReduce, ScratchDataParallel, ScratchOverlap, ScratchReduceScatter
+
+SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=1024)  # several buckets even for a tiny model
+STRATEGIES = [
+    pytest.param(ScratchAllReduce, id="allreduce"),
+    pytest.param(ScratchReduceScatter, id="reduce_scatter"),
+    pytest.param(ScratchOverlap, id="overlap"),
+    pytest.param(SMALL_BUCKETS, id="overlap_small_buckets"),
+]
+SEQUENCES, ACCUMULATION, STEPS, LENGTH, VOCABULARY = 12, 2, 20, 6, 19
+TIMEOUT = 50  # seconds for one function on all ranks
+
+
+# Ranks: processes that stay for the whole file and run the functions they are sent ------------------------------------
+
+
+def serve(rank: int, world_size: int, store: str, pipe) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while call := pipe.recv():
+        function, args = call
+        try:
+            pipe.send((True, function(*args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    def __init__(self, world_size: int, store: str):
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, world_size, store, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function, *args) -> list:
+        """What `function(*args)` returned on each rank; AssertionError with the tracebacks if it raised anywhere."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(TIMEOUT), f"rank {rank} gave no answer in {TIMEOUT} s"
+            answers.append(pipe.recv())
+        failed = [f"rank {rank}: {answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
+        assert not failed, "\n".join(failed)
+        return [answer for _, answer in answers]
+
+    def stop(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    started = {}
+
+    def ranks(world_size: int) -> Ranks:
+        if world_size not in started:
+            store = tmp_path_factory.mktemp("store") / str(world_size)
+            started[world_size] = Ranks(world_size, str(store))
+        return started[world_size]
+
+    yield ranks
+    for each in started.values():
+        each.stop()
+
+
+# Training, and what is compared ---------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Tied embeddings (one parameter used twice), a buffer, a frozen parameter and one that is never used."""
+
+    def __init__(self, width: int = 24):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.norm = nn.LayerNorm(2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.down(nn.functional.gelu(self.norm(self.up(x * self.frozen))))
+        return x @ self.embedding.weight.T / self.scale
+
+
+def new_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, tokens) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def accumulate(model, tokens: torch.Tensor, accumulation: int = ACCUMULATION) -> float:
+    """Forward and backward of one update; the mean loss."""
+    total = 0.0
+    for i, micro_batch in enumerate(tokens.chunk(accumulation)):
+        model.require_backward_grad_sync = i == accumulation - 1
+        loss = loss_of(model, micro_batch) / accumulation
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def train(model: nn.Module, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Losses (this rank's), gradients before clipping and final weights of 20 updates."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        losses.append(accumulate(model, batch(step).chunk(world_size)[rank]))
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)  # both ways
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"losses": torch.tensor(losses), "gradients": torch.stack(gradients), "weights": weights}
+
+
+def check_lockstep(strategy) -> None:
+    """Training with `strategy` gives one process's losses, gradients and weights, and those of torch's DDP."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = train(new_model(), 0, 1)
+    torchs = train(DistributedDataParallel(new_model(), find_unused_parameters=True), rank, world_size)
+    ours = train(strategy(new_model()), rank, world_size)
+    for result in (torchs, ours):
+        dist.all_reduce(result["losses"].div_(world_size))
+        replica = result["weights"].clone()
+        dist.broadcast(replica, 0)
+        assert torch.equal(replica, result["weights"]), "the replicas are no longer equal"
+    tolerance = {"losses": 1e-5, "gradients": 1e-5, "weights": 1e-4}
+    for expected in (whole, torchs):
+        for name, atol in tolerance.items():
+            message = f"{name}: {{}}".format
+            torch.testing.assert_close(ours[name], expected[name], atol=atol, rtol=1e-4, msg=message)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trains_as_one_process_and_as_torch_ddp(start, strategy, world_size):
+    start(world_size).run(check_lockstep, strategy)
+
+
+class AveragesWeights(ScratchDataParallel):
+    def average_gradients(self):
+        for parameter in self.trainable:
+            dist.all_reduce(parameter.data.div_(self.world_size))
+
+
+class ForgetsToDivide(ScratchDataParallel):
+    def average_gradients(self):
+        for parameter in self.trainable:
+            dist.all_reduce(parameter.grad)
+
+
+class ForgetsToSend(ScratchDataParallel):
+    def average_gradients(self):
+        pass
+
+
+@pytest.mark.parametrize("broken", [AveragesWeights, ForgetsToDivide, ForgetsToSend])
+def test_the_same_check_fails_a_broken_strategy(start, broken):
+    with pytest.raises(AssertionError, match=r"gradients|weights|losses|replicas"):
+        start(2).run(check_lockstep, broken)
+
+
+# When it communicates -------------------------------------------------------------------------------------------------
+
+
+def record_collectives(events: list):
+    """Patch torch.distributed so that `events` gets the name of every collective; returns the way back."""
+    names = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def recorded(name):
+        def collective(*args, **kwargs):
+            events.append(name)
+            return originals[name](*args, **kwargs)
+
+        return collective
+
+    for name in names:
+        setattr(dist, name, recorded(name))
+    return lambda: [setattr(dist, name, original) for name, original in originals.items()]
+
+
+def collectives_of_an_update(strategy, accumulation: int) -> list[str]:
+    model, events = strategy(new_model()), []
+    restore = record_collectives(events)
+    try:
+        accumulate(model, batch(0).chunk(dist.get_world_size())[dist.get_rank()], accumulation)
+    finally:
+        restore()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (ScratchAllReduce, ["all_reduce"] * 7),  # 7 trainable parameters
+        (ScratchReduceScatter, ["reduce_scatter", "all_gather"]),
+        (ScratchOverlap, ["all_reduce"]),
+    ],
+)
+def test_accumulation_communicates_once(start, strategy, expected):
+    census = ["all_reduce"]  # which parameters have a gradient anywhere
+    for accumulation in (1, 3):
+        for events in start(2).run(collectives_of_an_update, strategy, accumulation):
+            assert events == expected + census
+
+
+def local_and_synced_gradients(strategy) -> tuple:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = batch(0).chunk(world_size)[rank]
+    plain = new_model()
+    loss_of(plain, mine).backward()
+    model = strategy(new_model())
+    with model.no_sync():
+        loss_of(model, mine).backward()
+    assert model.require_backward_grad_sync
+    torch.testing.assert_close(model.module.up.weight.grad, plain.up.weight.grad)  # this rank's own
+    model.sync_gradients()
+    synced = model.module.up.weight.grad.clone()
+    model.disable_grad_sync()
+    model.module.zero_grad()
+    loss_of(model, mine).backward()
+    torch.testing.assert_close(model.module.up.weight.grad, plain.up.weight.grad)
+    model.module.zero_grad()
+    loss = loss_of(model, mine)  # the switch is read by the forward, as in DDP
+    model.enable_grad_sync()
+    with torch.no_grad():
+        loss_of(model, mine)  # an evaluation decides nothing
+    loss.backward()
+    torch.testing.assert_close(model.module.up.weight.grad, plain.up.weight.grad)
+    model.module.zero_grad()
+    loss_of(model, mine).backward()
+    return plain.up.weight.grad, synced, model.module.up.weight.grad
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sync_keeps_gradients_local_until_they_are_synced(start, strategy):
+    answers = start(2).run(local_and_synced_gradients, strategy)
+    mean = (answers[0][0] + answers[1][0]) / 2
+    assert not torch.allclose(answers[0][0], answers[1][0])
+    for _, by_hand, by_backward in answers:
+        torch.testing.assert_close(by_hand, mean)
+        torch.testing.assert_close(by_backward, mean)
+
+
+def events_of_a_backward(strategy) -> list[str]:
+    model, events = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), []
+    for i, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(f"gradient {i}"))
+    model = strategy(model)
+    restore = record_collectives(events)
+    try:
+        model(torch.randn(4, 8)).sum().backward()
+    finally:
+        restore()
+    return events
+
+
+def test_overlap_sends_while_backward_is_running(start):
+    for events in start(2).run(events_of_a_backward, functools.partial(ScratchOverlap, bucket_bytes=288)):
+        assert events.index("all_reduce") < events.index("gradient 4")  # layer 5 is under way
+        assert events.count("all_reduce") == 6 + 1  # a bucket a layer, and the census
+    for events in start(2).run(events_of_a_backward, ScratchAllReduce):
+        assert events.index("all_reduce") > events.index("gradient 0")
+
+
+def storages_of_the_gradients() -> int:
+    model = ScratchOverlap(new_model())
+    accumulate(model, batch(0))
+    return len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None})
+
+
+def test_overlap_keeps_gradients_in_one_bucket(start):
+    assert start(2).run(storages_of_the_gradients) == [1, 1]
+
+
+# How replicas start ---------------------------------------------------------------------------------------------------
+
+
+def construction_error(seeds: list[int], width: list[int], spoil: str) -> str:
+    rank = dist.get_rank()
+    torch.manual_seed(seeds[rank])
+    model = Model(width[rank])
+    if spoil:
+        model.get_buffer(spoil).add_(rank == 1)
+    try:
+        ScratchAllReduce(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("seeds", "width", "spoil", "name", "ranks"),
+    [
+        ([0, 1, 1], [24, 24, 24], "", "embedding.weight", "[1, 2]"),
+        ([0, 0, 0], [24, 24, 8], "", "frozen", "[2]"),
+        ([0, 0, 0], [24, 24, 24], "scale", "scale", "[1]"),
+    ],
+    ids=["seed", "shape", "buffer"],
+)
+def test_unequal_replicas_are_refused_on_all_ranks(start, seeds, width, spoil, name, ranks):
+    errors = start(3).run(construction_error, seeds, width, spoil)
+    assert len(set(errors)) == 1
+    assert name in errors[0] and ranks in errors[0]
+
+
+def test_equal_replicas_are_accepted(start):
+    assert start(3).run(construction_error, [5, 5, 5], [8, 8, 8], "") == ["", "", ""]
+
+
+def state_after_construction(strategy) -> dict:
+    model = new_model(seed=dist.get_rank())
+    model.scale.add_(dist.get_rank())
+    return strategy(model).state_dict()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_other_strategies_start_from_rank_0(start, strategy):
+    first, second = start(2).run(state_after_construction, strategy)
+    assert list(first) == [f"module.{name}" for name in new_model().state_dict()]  # as DDP's
+    for name, tensor in new_model(seed=0).state_dict().items():
+        assert torch.equal(first[f"module.{name}"], tensor) and torch.equal(second[f"module.{name}"], tensor)
+
+
+# Parameters of all kinds ----------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Rank r uses only expert r; the last expert and, of the frozen one, nothing gets a gradient anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x, expert):
+        return self.frozen(self.experts[expert](x))
+
+
+def gradients_of_experts(strategy) -> list:
+    torch.manual_seed(0)
+    model = strategy(Experts())
+    for _ in range(2):  # a bucket keeps nothing of the update before
+        model.module.zero_grad()
+        model(torch.ones(2, 4), dist.get_rank()).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unused_parameters_count_as_zero_or_keep_none(start, strategy):
+    torch.manual_seed(0)
+    single = Experts()
+    for expert in range(3):
+        (single(torch.ones(2, 4), expert).sum() / 3).backward()
+    for gradients in start(3).run(gradients_of_experts, strategy):
+        for ours, parameter in zip(gradients, single.parameters(), strict=True):
+            assert (ours is None) == (parameter.grad is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, parameter.grad)
+
+
+class Mixed(nn.Module):
+    """Three dtypes, one parameter without dimensions, one not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.brain = nn.Parameter(torch.randn(5, 3, dtype=torch.bfloat16))
+        self.floats = nn.Parameter(torch.randn(7, 5).T)
+        self.wide = nn.Parameter(torch.randn((), dtype=torch.float64))
+
+    def forward(self, x):
+        return (x @ self.brain.float() @ (self.floats[:3] * self.wide.float())).square().sum()
+
+
+def gradients_of_mixed(strategy) -> tuple:
+    torch.manual_seed(0)
+    plain = Mixed()
+    torch.manual_seed(0)
+    model = strategy(Mixed())
+    x = torch.full((2, 5), 1.0 + dist.get_rank())
+    plain(x).backward()
+    model(x).backward()
+    return [p.grad for p in plain.parameters()], [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mixed_dtypes(start, strategy):
+    answers = start(2).run(gradients_of_mixed, strategy)
+    for i in range(3):
+        mean = (answers[0][0][i] + answers[1][0][i]) / 2
+        for _, ours in answers:
+            assert ours[i].dtype == mean.dtype
+            torch.testing.assert_close(ours[i], mean)
+
+
+# Together with the rest of torch --------------------------------------------------------------------------------------
+
+
+def check_autocast(strategy) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with torch.autocast("cpu", torch.bfloat16):
+        torchs, ours = DistributedDataParallel(new_model(), find_unused_parameters=True), strategy(new_model())
+        for model in (torchs, ours):
+            accumulate(model, batch(0).chunk(world_size)[rank])
+    for p, expected in zip(ours.parameters(), torchs.parameters(), strict=True):
+        assert (p.grad is None) == (expected.grad is None)
+        if p.grad is not None:
+            assert p.grad.dtype == torch.float32
+            torch.testing.assert_close(p.grad, expected.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_autocast(start, strategy):
+    start(2).run(check_autocast, strategy)
+
+
+def check_compiled(strategy, where: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = batch(0).chunk(world_size)[rank]
+    eager = strategy(new_model())
+    accumulate(eager, mine)
+    if where == "inside":
+        model = outer = strategy(torch.compile(new_model(), backend="aot_eager", fullgraph=True))
+    else:
+        outer = strategy(new_model())
+        model = torch.compile(outer, backend="aot_eager", fullgraph=True)
+    accumulate(model, mine)  # torch.compile passes require_backward_grad_sync on to what it wraps
+    for p, expected in zip(outer.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled(start, strategy, where):
+    start(2).run(check_compiled, strategy, where)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def gradients_after_a_failed_backward(strategy) -> torch.Tensor:
+    model = strategy(new_model())
+    mine = batch(0).chunk(dist.get_world_size())[dist.get_rank()]
+    logits = model.module.embedding.weight.register_hook(lambda _: (_ for _ in ()).throw(Interrupted()))
+    with pytest.raises(Interrupted):
+        loss_of(model, mine).backward()
+    logits.remove()
+    model.module.zero_grad()
+    loss_of(model, mine).backward()
+    return model.module.embedding.weight.grad
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_that_raised_does_not_disturb_the_next(start, strategy):
+    whole = new_model()
+    loss_of(whole, batch(0)).backward()
+    for gradient in start(2).run(gradients_after_a_failed_backward, strategy):
+        torch.testing.assert_close(gradient, whole.embedding.weight.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_a_process_group_nothing_changes(strategy):
+    assert not dist.is_initialized()
+    plain, model = train(new_model(), 0, 1), train(strategy(new_model()), 0, 1)
+    for name in plain:
+        assert torch.equal(plain[name], model[name])
+    strategy(new_model()).sync_gradients()

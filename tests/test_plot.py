@@ -1,0 +1,153 @@
+"""Curves of runs: what is read from metrics.jsonl, and the command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.text import Text
+
+import plot
+from settings import UserError
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "") -> Path:
+    path.mkdir(parents=True)
+    with open(path / "metrics.jsonl", "w") as file:
+        for step in range(10, steps + 1, 10):
+            line = {
+                "step": step,
+                "tokens": step * tokens_per_step,
+                "loss": 1 + 9 / step,
+                "lr": 1e-3,
+                "grad_norm": 5 / step,
+            }
+            print(json.dumps(line | {"tokens_per_second": 1e4, "mfu": None}), file=file)
+            if step % 20 == 0:
+                print(json.dumps({"step": step, "val_loss": 1.5, "val_bpb": 0.7}), file=file)
+        file.write(tail)
+    return path
+
+
+def command(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "plot.py", *args], cwd=ROOT, capture_output=True, text=True)
+
+
+def words(figure) -> set[str]:
+    return {text.get_text() for text in figure.findobj(Text)}
+
+
+@pytest.fixture
+def figure_of(monkeypatch, tmp_path):
+    """draw(), but the figure comes back before it is saved."""
+
+    def figure(*runs: Path):
+        kept = []
+        monkeypatch.setattr(plot, "publish", lambda figure, out: kept.append(figure))
+        plot.draw(list(runs), tmp_path / "unused.png")
+        monkeypatch.undo()
+        return kept[0]
+
+    return figure
+
+
+def test_the_command_draws_several_runs(tmp_path):
+    runs = [write_run(tmp_path / name) for name in ("small", "large")]
+    result = command(*map(str, runs), f"--out={tmp_path}/new/curves.png")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert os.listdir(tmp_path / "new") == ["curves.png"]
+
+
+def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figure_of):
+    runs = [write_run(tmp_path / name) for name in ("small", "large")]
+    panels = {"loss", "learning rate", "gradient norm", "tokens per second"}
+    assert {"small", "large", "1.500", "step"} | panels <= words(figure_of(*runs))
+    assert {"small", "1.500"} <= words(figure_of(runs[0]))
+
+
+def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):
+    short, long = write_run(tmp_path / "short"), write_run(tmp_path / "long", steps=100)
+    half = write_run(tmp_path / "half", tokens_per_step=512)
+    assert figure_of(short, long).axes[2].get_xlabel() == "step"
+    over_tokens = figure_of(short, long, half)
+    assert over_tokens.axes[2].get_xlabel() == "tokens"
+    assert max(max(line.get_xdata()) for line in over_tokens.axes[0].lines) == 100 * 1024
+    assert plot.read(half).points("val_loss", 512) == ([20 * 512, 40 * 512, 60 * 512], [1.5, 1.5, 1.5])
+
+
+def test_a_gradient_norm_over_decades_is_drawn_on_a_log_axis(tmp_path, figure_of):
+    assert figure_of(write_run(tmp_path / "calm")).axes[2].get_yscale() == "linear"
+    spike = json.dumps({"step": 70, "loss": 1.0, "grad_norm": 90.0}) + "\n"
+    assert figure_of(write_run(tmp_path / "wild", tail=spike)).axes[2].get_yscale() == "log"
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, figure_of):
+    runs = [write_run(tmp_path / place / "base") for place in ("here", "there")]
+    assert {str(run) for run in runs} <= words(figure_of(*runs))
+
+
+@pytest.mark.parametrize("tail", ['{"step": 70, "lo', '{"step"', "7", '{"step": 70, "loss": 1.0'])
+def test_a_torn_last_line_is_ignored(tmp_path, tail):
+    whole, torn = write_run(tmp_path / "whole"), write_run(tmp_path / "torn", tail=tail)
+    assert plot.read(torn).training == plot.read(whole).training
+    assert plot.read(torn).validation == plot.read(whole).validation
+    plot.draw([torn], tmp_path / "curves.png")
+
+
+def test_values_that_are_not_numbers_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run", tail='{"step": 70, "loss": NaN, "lr": null}\n{"step": 80, "loss": Infinity}\n')
+    assert plot.read(run).points("loss")[0] == [10, 20, 30, 40, 50, 60]
+    plot.draw([run], tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize("line", [{"step": 10, "loss": 2.0}, {"step": 10, "val_loss": 2.0}])
+def test_a_run_of_one_line_is_drawn(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    plot.draw([tmp_path], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_bad_input_is_one_line_and_status_2(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    good, spoiled = write_run(tmp_path / "good"), write_run(tmp_path / "spoiled", tail='nonsense\n{"step": 70}\n')
+    for args, said in [
+        ([], "at least one run"),
+        ([str(tmp_path / "nowhere")], "nowhere/metrics.jsonl"),
+        ([str(tmp_path / "empty")], "nothing was logged yet"),
+        ([str(spoiled)], "line 10"),
+        ([str(good), "--uot=x.png"], "--out"),
+        ([str(good), f"--out={tmp_path}/curves.txt"], "curves.txt"),
+    ]:
+        result = command(*args)
+        assert result.returncode == 2, args
+        assert result.stderr.startswith("error: ") and said in result.stderr and "Traceback" not in result.stderr
+    assert not list(tmp_path.glob(".curves*"))
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
+    out = tmp_path / "curves.png"
+    plot.draw([write_run(tmp_path / "run")], out)
+    before = out.read_bytes()
+    with pytest.raises(UserError):
+        plot.draw([tmp_path / "run", tmp_path / "missing"], out)
+    assert out.read_bytes() == before
+
+
+def test_smoothing_neither_lags_nor_follows_a_spike():
+    falling = [float(100 - i) for i in range(100)]
+    assert plot.smooth(falling) == falling
+    spiked = [1.0] * 100
+    spiked[50] = 1000.0
+    assert plot.smooth(spiked) == [1.0] * 100
+    assert plot.smooth([]) == [] and plot.smooth([3.0]) == [3.0]
+
+
+def test_labels_are_spread_in_order():
+    assert plot.spread([3.0, 1.0, 1.1], 0.5) == [3.0, 1.0, 1.5]
+    assert plot.spread([], 0.5) == []

@@ -1,0 +1,374 @@
+"""Datasets made from real files, through the command where it matters: splits, formats, workers, kills."""
+
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import prepare_data
+import settings
+import tokenizer
+from data import open_dataset, open_shard
+from prepare_data import PrepareConfig, prepare
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    f"Document {i}: the naïve quick brown fox 🙂 jumps {i * i} times.\r\n\n" + "    lazy dog\n" * (i % 7) for i in range(150)
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make(*sources, out="out", tokenizer="bytes", workers=1, **more):
+    prepare(PrepareConfig(sources=tuple(map(str, sources)), out=str(out), tokenizer=tokenizer, workers=workers, **more))
+    return Made(Path(out))
+
+
+class Made:
+    """A dataset directory as its readers see it."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.told = json.loads((directory / "dataset.json").read_text())
+        self.tokenizer = tokenizer.load(directory / "tokenizer.json")
+
+    def rows(self, split):
+        return [row for row in self.told["shards"] if row["split"] == split]
+
+    def tokens(self, split):
+        return np.concatenate([open_shard(self.directory / row["file"]) for row in self.rows(split)])
+
+    def documents(self, split):
+        tokens = self.tokens(split)
+        assert tokens[0] == self.told["eot_token"]
+        starts = np.flatnonzero(tokens == self.told["eot_token"])
+        return [self.tokenizer.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
+
+
+def content(directory):
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def write_lines(path, documents=DOCUMENTS):
+    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in documents))
+    return path
+
+
+def command(*arguments, **more):
+    arguments = [sys.executable, str(ROOT / "prepare_data.py"), *map(str, arguments)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_the_command_makes_the_embedded_corpus(here):
+    process = command()
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "tokens/python" in said and "bytes a token" in said
+    made = Made(here / "tokens/python")
+    assert list(made.told) == (
+        "format version tokenizer vocab_size eot_token dtype source val_fraction shards".split()  # readers rely on these
+    )
+    assert list(made.told["shards"][0]) == ["file", "split", "tokens", "bytes_of_text", "documents", "sha256"]
+    assert (made.told["format"], made.told["version"], made.told["dtype"]) == ("lockstep-tokens", 1, "uint16")
+    assert made.told["tokenizer"] == {"name": "train:4096", "sha256": made.tokenizer.sha256}
+    assert (made.told["vocab_size"], made.told["eot_token"]) == (4096, 0)
+    for row in made.told["shards"]:
+        assert hashlib.sha256((made.directory / row["file"]).read_bytes()).hexdigest() == row["sha256"]
+
+    sources = [path.read_bytes().decode("utf-8", "replace") for path in prepare_data.embedded_corpus()]
+    assert not any("/test/" in str(p) or "site-packages" in str(p) for p in prepare_data.embedded_corpus())
+    texts = made.documents("train") + made.documents("val")
+    assert sorted(texts) == sorted(filter(None, sources))
+    assert sum(row["bytes_of_text"] for row in made.told["shards"]) == sum(len(text.encode()) for text in texts)
+    assert [len(made.documents(s)) for s in ("train", "val")] == [made.rows(s)[0]["documents"] for s in ("train", "val")]
+    assert 0.01 < len(made.documents("val")) / len(texts) < 0.1
+
+    dataset = open_dataset(made.directory)
+    tokens, size = sum(map(len, dataset.splits.values())), sum(dataset.bytes_of_text.values())
+    assert size / tokens > 3.5  # bytes a token: the prototype had 3.4
+
+    process = command()
+    said, errors = process.communicate()
+    assert process.returncode == 0 and "already" in said, errors
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".parquet"])
+def test_every_format_gives_the_same_documents(here, kind, suffix):
+    folder = here / "source" / "deep"
+    folder.mkdir(parents=True)
+    if kind == ".txt":
+        for i, text in enumerate(DOCUMENTS):
+            (folder / f"{i:04d}.txt").write_bytes(text.encode())
+        (folder / "9999.txt").write_bytes(b"")
+    elif kind == ".jsonl":
+        write_lines(folder / "a.jsonl", [*DOCUMENTS[:70], ""])
+        write_lines(folder / "b.jsonl", DOCUMENTS[70:])
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "a.parquet", row_group_size=40)
+    (folder / "notes.rst").write_text("not read")
+    for path in list(folder.glob(f"*{kind}")) if suffix else []:
+        packed = {
+            ".gz": gzip.compress,
+            ".zst": lambda data: pyarrow.Codec("zstd").compress(data, asbytes=True),
+            ".xz": lzma.compress,
+        }[suffix](path.read_bytes())
+        path.with_name(path.name + suffix).write_bytes(packed)
+        path.unlink()
+    if kind == ".parquet" and suffix:
+        with pytest.raises(settings.UserError, match="parquet"):
+            make("source")
+        return
+    made = make("source")
+    train, val = made.documents("train"), made.documents("val")
+    in_val = [text for text in DOCUMENTS if prepare_data.place(text.encode()) < 0.05]
+    assert 0 < len(in_val) < 25
+    assert val == in_val
+    assert train == [text for text in DOCUMENTS if text not in in_val]
+
+
+def test_the_split_does_not_depend_on_the_order(here):
+    one = make(write_lines(here / "a.jsonl"), out="one", val_fraction=0.2)
+    two = make(write_lines(here / "b.jsonl", DOCUMENTS[::-1]), out="two", val_fraction=0.2)
+    assert one.documents("val") == two.documents("val")[::-1]
+    assert one.documents("train") == two.documents("train")[::-1]
+    assert 15 < len(one.documents("val")) < 45
+
+
+def test_one_text_is_split_by_its_tail_as_nanogpt_does(here):
+    text = "".join(DOCUMENTS)
+    (here / "input.txt").write_bytes(text.encode())
+    made = make("input.txt")
+    cut = int(len(text) * 0.9)
+    assert made.documents("train") == [text[:cut]] and made.documents("val") == [text[cut:]]
+    assert made.told["val_fraction"] == 0.1
+    assert make("input.txt", out="half", val_fraction=0.5).documents("val") == [text[len(text) // 2 :]]
+
+
+@pytest.mark.parametrize("unit", [100, 1000, 1 << 20])
+def test_few_documents_are_split_by_the_tail_of_all_text(here, monkeypatch, unit):
+    monkeypatch.setattr(prepare_data, "UNIT_BYTES", unit)
+    few, text = DOCUMENTS[:20], "".join(DOCUMENTS[:20])
+    made = make(write_lines(here / "few.jsonl", few), val_fraction=0.25)
+    cut = int(len(text) * 0.75)
+    assert "".join(made.documents("train")) == text[:cut] and "".join(made.documents("val")) == text[cut:]
+    assert len(made.documents("train")) + len(made.documents("val")) in (20, 21)
+
+
+@pytest.mark.parametrize("unit", [37, 64, 4096])
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(here, monkeypatch, unit):
+    text = "".join(DOCUMENTS) + "一二三四五六七八九十" * 50
+    (here / "long.txt").write_bytes(text.encode())
+    whole = make("long.txt", out="whole", tokenizer="train:600", val_fraction=0.2)
+    shutil.copytree("whole", "x")
+    monkeypatch.setattr(prepare_data, "UNIT_BYTES", unit)
+    pieces = make("long.txt", out="pieces", tokenizer="whole/tokenizer.json", val_fraction=0.2)
+    cut = int(len(text) * 0.8)
+    assert pieces.documents("train") == [text[:cut]] and pieces.documents("val") == [text[cut:]]
+    if unit == 4096:  # the train part has words all along
+        assert pieces.tokens("train").tolist() == whole.tokens("train").tolist()
+
+
+def test_the_number_of_workers_changes_nothing(here, monkeypatch):
+    monkeypatch.setattr(prepare_data, "UNIT_BYTES", 500)
+    write_lines(here / "a.jsonl")
+    made = [make("a.jsonl", out=f"w{n}", tokenizer="train:300", workers=n, shard_tokens=997) for n in (1, 2, 3)]
+    assert content("w1") == content("w2") == content("w3")
+    assert len(made[0].rows("train")) > 3
+    assert sorted(content("w1")) == sorted(["dataset.json", "tokenizer.json", *(r["file"] for r in made[0].told["shards"])])
+
+
+def test_shards_are_one_stream_cut_anywhere(here):
+    write_lines(here / "a.jsonl")
+    whole, cut = make("a.jsonl", out="whole"), make("a.jsonl", out="cut", shard_tokens=1000)
+    for split in ("train", "val"):
+        assert whole.tokens(split).tolist() == cut.tokens(split).tolist()
+        assert all(row["tokens"] == 1000 for row in cut.rows(split)[:-1])
+        for key in ("tokens", "bytes_of_text", "documents"):
+            assert sum(row[key] for row in whole.rows(split)) == sum(row[key] for row in cut.rows(split))
+    for row in cut.told["shards"]:
+        tokens = open_shard(cut.directory / row["file"])
+        assert row["bytes_of_text"] == np.count_nonzero(tokens != 256) and row["documents"] == np.count_nonzero(tokens == 256)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for orphans in /proc")
+def test_a_killed_run_goes_on_behind_its_finished_shards(here):
+    source = "".join(p.read_text() for p in sorted(ROOT.glob("*.py")))
+    write_lines(here / "a.jsonl", [f"{i} {source}" for i in range(300)])
+    flags = ["a.jsonl", "--tokenizer=train:300", "--shard_tokens=1000000", "--workers=2"]
+    process = command(*flags, "--out=whole")
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    shards = len(list((here / "whole").glob("*.bin")))
+    assert shards > 10
+
+    kept = {}
+    for target in (2, 5, shards - 2):
+        process = command(*flags, "--out=killed")
+        while len(finished := sorted((here / "killed").glob("train_*.bin"))) < target:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.002)
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert all(path.stat().st_mtime_ns == when for path, when in kept.items())  # shards of the last life, untouched
+        kept = {path: path.stat().st_mtime_ns for path in finished[:-1]}  # the newest may not be in the record yet
+        assert not (here / "killed" / "dataset.json").exists()
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(alive(pid) for pid in workers)
+    process = command(*flags, "--out=killed")
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    assert content("killed") == content("whole")
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
+    write_lines(here / "a.jsonl")
+    make("a.jsonl")
+    before = content("out")
+    capsys.readouterr()
+    make("a.jsonl")
+    assert "already" in capsys.readouterr().out
+    for change in ({"tokenizer": "train:300"}, {"val_fraction": 0.3}, {"shard_tokens": 100}):
+        with pytest.raises(settings.UserError, match=rf"--{next(iter(change))}.*another --out"):
+            make("a.jsonl", **change)
+    write_lines(here / "a.jsonl", DOCUMENTS[1:])
+    with pytest.raises(settings.UserError, match=r"source.*another --out"):
+        make("a.jsonl")
+    assert content("out") == before
+
+
+def test_a_directory_with_other_files_is_refused(here):
+    write_lines(here / "a.jsonl")
+    (here / "out").mkdir()
+    (here / "out" / "train.bin").write_bytes(b"mine")
+    with pytest.raises(settings.UserError, match="other files"):
+        make("a.jsonl")
+    assert content("out") == {"train.bin": b"mine"}
+
+
+def test_an_unfinished_dataset_of_another_request_is_begun_anew(here):
+    write_lines(here / "a.jsonl")
+    with pytest.raises(settings.UserError, match="val_fraction"):
+        make("a.jsonl", val_fraction=1e-9, tokenizer="train:300")
+    made = make("a.jsonl", shard_tokens=1000)
+    make("a.jsonl", out="clean", shard_tokens=1000)
+    assert content(made.directory) == content("clean")
+
+
+def test_a_large_vocabulary_is_written_as_uint32(here):
+    told = json.loads(tokenizer.resolve("train:300", lambda: DOCUMENTS).json)
+    told["added_tokens"].append({**told["added_tokens"][0], "id": 70000, "content": "<|high|>"})
+    (here / "big.json").write_text(json.dumps(told))
+    write_lines(here / "a.jsonl")
+    made = make("a.jsonl", tokenizer="big.json")
+    header = np.fromfile(made.directory / "train_000000.bin", dtype="<i4", count=256)
+    assert header[:3].tolist() == [20240801, 7, made.rows("train")[0]["tokens"]] and not header[3:].any()
+    assert made.told["dtype"] == "uint32" and made.documents("val")
+
+
+def test_hostile_text_survives(here):
+    """Literal end-of-text, lone surrogates, bytes that are not UTF-8."""
+    lines = [json.dumps({"text": text}) for text in ("a<|endoftext|>b", "lone \ud800 surrogate", "nul \0")]
+    (here / "a.jsonl").write_text("\n".join(lines) + "\r\n\n")
+    (here / "b.txt").write_bytes(b"latin \xe9 text\xff" * 3 + b"\xf0\x9f")
+    made = make("a.jsonl", "b.txt", val_fraction=0.01)
+    text = "".join(made.documents("train") + made.documents("val"))
+    assert text == "a<|endoftext|>blone ? surrogatenul \0" + "latin \ufffd text\ufffd" * 3 + "\ufffd"
+    assert sum(row["bytes_of_text"] for row in made.told["shards"]) == len(text.encode())
+
+
+def broken(here):
+    """Files that cannot be read, by name."""
+    (here / "empty").mkdir()
+    (here / "a.csv").write_text("text\n")
+    (here / "empty.txt").write_text("")
+    (here / "line.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
+    (here / "json.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
+    (here / "number.jsonl").write_text('{"text": 5}\n')
+    (here / "column.parquet").write_bytes(b"")
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), here / "column.parquet")
+    (here / "not.parquet").write_text("hello")
+    (here / "cut.txt.gz").write_bytes(gzip.compress(b"hello " * 1000)[:-10])
+    (here / "cut.txt.xz").write_bytes(lzma.compress(b"hello " * 1000)[:-10])
+    (here / "not.txt.zst").write_text("hello")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("missing.txt", "no such file"),
+        ("empty", "wanted .txt"),
+        ("a.csv", "wanted .txt"),
+        ("empty.txt", "no text"),
+        ("line.jsonl", "line 2"),
+        ("json.jsonl", "line 3"),
+        ("number.jsonl", "line 1"),
+        ("column.parquet", 'column "text"'),
+        ("not.parquet", "not.parquet"),
+        ("cut.txt.gz", "cut.txt.gz"),
+        ("cut.txt.xz", "cut.txt.xz"),
+        ("not.txt.zst", "not.txt.zst"),
+        ("hf://datasets/a/b", "hf://"),
+    ],
+)
+def test_a_bad_source_is_refused(here, source, said):
+    broken(here)
+    with pytest.raises(settings.UserError) as error:
+        make(source)
+    assert source in str(error.value) or source == "empty.txt"
+    assert said in str(error.value)
+    assert not (here / "out").exists()
+
+
+def test_a_bad_line_far_in_is_named_by_a_worker(here):
+    write_lines(here / "a.jsonl")
+    with open(here / "a.jsonl", "a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(settings.UserError, match=r"a\.jsonl: line 151"):
+        make("a.jsonl", workers=2)
+    write_lines(here / "a.jsonl")
+    assert make("a.jsonl", workers=2).documents("val")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"val_fraction": 0.0}, {"val_fraction": 1.0}, {"shard_tokens": 0}, {"workers": -1}, {"tokenizer": "nonsense"}],
+)
+def test_a_bad_flag_is_refused(here, flags):
+    write_lines(here / "a.jsonl")
+    with pytest.raises(settings.UserError, match=f"--{next(iter(flags))}"):
+        make("a.jsonl", **flags)
+
+
+def test_bad_input_ends_in_two_lines_and_status_2(here):
+    process = command("missing.txt", "--tokenizer=bytes")
+    said, errors = process.communicate()
+    assert process.returncode == 2 and not said
+    assert errors == "error: missing.txt: no such file or folder\n"

@@ -1,0 +1,259 @@
+"""The same text gives the same tokens through tiktoken and through the tokenizer.json, whatever the text."""
+
+import base64
+import json
+import sys
+import time
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import tiktoken_ext.openai_public
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenizer
+from settings import UserError
+
+ROOT = Path(__file__).parent.parent
+GPT2 = ROOT.parent / "shared" / "data" / "gpt2.tiktoken"
+needs_gpt2 = pytest.mark.skipif(not GPT2.exists(), reason="gpt2.tiktoken is not here")
+TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("settings.py", "data.py", "tokenizer.py"))
+ENGLISH = "It's the same run, isn't it? THEY'LL say we'd 12345 naïve cafés, Größe, 東京 和 مرحبا.\r\n\r\n  So:\n\n\tyes.\n"
+
+SNIPPETS = [" ", "  ", "    ", "\t", "\n", "\r\n", "\r", "\n\n", "\u00a0", "\u2028", "\u3000", "\x85", "\x1c", "\v", "\f", "\0"]
+SNIPPETS += ["'s", "'S", "'ſ", "'ll", "'LL", "don't", "'re", "a", "ab", "return", "self.", "def f(", "):\n", "    ", "#" * 9]
+SNIPPETS += [
+    "🙂",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "é",
+    "e\u0301",
+    "ﬁ",
+    "ß",
+    "İ",
+    "K",
+    "٣",
+    "½",
+    "Ⅷ",
+    "一",
+    "ｱ",
+    "\ufeff",
+    "\u200b",
+    "\ufffd",
+    "\U0010ffff",
+]
+SNIPPETS += ["<|endoftext|>", "<|", "0", "123", "12345678", "/", "://", "\\", "_", "__init__", "!?", "...\n\n  "]
+texts = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=3)), max_size=40).map("".join))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """Each kind of tokenizer, with the tokenizer.json it saves as Hugging Face tokenizers reads it."""
+    directory = tmp_path_factory.mktemp("tokenizers")
+    specs = ["train:1000", "bytes"] + [str(GPT2)] * GPT2.exists()
+    found = {}
+    for number, spec in enumerate(specs):
+        ours = tokenizer.resolve(spec, lambda: [TEXT, ENGLISH * 20])
+        path = directory / f"{number}.json"
+        ours.save(path)
+        found["gpt2" if spec == str(GPT2) else spec] = ours, read(path), path
+    return found
+
+
+def read(path):
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    theirs.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+    return theirs
+
+
+def tiktoken_ids(ours, text):
+    """What tiktoken itself says, without the way out that Tokenizer.encode has."""
+    return ours.fast.encode(text, disallowed_special=())
+
+
+@pytest.mark.parametrize("kind", ["train:1000", "bytes", pytest.param("gpt2", marks=needs_gpt2)])
+@settings(max_examples=300, deadline=None)
+@given(text=texts)
+def test_both_libraries_agree_and_give_the_text_back(made, kind, text):
+    ours, theirs, _ = made[kind]
+    ids = ours.encode(text)
+    assert ids.tolist() == tiktoken_ids(ours, text) == theirs.encode(text, add_special_tokens=False).ids
+    assert ours.decode(ids) == text
+    assert ours.bytes_per_token[ids].sum() == len(text.encode())
+    assert ours.eot_token not in ids
+
+
+@needs_gpt2
+@pytest.mark.parametrize("pattern", [tokenizer.TRAINED_PATTERN, tokenizer.CL100K_PATTERN, tokenizer.O200K_PATTERN])
+@settings(max_examples=200, deadline=None)
+@given(text=texts)
+def test_the_other_patterns_split_alike_with_a_large_vocabulary(made, pattern, text):
+    ranks = with_pattern(made, pattern)
+    theirs = ranks.slow.encode(text, add_special_tokens=False).ids
+    assert tiktoken_ids(ranks, text) == theirs
+
+
+_with_pattern = {}
+
+
+def with_pattern(made, pattern):
+    """GPT-2's ranks behind another pattern."""
+    if pattern not in _with_pattern:
+        ranks = {base64.b64decode(a): int(b) for a, b in (line.split() for line in GPT2.read_bytes().splitlines())}
+        ours = tokenizer.from_ranks(ranks, pattern, {tokenizer.END_OF_TEXT: 50256}, "test")
+        ours.slow.encode_special_tokens = True
+        _with_pattern[pattern] = ours
+    return _with_pattern[pattern]
+
+
+@pytest.mark.parametrize("kind", ["train:1000", pytest.param("gpt2", marks=needs_gpt2)])
+def test_every_code_point_is_split_alike(made, kind):
+    ours, theirs, _ = made[kind]
+    assigned = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
+    kept = [c for c in assigned if not "\u4e00" < c < "\u9f00" and not "\uac00" < c < "\ud700" and c < "\U00020000"]
+    for start in range(0, len(kept), 5000):
+        text = "".join(f"the{c}the {c}1{c}{c} {c}\n" for c in kept[start : start + 5000])
+        assert tiktoken_ids(ours, text) == theirs.encode(text, add_special_tokens=False).ids
+
+
+def test_training_is_deterministic_and_counts_the_end_of_text():
+    one, two = (tokenizer.resolve("train:600", lambda: [TEXT]) for _ in range(2))
+    assert one.json == two.json and one.sha256 == two.sha256
+    assert one.vocab_size == 600 and one.eot_token == 0 and one.name == "train:600"
+    assert tokenizer.resolve("train:257", lambda: [TEXT]).vocab_size == 257
+
+
+def test_too_little_text_gives_the_vocabulary_reached():
+    ours = tokenizer.resolve("train:5000", lambda: ["abab abab"])
+    assert 257 < ours.vocab_size < 300
+    assert ours.encode("abab").max() < ours.vocab_size
+
+
+def test_training_compresses(made):
+    ours, _, _ = made["train:1000"]
+    assert len(TEXT.encode()) / len(ours.encode(TEXT)) > 2.5
+
+
+def test_saved_and_loaded_is_the_same(made, tmp_path):
+    for ours, _, path in made.values():
+        again = tokenizer.load(path, name=ours.name)
+        assert (again.sha256, again.vocab_size, again.eot_token) == (ours.sha256, ours.vocab_size, ours.eot_token)
+        assert again.fast is not None
+        again.save(tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+        assert tokenizer.resolve(str(path)).encode(TEXT).tolist() == ours.encode(TEXT).tolist()
+
+
+def test_bytes_are_the_bytes(made):
+    ours, _, _ = made["bytes"]
+    assert ours.vocab_size == 257 and ours.eot_token == 256
+    assert ours.encode("é\n").tolist() == list("é\n".encode())
+
+
+def test_decode_shows_the_end_of_text_and_passes_over_padding_ids(made):
+    for ours, _, _ in made.values():
+        ids = [ours.eot_token, *ours.encode("hi").tolist(), ours.vocab_size + 5]
+        assert ours.decode(ids) == "<|endoftext|>hi"
+    assert made["bytes"][0].decode([0xC3]) == "\ufffd"
+
+
+@needs_gpt2
+def test_the_tiktoken_file_is_gpt2(made):
+    ours, _, _ = made["gpt2"]
+    assert (ours.vocab_size, ours.eot_token) == (50257, 50256)
+    assert ours.encode("Hello, world! The quick brown fox").tolist() == [15496, 11, 995, 0, 383, 2068, 7586, 21831]
+    spaces = " " * 200_000 + "x"  # more than the look-ahead of tiktoken's regex engine can take
+    assert ours.decode(ours.encode(spaces)) == spaces
+
+
+@needs_gpt2
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+def test_openai_names_split_as_tiktoken_does(made, name, monkeypatch):
+    ranks = {base64.b64decode(a): int(b) for a, b in (line.split() for line in GPT2.read_bytes().splitlines())}
+    for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(tiktoken_ext.openai_public, loader, lambda *a, **k: ranks)
+    reference = tiktoken.Encoding(**tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS[name]())
+    ours = tokenizer.resolve(name)
+    assert ours.eot_token == reference.eot_token and ours.vocab_size == reference.n_vocab
+
+    @settings(max_examples=300, deadline=None)
+    @given(text=texts)
+    def agree(text):
+        assert ours.encode(text).tolist() == reference.encode(text, disallowed_special=())
+
+    agree()
+
+
+@pytest.mark.parametrize("cause", ["fails", "hangs"])
+def test_without_network_the_error_names_the_ways_out(cause, monkeypatch):
+    def fetch():
+        if cause == "hangs":
+            time.sleep(60)
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setitem(tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS, "gpt2", fetch)
+    monkeypatch.setattr(tokenizer, "DOWNLOAD_SECONDS", 0.2)
+    began = time.perf_counter()
+    with pytest.raises(UserError, match=r"(?s)--tokenizer=gpt2.*TIKTOKEN_CACHE_DIR.*train:N.*bytes.*path of a tokenizer.json"):
+        tokenizer.resolve("gpt2")
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize("spec", ["train:", "train:x", "train:256", "train:-1", "gpt3", "", "no/such.json", "no/such.tiktoken"])
+def test_a_bad_spec_is_refused(spec):
+    with pytest.raises(UserError):
+        tokenizer.resolve(spec, lambda: [TEXT])
+
+
+@pytest.mark.parametrize("text", ["", "not json", "{}", "[1]", '{"model": 1}', '{"version": "1.0"}'])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, text):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"not a tokenizer\.json"):
+        tokenizer.load(path)
+
+
+@pytest.mark.parametrize("text", [b"QQ==", b"QQ== x", b"?? 1", b"QQ== 0\nQg== 7", b"\xff\xfe"])
+def test_a_broken_tiktoken_file_is_refused(tmp_path, text):
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(text)
+    with pytest.raises(UserError, match=r"x\.tiktoken"):
+        tokenizer.resolve(str(path))
+
+
+def test_foreign_tokenizers(made, tmp_path):
+    """A file that tiktoken cannot follow is encoded by tokenizers itself; a word-level one is refused."""
+    told = json.loads(made["train:1000"][0].json)
+    path = tmp_path / "tokenizer.json"
+
+    path.write_text(json.dumps(told | {"normalizer": {"type": "NFC"}}))
+    normalizing = tokenizer.load(path)
+    assert normalizing.fast is None
+    assert normalizing.encode("e\u0301 x").tolist() == made["train:1000"][0].encode("é x").tolist()
+
+    gpt2_like = told | {
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    }
+    path.write_text(json.dumps(gpt2_like))
+    converted = tokenizer.load(path)
+    assert converted.fast is not None
+    assert converted.encode(ENGLISH).tolist() == read(path).encode(ENGLISH, add_special_tokens=False).ids
+
+    shuffled = told | {"model": told["model"] | {"merges": told["model"]["merges"][::-1]}}
+    path.write_text(json.dumps(shuffled))
+    assert tokenizer.load(path).fast is None
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
+    words.add_special_tokens(["<|endoftext|>"])
+    words.save(str(path))
+    with pytest.raises(UserError, match="not a byte-level BPE"):
+        tokenizer.load(path)
+
+
+def test_encode_gives_uint32(made):
+    for ours, _, _ in made.values():
+        assert ours.encode("").shape == (0,) and ours.encode("a b").dtype == np.uint32

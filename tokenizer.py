@@ -1,0 +1,275 @@
+"""Byte-level BPE tokenizers: text to tokens through tiktoken, on disk as a Hugging Face tokenizer.json.
+
+A tokenizer is its tokenizer.json; everything else here is derived from that text. The same text gives the same tokens in both
+libraries: the merges written to the file are the ones tiktoken makes, and the patterns mean the same in both regex engines.
+"""
+
+import base64
+import binascii
+import functools
+import hashlib
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from settings import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+DOWNLOAD_SECONDS = 30
+
+# Pre-tokenization patterns. Ours: a word takes the one space or punctuation mark before it, punctuation takes the line end and
+# the indentation after it. It has no look-around, so tiktoken matches it in linear time: twice as fast as GPT-2's.
+TRAINED_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\s*\n\s*)?|\s+"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTION = r"'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"  # spelled out: the engines differ in case folding
+CL100K_PATTERN = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K_PATTERN = "|".join(
+    [rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?:{CONTRACTION})?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")]
+    + [r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
+)
+# Of OpenAI's files, by their number of ranks: pattern and id of the end of text.
+KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
+NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
+
+
+@functools.cache
+def byte_chars() -> dict[int, str]:
+    """GPT-2's printable character for each byte, as tokenizer.json spells tokens."""
+    printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A byte-level BPE. `json` is its whole definition; `fast` encodes the same through tiktoken where that is possible."""
+
+    name: str
+    json: str
+    vocab_size: int
+    eot_token: int
+    bytes_per_token: np.ndarray  # [vocab_size] bytes of text each token stands for; 0 for special tokens
+    slow: tokenizers.Tokenizer
+    fast: tiktoken.Encoding | None
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokenizer.json."""
+        return hashlib.sha256(self.json.encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens of `text`, uint32 [n]. Special tokens spelled out in the text are ordinary text. Releases the GIL."""
+        if self.fast:
+            try:
+                return self.fast.encode_to_numpy(text, disallowed_special=())
+            except ValueError:  # runs of a million spaces exhaust the look-ahead of its regex engine
+                pass
+        self.slow.encode_special_tokens = True
+        return np.array(self.slow.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary are left out."""
+        return self.slow.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        """Publish the tokenizer.json by rename."""
+        write_text(Path(path), self.json)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Publish a text file by rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load(path: str | Path, name: str = "") -> Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token."""
+    try:
+        return from_json(Path(path).read_text(encoding="utf-8"), name or str(path))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{path} is not a tokenizer.json of Hugging Face tokenizers") from None
+
+
+def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
+    """The tokenizer that `--tokenizer=spec` means. `sample` gives the text that train:N learns from. Raises UserError."""
+    kind, _, number = spec.partition(":")
+    if kind == "train":
+        if not number.isdecimal() or int(number) < 257:
+            raise UserError(f"--tokenizer={spec}: N of train:N is a vocabulary of 257 (bytes and end-of-text) or more")
+        return train(sample(), int(number), spec)
+    if spec == "bytes":
+        return from_ranks({bytes([b]): b for b in range(256)}, TRAINED_PATTERN, {END_OF_TEXT: 256}, spec)
+    if spec in NAMED:
+        return download(spec)
+    if spec.endswith(".json"):
+        return load(spec)
+    if spec.endswith(".tiktoken"):
+        return load_ranks(Path(spec))
+    raise UserError(f"--tokenizer={spec} is none of train:N, bytes, {', '.join(NAMED)}, a tokenizer.json and a .tiktoken file")
+
+
+def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
+    """Byte-level BPE of at most `vocab_size` tokens, end-of-text (0) and the 256 bytes among them, learned from `texts`."""
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = _pre_tokenizer(TRAINED_PATTERN)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=list(byte_chars().values()),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    byte_of = {char: byte for byte, char in byte_chars().items()}
+    vocabulary = model.get_vocab()
+    special = {END_OF_TEXT: vocabulary.pop(END_OF_TEXT)}
+    ranks = {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}
+    return from_ranks(ranks, TRAINED_PATTERN, special, name)
+
+
+def download(name: str) -> Tokenizer:
+    """One of OpenAI's tokenizers, from tiktoken's cache or by its download."""
+    from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
+
+    found = {}
+
+    def fetch():
+        try:
+            found.update(ENCODING_CONSTRUCTORS[name]())
+        except Exception as error:  # whatever network, proxy or disk it was, the way out is the same
+            found["error"] = str(error)[:200]
+
+    thread = threading.Thread(target=fetch, daemon=True)  # the download itself has no time limit
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if thread.is_alive() or "error" in found:
+        raise UserError(
+            f"--tokenizer={name}: tiktoken could not download it ({found.get('error', f'nothing in {DOWNLOAD_SECONDS} s')})\n"
+            "       offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use --tokenizer=train:N, "
+            "--tokenizer=bytes, or the path of a tokenizer.json or .tiktoken file"
+        )
+    return from_ranks(found["mergeable_ranks"], NAMED[name], found["special_tokens"], name)
+
+
+def load_ranks(path: Path) -> Tokenizer:
+    """The tokenizer of a .tiktoken file (a line: token in base64, rank); the number of ranks tells which pattern it wants."""
+    try:
+        lines = [line.split() for line in path.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, binascii.Error):
+        raise UserError(f"{path}: a .tiktoken file has lines of a base64 token and its rank") from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
+        raise UserError(f"{path}: the ranks must be 0 to {len(ranks) - 1}, each once, with all 256 bytes among the tokens")
+    pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
+    return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
+
+
+def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], name: str) -> Tokenizer:
+    """The tokenizer that merges, lowest rank first, adjacent tokens whose bytes together are in `ranks`."""
+    chars = byte_chars()
+
+    def spell(token: bytes) -> str:
+        return "".join(chars[b] for b in token)
+
+    by_rank = sorted(ranks, key=ranks.__getitem__)
+    halves = [_merge(token, ranks) for token in by_rank if len(token) > 1]
+    merges = [(spell(pair[0]), spell(pair[1])) for pair in halves if len(pair) == 2]
+    vocabulary = {spell(token): ranks[token] for token in by_rank} | special
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    model.pre_tokenizer = _pre_tokenizer(pattern)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(sorted(special, key=special.__getitem__))
+    return from_json(model.to_str(), name)
+
+
+def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The parts of `token` when merging stops short of the token itself: the two that its merge joins.
+
+    BPE merges inside a token the same way wherever it stands, so this pair is the only one that ever makes it.
+    """
+    parts = [bytes([b]) for b in token]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, len(ranks) + 256) for a, b in itertools.pairwise(parts)]
+        best = min(range(len(joined)), key=joined.__getitem__)
+        if joined[best] >= ranks[token]:
+            break
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts
+
+
+def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def from_json(text: str, name: str) -> Tokenizer:
+    """The tokenizer that a tokenizer.json's text defines. Raises ValueError if it is none, UserError if of another kind."""
+    told = json.loads(text)
+    try:
+        slow = tokenizers.Tokenizer.from_str(text)
+        vocabulary = told["model"]["vocab"]
+        special = {item["content"]: item["id"] for item in told["added_tokens"]}
+    except Exception:  # the library raises bare Exception
+        raise ValueError("not a tokenizer.json") from None
+    byte_of = {char: byte for byte, char in byte_chars().items()}
+    if told["model"].get("type") != "BPE" or not byte_of.keys() <= vocabulary.keys():
+        raise UserError(f"{name} is not a byte-level BPE (with all 256 bytes among its tokens), the only kind read here")
+    eot_token = next((special[token] for token in FOREIGN_END_OF_TEXT if token in special), None)
+    if eot_token is None:
+        raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
+    ordinary = {token: i for token, i in vocabulary.items() if token not in special}
+    vocab_size = max(*ordinary.values(), *special.values()) + 1
+    lengths = np.zeros(vocab_size, dtype=np.uint32)
+    lengths[list(ordinary.values())] = [len(token) for token in ordinary]
+    fast = None
+    pattern = _pattern(told)
+    if pattern and _is_rank_ordered(told, vocabulary):
+        ranks = {bytes(byte_of[char] for char in token): i for token, i in ordinary.items()}
+        fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return Tokenizer(name, text, vocab_size, eot_token, lengths, slow, fast)
+
+
+def _pattern(told: dict) -> str | None:
+    """The regex that a tokenizer.json splits text with, where that is all it does to the text before merging."""
+    if told["normalizer"] or any(not item["special"] for item in told["added_tokens"]):
+        return None
+    match told["pre_tokenizer"]:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return GPT2_PATTERN
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        } if pattern in (TRAINED_PATTERN, GPT2_PATTERN, CL100K_PATTERN, O200K_PATTERN):
+            return pattern
+    return None
+
+
+def _is_rank_ordered(told: dict, vocabulary: dict[str, int]) -> bool:
+    """Whether merging by the list of merges is merging by token id, tiktoken's way."""
+    model = told["model"]
+    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
+        return False
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    made = [vocabulary.get("".join(pair), -1) for pair in pairs]
+    return all(a < b for a, b in itertools.pairwise(made)) and -1 not in made

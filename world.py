@@ -1,0 +1,133 @@
+"""Who am I: rank, world size, device and the reductions over ranks. A world of one works without torchrun."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from settings import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_master(self) -> bool:
+        """Only the master process prints, logs and writes."""
+        return self.rank == 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def zeros(self, count: int) -> torch.Tensor:
+        """float64 zeros [count] where sums over ranks are made (float32 on mps, which has no float64)."""
+        return torch.zeros(count, device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64)
+
+    def share(self, count: int) -> range:
+        """This rank's contiguous share of `count` pieces; the first ranks take one more where it is unequal."""
+        each, more = divmod(count, self.size)
+        first = self.rank * each + min(self.rank, more)
+        return range(first, first + each + (self.rank < more))
+
+    def from_master(self, value):
+        """The master's `value` (any picklable object) on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.0) -> World:
+    """Join the world that RANK and WORLD_SIZE describe (torchrun sets them), or be a world of one.
+
+    device: auto, cpu, cuda or mps; each rank takes cuda:LOCAL_RANK. threads: CPU threads of each rank (0: cores // local ranks;
+    more threads than cores spin against each other). timeout_minutes: after which a rank gives up waiting for another.
+    Raises UserError where the device is not there.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    place = _place(device, local_rank)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(threads or max(1, cores // local_size))
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if "RANK" in os.environ:
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        timeout = timedelta(minutes=timeout_minutes)
+        dist.init_process_group(backend, timeout=timeout, device_id=place if backend == "nccl" else None)
+    return World(rank, size, local_rank, local_size, place)
+
+
+class Stop:
+    """A request to stop, by SIGTERM, SIGINT, SIGUSR1 or after `max_minutes`, that all ranks agree on at a step boundary.
+
+    A second SIGINT ends the process at once. `ask` starts the agreement before an update and `agreed` reads it after, so that
+    the exchange hides behind the update.
+    """
+
+    def __init__(self, world: World, max_minutes: float):
+        self.world, self.reason = world, ""
+        self.deadline = time.monotonic() + 60 * max_minutes if max_minutes else float("inf")
+        self._asked = self._work = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame) -> None:
+        self.reason = self.reason or signal.Signals(number).name
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def ask(self) -> None:
+        """Begin to exchange what each rank has seen so far."""
+        if time.monotonic() > self.deadline:
+            self.reason = self.reason or "--max_minutes"
+        self._asked = torch.tensor([float(bool(self.reason))], device=self.world.device)
+        if self.world.size > 1:
+            self._work = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, async_op=True)
+
+    def agreed(self) -> bool:
+        """Whether any rank had been asked to stop at the last `ask`."""
+        if self._work is not None:
+            self._work.wait()
+        stop = self._asked is not None and bool(self._asked.item())
+        self.reason = self.reason or ("asked on another rank" if stop else "")
+        return stop
+
+
+def disconnect() -> None:
+    """Leave the world."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _place(device: str, local_rank: int) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device=mps: this torch finds no Metal device; --device=cpu works everywhere")
+    if device != "cuda":
+        return torch.device(device)
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"--device=cuda: rank {local_rank} of this node needs a GPU of its own and torch sees {count}; start "
+            "torchrun with --nproc_per_node of at most that, or use --device=cpu"
+        )
+    return torch.device("cuda", local_rank)
