@@ -61,6 +61,7 @@ class ScratchDataParallel(nn.Module):
                 parameter.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def forward(self, *args, **kwargs):
+        """The module's own; it decides, as in DDP, whether the backward that follows communicates."""
         if torch.is_grad_enabled():  # an evaluation between forward and backward changes nothing
             self.sync_this_backward = self.require_backward_grad_sync
         return self.module(*args, **kwargs)
@@ -73,6 +74,7 @@ class ScratchDataParallel(nn.Module):
             self.backward_started()
 
     def backward_started(self) -> None:
+        """Called with the first gradient of a backward that communicates."""
         # No parameter knows that it is the last, and unused ones never report. The autograd engine knows: what a hook
         # queues here it runs when the whole backward is done, before `loss.backward()` returns. FSDP2 does the same.
         torch.autograd.Variable._execution_engine.queue_callback(self.sync_gradients)
@@ -107,14 +109,16 @@ class ScratchDataParallel(nn.Module):
         raise NotImplementedError
 
     def enable_grad_sync(self) -> None:
+        """From the next forward on, backward ends with the mean over the ranks."""
         self.require_backward_grad_sync = True
 
     def disable_grad_sync(self) -> None:
+        """From the next forward on, backward only accumulates, on each rank its own gradients."""
         self.require_backward_grad_sync = False
 
     @contextmanager
     def no_sync(self):
-        """Forwards in this context are followed by backwards that only accumulate, on each rank its own gradients."""
+        """`disable_grad_sync` for the forwards in this context."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

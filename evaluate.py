@@ -1,11 +1,23 @@
 """Validation loss: `python evaluate.py runs/NAME`, and the function that training calls."""
 
+import json
 import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
+import tyro
 
+import data
+import hf
+import parallel
+import settings
 from data import Batches
-from world import World
+from model import GPT
+from settings import UserError
+from world import World, connect
 
 
 @torch.no_grad()
@@ -29,3 +41,52 @@ def evaluate(model, batches: Batches, tokens: int, world: World, autocast) -> fl
         if turn < len(mine):
             sums[at] = loss.to(sums.dtype) * len(groups[at])
     return world.sum_(sums).sum().item() / windows
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    run: tyro.conf.Positional[str]
+    """A run directory (its newest checkpoint), or a checkpoint or Hugging Face model directory."""
+    tokens: str = ""
+    """Dataset directory (empty: the one the run was trained on)."""
+    eval_tokens: int = 0
+    """Validation tokens (0: the whole split)."""
+    seq_len: int = 0
+    """Context length of the windows (0: the model's)."""
+    micro_batch_size: int = 16
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+
+def main(config: EvaluateConfig) -> None:
+    """Print the validation loss of a model on a dataset. Raises UserError."""
+    directory = hf.find_model(config.run)
+    model_config, weights = hf.read_model(directory)
+    dataset = data.open_dataset(config.tokens or trained_on(directory), model_config.vocab_size)
+    if dataset.vocab_size > model_config.vocab_size:
+        raise UserError(f"{dataset.directory} has a vocabulary of {dataset.vocab_size}, the model of {model_config.vocab_size}")
+    world = connect(config.device)
+    model_config = replace(model_config, dropout=0.0)
+    model = GPT(model_config).eval()
+    model.load_state_dict(weights)
+    model.to(world.device)
+    dtype = parallel.DTYPES[parallel.choose_dtype(config.dtype, world.device)]
+    seq_len = config.seq_len or model_config.seq_len
+    batches = Batches(dataset.splits["val"], seq_len, 1, config.micro_batch_size, seed=0)
+    loss = evaluate(model, batches, config.eval_tokens, world, lambda: parallel.autocast(world.device, dtype))
+    bits = dataset.bits_per_byte(loss)
+    print(f"{directory} on {dataset.directory}: {len(dataset.splits['val']):,} validation tokens")
+    print(f"loss {loss:.4f}  perplexity {math.exp(loss):.3f}" + (f"  bits per byte {bits:.4f}" if bits else ""))
+
+
+def trained_on(directory: Path) -> str:
+    """The dataset directory that a checkpoint's settings name. Raises UserError where it has none."""
+    try:
+        return json.loads((directory / "trainer_state.json").read_text())["settings"]["tokens"]
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on") from None
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(EvaluateConfig, sys.argv[1:], __doc__))

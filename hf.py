@@ -1,6 +1,7 @@
 """Hugging Face model directories: our names, shapes and settings to theirs and back, bit for bit.
 
-What `write_model` writes, transformers, lm-eval, vLLM and llama.cpp's converter read; `read_model` reads theirs. Only JSON and safetensors are read and written.
+transformers, lm-eval, vLLM and llama.cpp's converter read what `write_model` writes; `read_model` reads theirs.
+Only JSON and safetensors are read and written.
 """
 
 import dataclasses
@@ -247,6 +248,7 @@ def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, 
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config.seq_len,
+            "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
             "bos_token": eot,
             "eos_token": eot,
             "unk_token": eot,

@@ -96,7 +96,7 @@ class Log:
             mode=config.log.wandb,
             id=run_id or None,
             resume="allow",
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", quiet=True),
         )
         self.wandb.define_metric("*", step_metric="step")
         return self.wandb.id
@@ -121,13 +121,13 @@ class Log:
             if self.wandb is not None:
                 self.wandb.log(record)
 
-    def close(self) -> None:
-        """End the bar and wandb."""
+    def close(self, status: int) -> None:
+        """End the bar and wandb, which is told the exit status."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
         if self.wandb is not None:
-            self.wandb.finish(quiet=True)
+            self.wandb.finish(exit_code=status)
 
 
 class Meter:

@@ -40,9 +40,7 @@ class Engine:
 
     def autocast(self):
         """The precision of the forward pass."""
-        if self.dtype is torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, self.dtype)
+        return autocast(self.world.device, self.dtype)
 
     def backward(self, loss: Tensor, accumulation_steps: int) -> None:
         """Add the gradient of this rank's share of the mean loss; it has `accumulation_steps` micro-batches of its own."""
@@ -115,6 +113,11 @@ def make_deterministic(world: World) -> None:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel chosen by timing it
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """Context in which matrix products are in `dtype`."""
+    return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
 def choose_dtype(asked: str, device: torch.device) -> str:

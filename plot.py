@@ -54,6 +54,7 @@ class Curves:
 
 
 def is_finite(value) -> bool:
+    """Whether a logged value can be drawn; null, NaN and Infinity cannot."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -142,6 +143,7 @@ def draw(runs: list[Path], out: Path) -> None:
     throughput.yaxis.set_major_formatter(short)
     for axis in (norm, throughput):
         axis.set_xlabel("tokens" if in_tokens else "step", color="0.3")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short)
     name_runs(figure, drawn, [str(run) for run in runs])
     publish(figure, Path(out))
@@ -223,6 +225,7 @@ def publish(figure, out: Path) -> None:
 
 
 def main() -> None:
+    """The command."""
     with settings.user_errors():
         config = settings.parse(PlotConfig, sys.argv[1:], __doc__)
         if not config.runs:

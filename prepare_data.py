@@ -6,16 +6,12 @@ in order again, into shards: the same bytes whatever the number of workers. Run 
 last finished shard.
 """
 
-import contextlib
-import hashlib
+import io
 import json
-import lzma
 import multiprocessing
 import os
-import re
 import signal
 import sys
-import sysconfig
 import threading
 import time
 from collections import deque
@@ -24,35 +20,26 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import tyro
 from tqdm import tqdm
 
 import settings
 from data import token_dtype, write_shard
 from settings import UserError
+from sources import UNIT_BYTES, Block, embedded_corpus, parsed, place, read_units, source_files
 from tokenizer import Tokenizer, load, resolve, write_text
 
-UNIT_BYTES = 1 << 20  # what is read, handed to a worker and encoded at a time
-HASHED_BYTES = 1 << 16  # of a document; they say which split it goes to
 SAMPLE_CHARACTERS = 1 << 24  # what train:N learns from
 FEW_DOCUMENTS = 100  # a source of fewer is split by its tail
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-OPENERS = {
-    ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
-    ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
-    ".xz": lzma.LZMAFile,
-}
-NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    sources: tyro.conf.Positional[tuple[str, ...]] = ()
+    sources: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")]] = ()
     """Files or folders of .txt .md .py .jsonl .parquet, also .gz .zst .xz (none: the Python standard library's source)."""
     out: str = ""
     """Dataset directory (default: tokens/ and the first source's name; tokens/python without a source)."""
@@ -68,149 +55,7 @@ class PrepareConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading: files to units of work
-
-
-@dataclass(frozen=True)
-class Block:
-    """A document, a part of one longer than a unit, or lines of JSON that are still to be parsed."""
-
-    size: float  # bytes on disk
-    data: bytes  # UTF-8
-    opens: bool = True  # a document begins here
-    place: float | None = None  # of the document, where this is a part of one
-    lines: tuple[Path, int] | None = None  # lines of JSON: the file and the number of the first
-
-
-def embedded_corpus() -> list[Path]:
-    """The Python standard library's own source files, its tests left out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return sorted(p for p in root.rglob("*.py") if not NOT_EMBEDDED & set(p.relative_to(root).parts))
-
-
-def kind(path: Path) -> str:
-    """The suffix that says what `path` holds, without the one of its compression; empty if it is not a known one."""
-    suffix = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
-    return suffix if suffix in SUFFIXES else ""
-
-
-def source_files(source: str) -> list[Path]:
-    """The files of a source, in order. Raises UserError when there are none."""
-    if source.startswith("hf://"):
-        raise UserError(f"{source}: hf:// is not read yet; download its .parquet files and name their folder")
-    path = Path(source)
-    if not path.exists():
-        raise UserError(f"{source}: no such file or folder")
-    files = sorted(p for p in path.rglob("*") if kind(p) and p.is_file()) if path.is_dir() else [path] if kind(path) else []
-    if not files:
-        raise UserError(f"{source}: wanted {' '.join(SUFFIXES)} (also with {' '.join(OPENERS)} behind)")
-    return files
-
-
-def read_cut(path: Path, cut) -> Iterator[tuple[int, bytes]]:
-    """(bytes on disk, content) of a file in blocks of about UNIT_BYTES that end where `cut` says (0: nowhere yet)."""
-    try:
-        with open(path, "rb") as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
-            rest, position = b"", 0
-            while content := stream.read(UNIT_BYTES):
-                content = rest + content
-                end = cut(content)
-                rest = content[end:]
-                if end:
-                    yield raw.tell() - position, content[:end]
-                    position = raw.tell()
-            if rest:
-                yield raw.tell() - position, rest
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def cut_lines(content: bytes) -> int:
-    """Behind the last whole line."""
-    return content.rfind(b"\n") + 1
-
-
-def cut_text(content: bytes) -> int:
-    """Where the parts have the tokens of the whole: no token reaches across the end of a word before white space.
-
-    Without such a place near the end, behind the last whole character.
-    """
-    near = max(0, len(content) - 4096)
-    if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[near:])]:
-        return near + ends[-1]
-    broken = re.search(rb"[\xc0-\xff][\x80-\xbf]{0,2}\Z", content)
-    return broken.start() if broken else len(content)
-
-
-def parquet_rows(path: Path) -> Iterator[Block]:
-    """The rows of the column "text" of a parquet file, a document each."""
-    try:
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=UNIT_BYTES)
-        names = file.schema_arrow.names
-        if "text" not in names or file.schema_arrow.field("text").type not in (pyarrow.string(), pyarrow.large_string()):
-            raise UserError(f'{path}: wanted a column "text" of strings; its columns are {", ".join(names)}')
-        size = path.stat().st_size / max(1, file.metadata.num_rows)
-        for batch in file.iter_batches(batch_size=256, columns=["text"]):
-            for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                yield Block(size, text or b"")
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def read_blocks(path: Path) -> Iterator[Block]:
-    """A file as blocks of about UNIT_BYTES or less."""
-    if kind(path) == ".parquet":
-        yield from parquet_rows(path)
-    elif kind(path) == ".jsonl":
-        line = 1
-        for size, data in read_cut(path, cut_lines):
-            yield Block(size, data, lines=(path, line))
-            line += data.count(b"\n")
-    else:
-        at = None
-        for size, data in read_cut(path, cut_text):
-            first = at is None
-            at = place(data) if first else at
-            yield Block(size, data, first, at)
-
-
-def read_units(files: list[Path]) -> Iterator[list[Block]]:
-    """The blocks of all files in order, in units of UNIT_BYTES or a little more."""
-    unit, filled = [], 0
-    for path in files:
-        for block in read_blocks(path):
-            unit.append(block)
-            filled += len(block.data)
-            if filled >= UNIT_BYTES:
-                yield unit
-                unit, filled = [], 0
-    if unit:
-        yield unit
-
-
-def parsed(unit: list[Block]) -> Iterator[Block]:
-    """The blocks of a unit that hold text, lines of JSON taken apart. Raises UserError for a line without a text."""
-    for block in unit:
-        if block.lines is None:
-            if block.data:
-                yield block
-            continue
-        path, first = block.lines
-        for number, line in enumerate(block.data.split(b"\n"), first):
-            try:
-                if line.strip() and (text := json.loads(line)["text"]):
-                    yield Block(0, text.encode("utf-8", "replace"))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f'{path}: line {number} is not a JSON object with a string under "text"') from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Splitting and encoding
-
-
-def place(data: bytes) -> float:
-    """Where its content puts a document, uniform in [0, 1)."""
-    return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48
 
 
 @dataclass(frozen=True)
@@ -375,19 +220,26 @@ def save_progress(directory: Path, request: dict, splits: dict[str, Shards]) -> 
     write_text(directory / "progress.json", json.dumps({"request": request, "splits": done}))
 
 
-def open_progress(directory: Path, request: dict) -> dict:
-    """What an earlier run of this request finished, by split. The shards of an unfinished other request are removed."""
+def read_progress(directory: Path, request: dict) -> dict | None:
+    """What an earlier run of this request finished, by split; None if there is no such run. Raises UserError."""
     path = directory / "progress.json"
-    if not path.exists() and directory.exists() and any(not p.name.startswith(".") for p in directory.iterdir()):
-        raise UserError(f"{directory} holds other files; choose another --out, or remove it")
-    told = json.loads(path.read_text()) if path.exists() else {"request": None, "splits": {}}
-    shards = [directory / row["file"] for done in told["splits"].values() for row in done["finished"]]
-    if told["request"] == request and all(shard.exists() for shard in shards):
-        return told["splits"]
+    if not path.exists():
+        if directory.exists() and any(not p.name.startswith(".") for p in directory.iterdir()):
+            raise UserError(f"{directory} holds other files; choose another --out, or remove it")
+        return None
+    told = json.loads(path.read_text())
+    needed = ["tokenizer.json"] + [row["file"] for done in told["splits"].values() for row in done["finished"]]
+    whole = told["request"] == request and all((directory / name).exists() for name in needed)
+    return told["splits"] if whole else None
+
+
+def begin(directory: Path, request: dict, tokenizer: Tokenizer) -> dict:
+    """Make the directory, without what an unfinished run of another request left there."""
+    directory.mkdir(parents=True, exist_ok=True)
     for stale in [*directory.glob("*_*.bin"), directory / "tokenizer.json"]:
         stale.unlink(missing_ok=True)
-    directory.mkdir(parents=True, exist_ok=True)
     save_progress(directory, request, {})
+    tokenizer.save(directory / "tokenizer.json")
     return {}
 
 
@@ -409,22 +261,24 @@ def sample(files: list[Path]) -> Iterator[str]:
                 break
 
 
-def get_tokenizer(directory: Path, spec: str, files: list[Path]) -> Tokenizer:
-    """The tokenizer in the directory, or else what `spec` means, saved there."""
-    path = directory / "tokenizer.json"
-    if path.exists():
-        return load(path, name=spec)
+def make_tokenizer(spec: str, files: list[Path]) -> Tokenizer:
+    """The tokenizer that `spec` means, trained on the files where it says so."""
     tokenizer = resolve(spec, lambda: sample(files))
     if spec.startswith("train:") and tokenizer.vocab_size < int(spec[6:]):
         print(f"--tokenizer={spec}: there is too little text for more than {tokenizer.vocab_size} tokens")
-    tokenizer.save(path)
     return tokenizer
 
 
 def encode_files(splits: dict[str, Shards], split: Split, files: list[Path], workers: int, request: dict) -> None:
     """Encode all units that are not in finished shards yet and publish their shards."""
     train = splits["train"]
-    bar = tqdm(total=sum(path.stat().st_size for path in files), unit="B", unit_scale=True, disable=None)
+    size = sum(path.stat().st_size for path in files)
+    shown = (
+        {}
+        if sys.stderr.isatty()
+        else {"file": io.StringIO(), "mininterval": 60, "bar_format": ", {percentage:.0f} %, {remaining} left"}
+    )
+    bar = tqdm(total=size, unit="B", unit_scale=True, **shown)
 
     def advance(unit):
         bar.update(sum(block.size for block in unit))
@@ -442,7 +296,7 @@ def encode_files(splits: dict[str, Shards], split: Split, files: list[Path], wor
         for name, shards in splits.items():
             for row in shards.add(index, tokens[name]):
                 save_progress(train.directory, request, splits)
-                tqdm.write(f"{row['file']}: {row['tokens']:,} tokens")
+                tqdm.write(f"{row['file']}: {row['tokens']:,} tokens{bar if shown else ''}")
         advance(unit)
     bar.close()
     for shards in splits.values():
@@ -451,6 +305,11 @@ def encode_files(splits: dict[str, Shards], split: Split, files: list[Path], wor
             save_progress(train.directory, request, splits)
         if not shards.finished:
             raise UserError(f"--val_fraction={split.val_fraction} leaves no document for {shards.split}; try another")
+
+
+def cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(config: PrepareConfig) -> None:
@@ -475,10 +334,15 @@ def prepare(config: PrepareConfig) -> None:
         print(f"{directory} holds this dataset already")
         return
     split = choose_split(files, config.val_fraction)
-    done = open_progress(directory, request)
-    tokenizer = get_tokenizer(directory, request["tokenizer"], files)
+    done = read_progress(directory, request)
+    if done is None:
+        tokenizer = make_tokenizer(request["tokenizer"], files)
+        done = begin(directory, request, tokenizer)
+    else:
+        tokenizer = load(directory / "tokenizer.json", name=request["tokenizer"])
+        print(f"{directory}: going on behind {sum(len(split['finished']) for split in done.values())} finished shards")
     splits = {name: Shards(directory, name, tokenizer, config.shard_tokens, **done.get(name, {})) for name in SPLITS}
-    encode_files(splits, split, files, config.workers or multiprocessing.cpu_count(), request)
+    encode_files(splits, split, files, config.workers or cores(), request)
     rows = [row for shards in splits.values() for row in shards.finished]
     dataset = {
         "format": "lockstep-tokens",

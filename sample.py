@@ -1,6 +1,8 @@
 """Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`."""
 
+import contextlib
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +20,7 @@ class SampleConfig:
     prompt: str = ""
     """Text to go on from; FILE:path takes the text of a file; empty: the start of a document."""
     max_new_tokens: int = 200
-    """Tokens of a sample; it ends sooner where the model ends the document."""
+    """Tokens of a sample; it is shorter where the model ends the document."""
     temperature: float = 0.8
     """0: always the likeliest token."""
     top_k: int = 50
@@ -27,29 +29,89 @@ class SampleConfig:
     num_samples: int = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products. auto: bfloat16 where the hardware has it."""
+    """Precision of the matrix products. auto: float32 on a CPU, else bfloat16 where the hardware has it."""
 
 
-def main(args: list[str]) -> None:
-    """Print the samples, each token as soon as it is there, with a line of dashes between samples."""
-    config = settings.parse(SampleConfig, args, __doc__)
-    check(config)
-    prompt = read_prompt(config.prompt)
-
+def main(config: SampleConfig) -> None:
+    """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
     import torch
 
     import hf
     import parallel
     import tokenizer
     from model import GPT, generate
-    from world import pick_device
+    from world import connect
 
+    check(config)
     directory = hf.find_model(config.run)
     if not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {hf.listing(directory)}")
-    tokens = tokenizer.load(directory / "tokenizer.json")
+    text = tokenizer.load(directory / "tokenizer.json")
+    prompt = text.encode(read_prompt(config.prompt)).tolist() or [text.eot_token]
     model_config, state = hf.read_model(directory)
-    device = pick_device(config.device)
-    with torch.device("meta"):
-        model = GPT(model_config)
-    model.load_state_dict(state, assign=True)
+    if max(prompt) >= model_config.vocab_size:
+        raise UserError(f"{directory}: tokenizer.json has tokens beyond the model's {model_config.vocab_size}")
+
+    device = connect(config.device).device
+    model = GPT(model_config).eval()
+    model.load_state_dict(state)
+    model.to(device)
+    asked = "float32" if config.dtype == "auto" and device.type == "cpu" else config.dtype  # for one token no slower
+    dtype = parallel.DTYPES[parallel.choose_dtype(asked, device)]
+    autocast = contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
+    generator = torch.Generator().manual_seed(config.seed)
+    with autocast:
+        for _ in range(config.num_samples):
+            new = generate(
+                model,
+                torch.tensor([prompt]),
+                config.max_new_tokens,
+                config.temperature,
+                config.top_k,
+                generator,
+                vocab_limit=text.vocab_size,
+                eot=text.eot_token,
+            )
+            for piece in stream(text, prompt, (token.item() for token in new)):
+                print(piece, end="", flush=True)
+            print("\n---------------")
+
+
+def check(config: SampleConfig) -> None:
+    """Raise UserError for a number out of range."""
+    for name in ("max_new_tokens", "temperature", "top_k"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name} must not be negative")
+    if config.num_samples < 1:
+        raise UserError("--num_samples must be greater than 0")
+
+
+def read_prompt(prompt: str) -> str:
+    """The text that --prompt means. Raises UserError where its file cannot be read."""
+    if not prompt.startswith("FILE:"):
+        return prompt
+    try:
+        return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--prompt={prompt}: {error}") from None
+
+
+def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
+    """The text of `prompt` and of each token of `new`, end-of-text left out; bytes wait for the rest of their character."""
+    tokens = [token for token in prompt if token != text.eot_token]
+    yield text.decode(tokens)
+    tokens, shown = [], 0
+    for token in new:
+        if token == text.eot_token:
+            break
+        tokens.append(token)
+        whole = text.decode(tokens)
+        if not whole.endswith("\ufffd"):
+            yield whole[shown:]
+            shown = len(whole)
+    yield text.decode(tokens)[shown:]
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(SampleConfig, sys.argv[1:], __doc__))

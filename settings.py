@@ -11,6 +11,7 @@ import io
 import math
 import os
 import sys
+import time
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,8 +48,10 @@ def user_errors():
     try:
         yield
     except (UserError, RunError) as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:  # torchrun ends all ranks when the first one exits: give the master, which mostly says the same, time to
+            time.sleep(3)
+        print(f"error: {error}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr, flush=True)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 

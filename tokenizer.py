@@ -80,7 +80,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary are left out."""
-        return self.slow.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self.slow.decode(np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
         """Publish the tokenizer.json by rename."""

@@ -134,7 +134,8 @@ def train(run: Run) -> int:
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
-    log.say(f"done: {steps} steps, {state.tokens:,} tokens, lowest validation loss {state.best_val_loss:.4f}; {log.directory}")
+    best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
+    log.say(f"done: {steps} steps, {state.tokens:,} tokens{best}; {log.directory}")
     return 0
 
 
@@ -257,7 +258,7 @@ def prepare(config: Config, world: World) -> Run:
 
     module = GPT(config.model)
     if source or pretrained:
-        module.load_state_dict(hf.read_model(source or pretrained)[1])
+        module.load_state_dict(hf.read_model(source or pretrained, config.model.seq_len)[1])
     else:
         initialize(module, config.run.seed)
     module.to(world.device)
@@ -377,11 +378,14 @@ def main(config: Config) -> int:
     if config.train.deterministic or config.parallel.strategy == "exact":
         parallel.make_deterministic(world)
     run = prepare(config, world)
+    status = 1
     try:
-        return train(run)
+        status = train(run)
     finally:
-        run.log.close()
-        disconnect()
+        run.log.close(status)
+    world.barrier()  # a rank that leaves while another still reads from it would fail that one
+    disconnect()
+    return status
 
 
 if __name__ == "__main__":

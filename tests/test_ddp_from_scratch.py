@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_from_scratch import ScratchAllReduce, ScratchDataParallel, ScratchOverlap, ScratchReduceScatter
 
-SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=1024)  # several buckets even for a tiny model
+SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=64)  # nearly a bucket a parameter
 STRATEGIES = [
     pytest.param(ScratchAllReduce, id="allreduce"),
     pytest.param(ScratchReduceScatter, id="reduce_scatter"),
@@ -474,24 +474,30 @@ class Interrupted(Exception):
     pass
 
 
-def gradients_after_a_failed_backward(strategy) -> torch.Tensor:
-    model = strategy(new_model())
-    mine = batch(0).chunk(dist.get_world_size())[dist.get_rank()]
-    logits = model.module.embedding.weight.register_hook(lambda _: (_ for _ in ()).throw(Interrupted()))
-    with pytest.raises(Interrupted):
-        loss_of(model, mine).backward()
-    logits.remove()
+def gradients_after_a_failed_backward(strategy) -> tuple[torch.Tensor, torch.Tensor]:
+    def fail(gradient):
+        raise Interrupted
+
+    torch.manual_seed(0)
+    model = strategy(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
+    first, last = model.module[0].weight, model.module[3].weight
+    hook = first.register_hook(fail)
+    with pytest.raises(Interrupted):  # when the gradients of the last layers are already on their way
+        model(torch.ones(2, 8)).square().sum().backward()
+    hook.remove()
     model.module.zero_grad()
-    loss_of(model, mine).backward()
-    return model.module.embedding.weight.grad
+    model(torch.full((2, 8), 1.0 + dist.get_rank())).square().sum().backward()
+    return first.grad, last.grad
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_backward_that_raised_does_not_disturb_the_next(start, strategy):
-    whole = new_model()
-    loss_of(whole, batch(0)).backward()
-    for gradient in start(2).run(gradients_after_a_failed_backward, strategy):
-        torch.testing.assert_close(gradient, whole.embedding.weight.grad)
+    torch.manual_seed(0)
+    whole = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    (sum(whole(torch.full((2, 8), x)).square().sum() for x in (1.0, 2.0)) / 2).backward()
+    for first, last in start(2).run(gradients_after_a_failed_backward, strategy):
+        torch.testing.assert_close(first, whole[0].weight.grad)
+        torch.testing.assert_close(last, whole[3].weight.grad)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

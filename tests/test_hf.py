@@ -1,0 +1,233 @@
+"""hf.py against transformers: directories written by one and read by the other, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import hf
+from model import GPT, initialize
+from settings import ModelConfig, UserError, resolve_model
+
+SHAPES = {
+    "gpt2": ModelConfig(architecture="gpt2", n_layer=2, n_head=2, n_embd=16, seq_len=12),
+    "gpt2_untied": ModelConfig(architecture="gpt2", n_layer=1, n_head=2, n_embd=16, d_ff=24, seq_len=12, tie_embeddings=False),
+    "llama": ModelConfig(architecture="llama", n_layer=2, n_head=4, n_kv_head=2, n_embd=16, seq_len=12, rope_theta=5000.0),
+    "qwen3": ModelConfig(architecture="qwen3", n_layer=2, n_head=4, n_kv_head=1, n_embd=32, seq_len=12, tie_embeddings=False),
+}
+TEXT = "def f(x):\n    return x + 1  # größer\n"
+
+
+def build(shape):
+    """A resolved model, its weights far from their initial ones."""
+    model = GPT(resolve_model(SHAPES[shape], 300)).eval()
+    initialize(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory):
+    """A byte-level BPE whose first token is end-of-text."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(params=SHAPES)
+def written(request, tmp_path, tokenizer_json):
+    """A model and the directory that we wrote it to."""
+    model = build(request.param)
+    hf.write_model(tmp_path, model.state_dict(), model.config, tokenizer_json, eot_token=0)
+    return model, tmp_path
+
+
+TOKENS = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_transformers_opens_what_we_write(written, tokenizer_json):
+    model, directory = written
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    other, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert type(other).__name__ == hf.ARCHITECTURES[model.config.architecture]
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert other.dtype == torch.float32
+    torch.testing.assert_close(other(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
+
+    assert tokenizer(TEXT)["input_ids"] == tokenizers.Tokenizer.from_file(str(tokenizer_json)).encode(TEXT).ids
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.model_max_length) == (0, 0, 12)
+    prompt = tokenizer("def", return_tensors="pt")
+    assert other.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_what_we_write_we_read_bit_for_bit(written):
+    model, directory = written
+    config, state = hf.read_model(directory)
+    assert config == model.config
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    GPT(config).load_state_dict(state)
+
+
+def test_the_same_model_gives_the_same_bytes(written, tokenizer_json, tmp_path):
+    model, directory = written
+    again = tmp_path / "again"
+    again.mkdir()
+    backwards = dict(reversed(model.state_dict().items()))
+    hf.write_model(again, backwards, model.config, tokenizer_json.parent, eot_token=0)
+    names = sorted(path.name for path in again.iterdir())
+    assert names == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert all((again / name).read_bytes() == (directory / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_names_and_shapes_there_and_back(shape):
+    model = build(shape)
+    state = model.state_dict()
+    back = hf.from_hf(hf.to_hf(state, model.config), model.config)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("architecture", hf.ARCHITECTURES)
+@torch.no_grad()
+def test_we_read_what_transformers_saves(architecture, tmp_path):
+    small = {
+        "gpt2": transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=12, vocab_size=300),
+        "llama": transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=300, max_position_embeddings=12, rope_theta=300.0,
+        ),
+        "qwen3": transformers.Qwen3Config(
+            hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=4, vocab_size=300, max_position_embeddings=12, tie_word_embeddings=True,
+        ),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    other = transformers.AutoModelForCausalLM.from_config(small[architecture]).eval()
+    for parameter in other.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    other.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    config, state = hf.read_model(tmp_path)
+    model = GPT(config).eval()
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(TOKENS), other(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_old_gpt2_files_without_prefix_with_buffers_in_half_precision(tmp_path):
+    model = build("gpt2")
+    hf.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    tensors = {
+        name.removeprefix("transformer."): value.half() for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 12, 12).tril() for i in range(2)}
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, state = hf.read_model(tmp_path)
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[name].half().float()) for name, value in state.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
+    model = build(shape)
+    hf.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    config, state = hf.read_model(tmp_path, seq_len=5)
+    assert config == dataclasses.replace(model.config, seq_len=5)
+    short = GPT(config).eval()
+    short.load_state_dict(state)
+    torch.testing.assert_close(short(TOKENS[:, :5]), model(TOKENS[:, :5]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "named"),
+    [
+        ("llama", {"model_type": "mistral"}, "model_type 'mistral'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"head_dim": 8}, "head_dim"),
+        ("llama", {"hidden_size": None}, "hidden_size"),
+        ("qwen3", {"head_dim": None}, "head_dim"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"n_embd": 15}, "n_embd"),
+        ("gpt2", {"n_positions": None}, "n_positions"),
+    ],
+)
+def test_what_is_not_exactly_ours_is_refused_by_name(shape, change, named, tmp_path):
+    told = hf.config_json(resolve_model(SHAPES[shape], 300), eot_token=0) | change
+    told = {key: value for key, value in told.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(UserError, match=named):
+        hf.read_config(tmp_path)
+
+
+def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
+    model = build("llama")
+    hf.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for change, named in [
+        ({"model.norm.weight": None}, "no model.norm.weight"),
+        ({"model.norm.bias": torch.zeros(16)}, "unknown model.norm.bias"),
+        ({"model.norm.weight": torch.zeros(15)}, "model.norm.weight has the wrong shape"),
+    ]:
+        save_file({name: value for name, value in (tensors | change).items() if value is not None}, path)
+        with pytest.raises(UserError, match=named):
+            hf.read_model(tmp_path)
+    path.write_bytes(b"not safetensors")
+    with pytest.raises(UserError, match=str(tmp_path)):
+        hf.read_model(tmp_path)
+    path.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="no model.safetensors, only config.json, .*pytorch_model.bin"):
+        hf.read_model(tmp_path)
+
+
+def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
+    model = build("gpt2")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").symlink_to(checkpoint.name)
+    hf.write_model(checkpoint, model.state_dict(), model.config, None, eot_token=0)
+    assert hf.find_model(str(checkpoint)) == checkpoint
+    assert hf.find_model(str(tmp_path / "run")).resolve() == checkpoint
+    with pytest.raises(UserError, match="no config.json and no checkpoints/latest, only run"):
+        hf.find_model(str(tmp_path))
+    with pytest.raises(UserError, match=r"absent is not a directory; .* has run"):
+        hf.find_model(str(tmp_path / "absent"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="neither a directory here nor to be had from the Hugging Face hub"):
+        hf.find_model("nobody/no-such-model-of-ours")

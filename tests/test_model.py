@@ -1,0 +1,223 @@
+"""model.py against transformers: logits, loss, generation; the cache, initialization and what is counted."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf
+from model import GPT, generate, initialize, new_cache
+from settings import ModelConfig, resolve_model
+
+SHAPES = {
+    "gpt2": ModelConfig(architecture="gpt2", n_layer=2, n_head=4, n_embd=32, seq_len=24),
+    "llama": ModelConfig(architecture="llama", n_layer=2, n_head=4, n_embd=32, seq_len=24, rope_theta=5000.0),
+    "llama_gqa": ModelConfig(architecture="llama", n_layer=2, n_head=4, n_kv_head=2, n_embd=32, seq_len=24),
+    "qwen3": ModelConfig(architecture="qwen3", n_layer=2, n_head=4, n_kv_head=1, n_embd=64, seq_len=24, tie_embeddings=False),
+}
+
+
+def build(shape, **changes):
+    """A model with weights far from their initial ones, so that every part shows in the logits."""
+    model = GPT(resolve_model(dataclasses.replace(SHAPES[shape], **changes), 90)).eval()
+    initialize(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return model
+
+
+def reference(model):
+    """The same model in transformers."""
+    config = transformers.AutoConfig.for_model(**hf.config_json(model.config, eot_token=0))
+    other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    loaded = other.load_state_dict(hf.to_hf(model.state_dict(), model.config), strict=False)
+    assert not loaded.unexpected_keys
+    assert set(loaded.missing_keys) <= {"lm_head.weight"}
+    return other
+
+
+def tokens_of(model, batch=2, length=24, seed=2):
+    return torch.randint(90, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_logits_and_loss_are_those_of_transformers(shape):
+    model = build(shape)
+    tokens = tokens_of(model)
+    other = reference(model)
+    expected = other(tokens).logits
+    assert expected.std() > 0.3
+    assert (model(tokens) - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(other(tokens, labels=tokens).loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_transformers(shape):
+    model = build(shape)
+    tokens = tokens_of(model)
+    other = reference(model)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    other(tokens, labels=tokens).loss.backward()
+    ours = hf.to_hf({name: p.grad for name, p in model.named_parameters()}, model.config)
+    theirs = dict(other.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_cache_gives_the_logits_of_the_full_forward_for_every_split(shape):
+    model = build(shape)
+    tokens = tokens_of(model, length=9)
+    expected = model(tokens)
+    for split in range(1, 9):
+        cache = new_cache(model.config)
+        first = model(tokens[:, :split], cache=cache)
+        rest = model(tokens[:, split:], cache=cache)
+        torch.testing.assert_close(torch.cat((first, rest), dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_generation_is_that_of_transformers(shape):
+    model = build(shape)
+    prompt = tokens_of(model, length=5)
+    ours = torch.stack(list(generate(model, prompt, 18, temperature=0)), dim=1)
+    ignore_end = transformers.GenerationConfig(do_sample=False, max_new_tokens=18, eos_token_id=None, pad_token_id=0)
+    theirs = reference(model).generate(prompt, generation_config=ignore_end, attention_mask=torch.ones_like(prompt))
+    assert torch.equal(ours, theirs[:, 5:])
+
+
+def test_generation_slides_past_the_context_from_its_last_half():
+    model = build("llama", seq_len=8)
+    prompt = tokens_of(model, batch=1, length=30)
+    drawn = torch.cat(list(generate(model, prompt, 20, temperature=0)))
+    assert len(drawn) == 20
+    with torch.no_grad():
+        first = model(prompt[:, -8:])[0, -1].argmax()
+        window = torch.cat((prompt[:, -3:], first[None, None]), dim=1)
+        second = model(window)[0, -1].argmax()
+    assert drawn[:2].tolist() == [first.item(), second.item()]
+
+
+def test_generation_is_repeated_by_its_seed_and_keeps_to_top_k_and_the_vocabulary():
+    model = build("gpt2")
+    prompt = tokens_of(model, batch=2, length=4)
+
+    def draw(seed, **options):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.stack(list(generate(model, prompt, 40, generator=generator, **options)), dim=1)
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    assert torch.equal(draw(1, top_k=1), draw(2, temperature=0))
+    assert draw(1, temperature=50.0).max() >= 90  # a padded row of the vocabulary, which is 128 long
+    assert draw(1, temperature=50.0, vocab_limit=3).max() < 3
+
+
+def test_generation_ends_with_end_of_text():
+    model = build("gpt2")
+    prompt = tokens_of(model, batch=1, length=4)
+    free = torch.cat(list(generate(model, prompt, 12, temperature=0))).tolist()
+    eot = free[5]
+    assert torch.cat(list(generate(model, prompt, 12, temperature=0, eot=eot))).tolist() == free[: free.index(eot) + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_autocast_is_close_to_float32_and_its_loss_is_float32(shape, dtype):
+    model = build(shape)
+    tokens = tokens_of(model)
+    expected = model(tokens[:, :-1], tokens[:, 1:])
+    with torch.autocast("cpu", dtype):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_compiled_is_eager_without_graph_breaks_and_compiled_once():
+    model = build("qwen3", n_layer=1)
+    tokens = tokens_of(model)
+    expected = model(tokens[:, :-1], tokens[:, 1:])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (2, 3):
+            other = tokens_of(model, seed=seed)
+            loss = compiled(other[:, :-1], other[:, 1:])
+            loss.backward()
+            if seed == 2:
+                assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_dropout_acts_in_training_only_and_zero_is_deterministic():
+    tokens = tokens_of(None)
+    for shape in SHAPES:
+        model = build(shape, dropout=0.5)
+        assert torch.equal(model(tokens), model(tokens))
+        model.train()
+        assert not torch.equal(model(tokens), model(tokens))
+        model = build(shape).train()
+        assert torch.equal(model(tokens), model(tokens))
+
+
+def test_initialization_depends_on_the_seed_alone():
+    config = resolve_model(SHAPES["gpt2"], 90)
+    torch.manual_seed(1)
+    first = GPT(config)
+    initialize(first, 7)
+    with torch.device("meta"):
+        second = GPT(config)
+    torch.manual_seed(2)
+    second.to_empty(device="cpu")
+    initialize(second, 7)
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+    initialize(second, 8)
+    assert not torch.equal(first.embed.weight, second.embed.weight)
+
+
+def test_initialization_is_that_of_gpt2():
+    model = GPT(resolve_model(ModelConfig(architecture="gpt2", n_layer=8, n_head=4, n_embd=128, seq_len=128), 1000))
+    initialize(model, 0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
+        else:
+            expected = 0.02 / 4 if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
+
+
+def test_rotary_table_survives_meta_and_is_never_rounded():
+    config = resolve_model(SHAPES["llama"], 90)
+    expected = GPT(config).rope.table
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cpu").to(torch.bfloat16)
+    assert model.embed.weight.dtype == torch.bfloat16
+    assert torch.equal(model.rope.table, expected)
+    assert not any("rope" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flops_are_those_that_torch_counts(shape):
+    model = build(shape)
+    tokens = tokens_of(model)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    assert counter.get_total_flops() == model.flops_per_token() * tokens.numel()
+
+
+def test_parameter_count_counts_tied_weights_once():
+    for shape in SHAPES:
+        model = build(shape)
+        assert model.parameter_count() == reference(model).num_parameters()

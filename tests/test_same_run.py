@@ -1,0 +1,325 @@
+"""The same run: bit for bit under `exact` whatever the number of ranks, and for every strategy however often it is killed."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, environment
+from test_train import kill_when, wait_for
+
+import checkpoint
+from exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point
+
+EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
+
+
+def test_fixed_point_sums_do_not_depend_on_order_and_are_close_to_float64():
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(200_000, generator=generator) * 10.0 ** random.Random(i).randint(-6, 1) for i in range(12)]
+
+    def total(order):
+        sums, largest = torch.zeros(200_000, dtype=torch.int64), torch.zeros(())
+        for i in order:
+            add_fixed_point(gradients[i].clone(), sums, largest)
+        return sums, largest
+
+    forward, backward = total(range(12)), total(reversed(range(12)))
+    assert torch.equal(forward[0], backward[0]) and forward[1] == max(g.abs().max() for g in gradients)
+    mean = torch.empty(200_000)
+    mean_from_fixed_point(forward[0], 12, mean)
+    wanted = torch.stack(gradients).double().mean(0)
+    assert (mean - wanted).abs().max() <= wanted.abs().max() * 2**-24 + 1 / SCALE
+    assert (mean - wanted.float()).abs().max() <= 2**-22
+
+
+@pytest.mark.parametrize("dtype, compile", [("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")])
+def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile):
+    flags = dict(EXACT, dtype=dtype, compile=compile, steps=6, eval_every=3, save_every=3)
+    train("w1", **flags)
+    for ranks in (2, 3, 4, 5) if compile == "off" else (2, 5):  # 12 micro-batches: 5 ranks take unequal shares
+        train(f"w{ranks}", ranks=ranks, **flags)
+        assert train.files(f"w{ranks}") == train.files("w1")
+        assert train.metrics(f"w{ranks}") == train.metrics("w1")  # losses, norms and evaluations too
+
+
+def test_exact_is_the_same_run_when_killed_and_continued_on_other_numbers_of_ranks(train):
+    flags = dict(EXACT, save_every=1, eval_every=5)
+    train("whole", **flags)
+    log = train.runs / "parts" / "train.log"
+    for ranks, stop_at in ((2, 4), (3, 9), (1, 14)):
+        process = train.start("parts", ranks=ranks, **flags)
+        wait_for(lambda stop_at=stop_at: log.exists() and f"step     {stop_at:>2}/20  loss" in log.read_text())
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    train("parts", ranks=4, **flags)
+    assert train.files("parts") == train.files("whole")
+    assert train.metrics("parts") == train.metrics("whole")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"])
+def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, strategy):
+    flags = dict(strategy=strategy, dropout=0.1, ranks=2)
+    train("whole", **flags)
+    process = train.start("parts", **flags)
+    checkpoints = train.runs / "parts" / "checkpoints"
+    wait_for(lambda: (checkpoints / "step-00000010").exists())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    train("parts", **flags)
+    assert train.files("parts") == train.files("whole")
+    assert train.metrics("parts") == train.metrics("whole")
+
+
+def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
+    # 12 micro-batches: a gradient of LIMIT / 12 is the first that is refused
+    sums, largest = torch.zeros(1, dtype=torch.int64), torch.zeros(())
+    add_fixed_point(torch.tensor([LIMIT / 12]), sums, largest)
+    assert largest >= LIMIT / 12
+    script = """
+import sys, torch, train
+from torch import nn
+class Huge(train.GPT):
+    def forward(self, *args):
+        return super().forward(*args) * 1e7
+train.GPT = Huge
+import settings
+with settings.user_errors():
+    sys.exit(train.main(settings.load(sys.argv[1:], "")))
+"""
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
+        (train.runs.parent / "huge.py").write_text(script)
+        flags = train.command("huge", **dict(EXACT, steps=2))[2:]
+        done = subprocess.run(
+            [sys.executable, *launcher, str(train.runs.parent / "huge.py"), *flags],
+            cwd=ROOT,
+            env=environment(PYTHONPATH=str(ROOT)),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 1
+        assert re.search(r"error: a gradient of [a-z0-9_.]+weight has reached .* --strategy=exact", done.stderr), done.stderr
+
+
+def test_more_ranks_than_micro_batches_and_float16_are_refused(train):
+    assert "too few for 3 ranks" in train("few", ranks=3, strategy="exact", micro_batch_size=12, status=1).stderr
+    assert "bfloat16" in train("half", strategy="exact", dtype="float16", status=2).stderr
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train, shared, asynchronous):
+    flags = dict(save_every=1, eval_every=10, async_save=asynchronous, steps=40)
+    train("whole", **flags)
+    checkpoints, chance, kills = train.runs / "killed" / "checkpoints", random.Random(1), 0
+    while kills < 6:
+        process = train.start("killed", **flags)
+        log = train.runs / "killed" / "train.log"
+        lines = log.read_text().count("checkpoint;") if log.exists() else 0
+        wait_for(lambda p=process, n=lines, f=log: p.poll() is not None or (f.exists() and f.read_text().count("checkpoint;") > n))
+        time.sleep(chance.random() * 0.3)
+        status = kill_when(process, lambda: True)
+        if status == 0:
+            break
+        kills += 1
+        whole, passed = checkpoint.newest(checkpoints)
+        assert not passed  # nothing that was published is broken
+    train("killed", **flags)
+    assert kills >= 2
+    assert train.files("killed") == train.files("whole")
+    assert train.metrics("killed") == train.metrics("whole")
+    assert not list(checkpoints.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
+    train("damaged", steps=10)
+    weights = train.latest("damaged") / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    done = train("damaged", steps=20)
+    assert "passed over" in done.stdout and "model.safetensors does not match its sha256" in done.stdout
+    assert "continuing from" in done.stdout and "step-00000005" in done.stdout
+    assert train.files("damaged") == shared.files("plain")
+    assert train.metrics("damaged") == shared.metrics("plain")
+    for path in checkpoint.steps(train.runs / "damaged" / "checkpoints"):
+        (path / "manifest.json").unlink()
+    refused = train("damaged", steps=30, status=2)
+    assert "manifest.json is missing" in refused.stderr
+
+
+def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train, shared):
+    flags = dict(steps=20, keep_last=0)
+    train("full", steps=5, keep_last=0)
+    size = (train.latest("full") / "optimizer.safetensors").stat().st_size
+    command = train.command("full", **flags)
+    limited = f"import resource, os, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2); os.execv(sys.argv[1], sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("could not be written") >= 2 and "training goes on" in done.stdout
+    assert done.stderr.startswith("error: the checkpoint of step 20 could not be written")
+    assert [path.name for path in checkpoint.steps(train.runs / "full" / "checkpoints")] == ["step-00000005"]
+    assert checkpoint.fault(train.latest("full")) is None
+    train("full", **flags)
+    assert train.files("full") == shared.files("plain")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_exits_75(train, shared, number):
+    process = train.start("asked", save_every=0, eval_every=0)
+    log = train.runs / "asked" / "train.log"
+    status = kill_when(process, lambda: log.exists() and "step      3/" in log.read_text(), number)
+    assert status == 75 and number.name in log.read_text()
+    train("asked", save_every=0, eval_every=0)
+    assert train.files("asked") == shared.files("plain")
+
+
+def test_sigterm_to_torchrun_saves_on_all_ranks(train, gentle_ranks):
+    process = train.start("asked", ranks=2, steps=400, save_every=0, eval_every=0)
+    log = train.runs / "asked" / "train.log"
+    kill_when(process, lambda: log.exists() and "step      3/" in log.read_text(), signal.SIGTERM)
+    state = checkpoint.load_state(train.latest("asked"))
+    assert 3 <= state.step < 400 and "saved; the same command goes on" in log.read_text()
+
+
+@pytest.fixture
+def gentle_ranks():
+    """Nothing is shared; the name keeps the order of the file."""
+
+
+def test_a_second_sigint_ends_at_once(train):
+    process = train.start("impatient", steps=100000, save_every=0, eval_every=0, tokens_per_update=16 * 2 * 2000)
+    log = train.runs / "impatient" / "train.log"
+    wait_for(lambda: log.exists() and "train tokens" in log.read_text())
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 75) and time.monotonic() - began < 10
+
+
+def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
+    flags = dict(ranks=2, steps=30, save_every=1, eval_every=10)
+    train("whole", **flags)
+    process = train.start("restarted", launcher=["--max-restarts=2"], **flags)
+    log = train.runs / "restarted" / "train.log"
+    wait_for(lambda: log.exists() and "step      8/30" in log.read_text())
+    workers = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()]
+    os.kill(workers[-1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert log.read_text().count("continuing from") == 1
+    assert train.files("restarted") == train.files("whole")
+    assert train.metrics("restarted") == train.metrics("whole")
+
+
+NAN = """
+import sys, torch, train
+import settings
+from parallel import Engine
+backward = Engine.backward
+calls = [0]
+def poisoned(self, loss, accumulation_steps):
+    calls[0] += 1
+    bad = {bad}
+    backward(self, loss * float("nan") if bad else loss, accumulation_steps)
+Engine.backward = poisoned
+with settings.user_errors():
+    sys.exit(train.main(settings.load(sys.argv[1:], "")))
+"""
+
+
+@pytest.mark.parametrize("strategy, ranks", [("ddp", 0), ("ddp", 2), ("exact", 2)])
+def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
+    script = train.runs.parent / "nan.py"
+    # Each rank counts its own calls; only rank 0's third update is poisoned.
+    script.write_text(NAN.format(bad="train.settings.os.environ.get('RANK', '0') == '0' and calls[0] == 3 * 12 // %d" % max(1, ranks)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    flags = train.command("nan", strategy=strategy, steps=6, max_skipped_steps=2)[2:]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *flags],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert json.loads((train.latest("nan") / "trainer_state.json").read_text())["skipped"] == 1
+    assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
+
+
+def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
+    script = train.runs.parent / "nan.py"
+    script.write_text(NAN.format(bad="calls[0] > 7 * 12"))
+    flags = train.command("nan", steps=20, max_skipped_steps=3)[2:]
+    done = subprocess.run(
+        [sys.executable, str(script), *flags],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
+    assert checkpoint.fault(train.latest("nan")) is None
+    assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
+
+
+def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train):
+    script = train.runs.parent / "drift.py"
+    script.write_text(
+        """
+import os, sys, torch, train
+import settings
+original = train.update
+def drifting(run, prefetcher):
+    out = original(run, prefetcher)
+    if run.state.step == 3 and os.environ["RANK"] == "1":
+        with torch.no_grad():
+            run.engine.module.blocks[1].mlp.down.weight.view(-1)[5] += 1e-7
+    return out
+train.update = drifting
+with settings.user_errors():
+    sys.exit(train.main(settings.load(sys.argv[1:], "")))
+"""
+    )
+    flags = train.command("drift", check_replicas_every=2)[2:]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), *flags],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "blocks.1.mlp.down.weight of rank(s) [1] is not that of rank 0" in done.stderr
+    assert "step      4/20" not in done.stdout
+
+
+def test_a_rank_that_hangs_is_named_instead_of_waited_for(train):
+    process = train.start("hung", ranks=2, steps=100000, timeout_minutes=0.1, save_every=0, eval_every=0)
+    log = train.runs / "hung" / "train.log"
+    wait_for(lambda: log.exists() and "step      3/" in log.read_text())
+    workers = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()]
+    os.kill(workers[-1], signal.SIGSTOP)
+    try:
+        out, _ = process.communicate(timeout=100)
+    finally:
+        for worker in workers:
+            with __import__("contextlib").suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+    assert process.returncode == 1
+    assert re.search(r"rank\(s\) \[?1\]? did not|rank 1", out), out

@@ -1,0 +1,103 @@
+"""sample.py through its front door, on a small model with random weights."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf
+import sample
+import settings
+import tokenizer
+from model import GPT, generate, initialize
+from settings import ModelConfig, resolve_model
+
+TEXT = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory with one checkpoint and what else sampling reads."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    checkpoint = folder / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").symlink_to(checkpoint.name)
+    text = tokenizer.resolve("train:300", lambda: [TEXT] * 3)
+    text.save(folder / "tokenizer.json")
+    model = GPT(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=32, seq_len=16), text.vocab_size))
+    initialize(model, 0)
+    hf.write_model(checkpoint, model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
+    return folder
+
+
+def sampled(capsys, run, *flags):
+    """What `sample.py RUN FLAGS` prints."""
+    arguments = [str(run), "--device=cpu", "--dtype=float32", "--max_new_tokens=24", *flags]
+    sample.main(settings.parse(sample.SampleConfig, arguments, ""))
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_prompt_and_sample(run):
+    command = [sys.executable, "sample.py", str(run), "--prompt=def ", "--max_new_tokens=30", "--num_samples=2", "--seed=3"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        command, cwd=Path(sample.__file__).parent, capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, rest = done.stdout.split("\n---------------\n")
+    assert first.startswith("def ") and second.startswith("def ")
+    assert first != second
+    assert not rest
+
+
+def test_the_sample_is_the_models_and_repeats_by_its_seed(run, capsys):
+    out = sampled(capsys, run, "--prompt=def a", "--temperature=0")
+    text = tokenizer.load(run / "checkpoints/latest/tokenizer.json")
+    config, state = hf.read_model(run / "checkpoints/latest")
+    model = GPT(config)
+    model.load_state_dict(state)
+    prompt = torch.tensor([text.encode("def a").tolist()])
+    new = generate(model, prompt, 24, temperature=0, vocab_limit=text.vocab_size, eot=text.eot_token)
+    expected = [token.item() for token in new if token.item() != text.eot_token]
+    assert out == text.decode([*prompt[0].tolist(), *expected]) + "\n---------------\n"
+    one = sampled(capsys, run, "--prompt=def a", "--seed=1")
+    assert one == sampled(capsys, run / "checkpoints" / "latest", "--prompt=def a", "--seed=1")
+    assert one != sampled(capsys, run, "--prompt=def a", "--seed=2")
+
+
+def test_prompts_from_a_file_and_from_nothing(run, capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text(TEXT)
+    assert sampled(capsys, run, f"--prompt=FILE:{tmp_path}/prompt.txt").startswith(TEXT)
+    assert "endoftext" not in sampled(capsys, run)
+
+
+def test_a_character_is_shown_whole(run):
+    text = tokenizer.load(run / "checkpoints/latest/tokenizer.json")
+    tokens = text.encode("größer €").tolist()
+    assert len(tokens) > len("größer €")
+    pieces = list(sample.stream(text, [], tokens))
+    assert "".join(pieces) == "größer €"
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_bad_input_names_what_is_there(run, tmp_path):
+    def refused(*arguments):
+        with pytest.raises(settings.UserError) as caught:
+            sample.main(settings.parse(sample.SampleConfig, [str(a) for a in arguments], ""))
+        return str(caught.value)
+
+    assert "tiny" in refused(run.parent / "absent")
+    assert "step-00000001" in refused(run / "checkpoints")
+    assert "nothing" in refused(tmp_path)
+    assert "absent.txt" in refused(run, f"--prompt=FILE:{tmp_path}/absent.txt")
+    assert "--temperature" in refused(run, "--temperature=-1")
+    assert "perhaps you meant --prompt" in refused(run, "--promt=x")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((run / "checkpoints/latest" / name).read_bytes())
+    assert "no tokenizer.json, only config.json, model.safetensors" in refused(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
+    (tmp_path / "model.safetensors").unlink()
+    assert "no model.safetensors" in refused(tmp_path)

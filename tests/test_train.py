@@ -1,0 +1,266 @@
+"""Pretraining through the front door: real processes, real torchrun, real wandb, real transformers."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, environment, largest_difference
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import checkpoint
+import settings
+
+
+def wait_for(condition, seconds=60):
+    """Poll until `condition()` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def kill_when(process, condition, number=signal.SIGKILL):
+    """Signal a background run once `condition()` holds; returns its exit status."""
+    wait_for(lambda: condition() or process.poll() is not None)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+def test_a_run_learns_and_leaves_the_promised_directory(shared):
+    run = shared.runs / "plain"
+    records = shared.metrics("plain")
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+    evaluations = [record for record in records if "val_loss" in record]
+    assert [record["step"] for record in evaluations] == [5, 10, 15, 20]
+    assert all(record["val_bpb"] == pytest.approx(record["val_loss"] / 0.6931, rel=0.02) for record in evaluations)
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "data_wait_ms", "memory_gb"} <= first.keys()
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "train.log").read_text().count("step     20/20") == 2  # the update and the evaluation
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert {"latest", "best", "step-00000020", "step-00000015"} <= names and len(names) <= 5
+    files = {path.name for path in shared.latest("plain").iterdir()}
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "optimizer.safetensors",
+        "trainer_state.json",
+        "manifest.json",
+    } == files
+    state = json.loads((shared.latest("plain") / "trainer_state.json").read_text())
+    assert state["step"] == 20 and state["tokens"] == 20 * 384 and state["settings"]["n_embd"] == 32
+    assert state["best_val_loss"] == min(record["val_loss"] for record in evaluations[:-1])  # saved before the last
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(shared):
+    first = shared.metrics("plain")[0]
+    assert first["loss"] == pytest.approx(torch.tensor(384.0).log().item(), abs=0.2)  # 257 bytes, padded to 384
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
+def test_a_checkpoint_is_a_hugging_face_model(train, architecture):
+    train("hf", architecture=architecture, steps=3, n_kv_head=0 if architecture == "gpt2" else 1)
+    latest = train.latest("hf")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(latest), AutoTokenizer.from_pretrained(latest)
+    assert model.config.model_type == architecture
+    inputs = tokenizer("def main", return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert out.shape[1] == inputs["input_ids"].shape[1] + 8
+    assert tokenizer.decode(inputs["input_ids"][0]) == "def main"
+    again = train("hf", architecture=architecture, steps=3, n_kv_head=0 if architecture == "gpt2" else 1)
+    assert "is complete at step 3" in again.stdout
+
+
+# AdamW's first steps are lr times the sign of the gradient, whatever its size, so where a gradient cancels to nearly nothing
+# its rounding decides: what two float32 sums in another order may differ by in the weights is a small part of lr.
+GENTLE = dict(lr=1e-4, warmup_steps=0)
+
+
+@pytest.fixture(scope="module")
+def gentle(shared):
+    """One process at a learning rate that does not magnify rounding."""
+    shared("gentle", **GENTLE)
+    return shared
+
+
+def test_accumulation_equals_one_big_batch(train, gentle):
+    train("big", micro_batch_size=24, **GENTLE)
+    assert largest_difference(train.weights("big"), gentle.weights("gentle")) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_torchrun_equals_one_process(train, gentle, ranks):
+    done = train("ranks", ranks=ranks, **GENTLE)
+    assert largest_difference(train.weights("ranks"), gentle.weights("gentle")) < 1e-5
+    for record, wanted in zip(train.metrics("ranks"), gentle.metrics("gentle"), strict=True):
+        assert record == pytest.approx(wanted, abs=1e-5)
+    assert len(re.findall(r"^step     20/20  loss", done.stdout, re.M)) == 1  # only the master tells
+
+
+def test_the_same_command_again_continues_a_killed_run_bit_identically(train, shared):
+    process = train.start("killed")
+    kill_when(process, lambda: checkpoint.steps(train.runs / "killed" / "checkpoints")[-1:] > [train.runs / "killed"])
+    done = train("killed")
+    assert "continuing from" in done.stdout or "is complete" in done.stdout
+    assert train.files("killed") == shared.files("plain")
+    assert train.metrics("killed") == shared.metrics("plain")
+
+
+def test_a_run_stopped_between_checkpoints_goes_on_with_dropout_and_muon_bit_identically(train):
+    flags = dict(dropout=0.1, optimizer="muon", dtype="bfloat16", architecture="gpt2")
+    train("whole", **flags)
+    process = train.start("parts", steps=20, **flags)
+    log = train.runs / "parts" / "train.log"
+    status = kill_when(process, lambda: log.exists() and "step      7/20" in log.read_text(), signal.SIGTERM)
+    assert status == 75
+    assert "SIGTERM" in log.read_text()
+    train("parts", **flags)
+    assert train.files("parts") == train.files("whole")
+    assert train.metrics("parts") == train.metrics("whole")
+
+
+def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
+    flags = dict(ranks=2, wandb="offline", wandb_project="test")
+    train("logged", steps=10, **flags)
+    folders = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 1
+    train("logged", steps=12, **flags)
+    ids = {folder.name.rsplit("-", 1)[1] for folder in (train.runs / "logged" / "wandb").glob("offline-run-*")}
+    assert len(ids) == 1
+    assert ids == {json.loads((train.latest("logged") / "trainer_state.json").read_text())["wandb_run_id"]}
+    steps = [record["step"] for record in train.metrics("logged") if "loss" in record]
+    assert steps == list(range(1, 13))
+
+
+def test_wandb_is_not_imported_when_off(train):
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", *train.command("off", steps=1)[1:]],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert process.returncode == 0 and "torch" in imported and "wandb" not in imported
+
+
+def test_compiled_training_equals_eager(train, gentle):
+    train("compiled", compile="on", **GENTLE)
+    assert largest_difference(train.weights("compiled"), gentle.weights("gentle")) < 1e-5
+
+
+def test_compile_without_a_compiler_falls_back_with_one_warning(train, shared):
+    done = train("fallback", compile="on", steps=5, env={"PATH": "", "CXX": "no-such-compiler"})
+    assert (done.stdout + done.stderr).count("going on without it") == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_stays_near_float32(train, shared, dtype):
+    train("mixed", dtype=dtype)
+    wanted = shared.metrics("plain")[-1]["val_loss"]
+    assert train.metrics("mixed")[-1]["val_loss"] == pytest.approx(wanted, abs=0.05)
+    assert {t.dtype for t in train.weights("mixed").values()} == {torch.float32}
+
+
+def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
+    train("fixed", steps=5)
+    refused = train("fixed", steps=10, status=2, n_layer=3, seq_len=32, seed=7)
+    assert refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+    for line in ("--n_layer=3, and the checkpoint has 2", "--seq_len=32", "--seed=7", "--name"):
+        assert line in refused.stderr
+    taken = train("fixed", steps=10, lr=0.005, micro_batch_size=4, save_every=3)
+    for line in ("changed: lr 0.01 -> 0.005", "changed: micro_batch_size 2 -> 4", "changed: steps 5 -> 10"):
+        assert line in taken.stdout
+    assert json.loads((train.latest("fixed") / "trainer_state.json").read_text())["step"] == 10
+
+
+def test_resume_off_and_resume_from_another_run(train, shared):
+    train("first", steps=5)
+    assert "--name" in train("first", steps=5, resume="off", status=2).stderr
+    train("branch", steps=10, resume=train.runs / "first")
+    bare = train.runs / "bare"
+    shutil.copytree(train.latest("first").resolve(), bare)
+    train("branch2", steps=10, resume=bare)
+    assert train.files("branch") == train.files("branch2")
+    again = train("branch", steps=12, resume=train.runs / "first")
+    assert "continuing from" in again.stdout and "step-00000010" in again.stdout
+    assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
+
+
+def test_config_toml_repeats_the_run(train, shared):
+    preset = shared.runs / "plain" / "config.toml"
+    command = [sys.executable, "train.py", str(preset), f"--out_dir={train.runs}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert train.files("plain") == shared.files("plain")
+
+
+def test_a_run_directory_in_use_is_refused(train):
+    process = train.start("busy", steps=100000, save_every=0, eval_every=0)
+    log = train.runs / "busy" / "train.log"
+    wait_for(lambda: log.exists() and "step      1/" in log.read_text())
+    assert "in use by another training process" in train("busy", status=2).stderr
+    assert kill_when(process, lambda: True, signal.SIGINT) == 75
+
+
+def test_max_minutes_saves_and_exits_75(train, shared):
+    train("slow", steps=20, max_minutes=0.0001, status=75, eval_every=0, save_every=0)
+    state = checkpoint.load_state(train.latest("slow"))
+    assert 0 < state.step < 20
+    train("slow", steps=20)
+    assert train.files("slow") == shared.files("plain")
+
+
+def test_init_from_a_hugging_face_directory(train, shared):
+    start = shared.latest("plain")
+    done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
+    assert "2 layers" in done.stdout  # the shape is the directory's
+    assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
+
+
+def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
+    tokens = (rng.integers(0, 3, 4000).cumsum() % 60).astype("uint16")
+    for split, part in (("train", tokens[:3000]), ("val", tokens[3000:])):
+        part.tofile(tmp_path / f"{split}.bin")
+    done = train("foreign", tokens=tmp_path, steps=3, vocab_size=64)
+    assert "bits per byte" not in done.stdout and "validation loss" in done.stdout
+    assert "outside the vocabulary" in train("bad", tokens=tmp_path, vocab_size=32, status=2).stderr
+
+
+def test_tokens_beyond_the_end_of_an_epoch(train):
+    done = train("epochs", steps=4, tokens_per_update=16 * 4096, micro_batch_size=256, eval_every=0)
+    assert float(re.search(r"reads them ([\d.]+) times", done.stdout)[1]) > 1
+
+
+def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
+    out = tmp_path / "curves.png"
+    for command in (["plot.py", shared.runs / "plain", f"--out={out}"], ["evaluate.py", shared.runs / "plain"]):
+        done = subprocess.run(
+            [sys.executable, *map(str, command)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    assert out.stat().st_size > 1000
+    loss = float(re.search(r"loss\s+([\d.]+)", done.stdout)[1])
+    assert loss == pytest.approx(shared.metrics("plain")[-1]["val_loss"], abs=0.1)  # the whole split, not a sample of it
+    assert {"perplexity", "bits per byte"} <= set(re.findall(r"perplexity|bits per byte", done.stdout))
+
+
+def test_flags_and_defaults_cover_the_contract():
+    flags = settings.flat_fields(settings.Config)
+    for name in """name out_dir seed resume max_minutes tokens order architecture vocab_size n_layer n_head n_kv_head n_embd d_ff
+        seq_len dropout tie_embeddings init_from optimizer lr min_lr warmup_steps schedule weight_decay beta1 beta2 grad_clip
+        steps tokens_per_update micro_batch_size device dtype compile threads strategy check_replicas_every eval_every
+        eval_tokens save_every keep_last keep_best async_save log_every wandb wandb_project""".split():
+        assert name in flags
