@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -107,14 +106,6 @@ class Saver:
             self._thread = None
         error, self._error = self._error, None
         return error
-
-
-def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, which training does not change any more."""
-    copies = {name: tensor.detach().to("cpu", non_blocking=True, copy=True) for name, tensor in tensors.items()}
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return copies
 
 
 @contextmanager

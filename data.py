@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from settings import UserError
 
@@ -117,7 +116,7 @@ class Stream:
             )
 
     def check_ids(self) -> None:
-        """Check every token id of a small split, and a sample spread over a large one (batches are checked as they are read)."""
+        """Check every token id of a small split, a sample of those of a large one (batches are checked as they are read)."""
         share = max(1, SCAN_TOKENS // max(1, len(self.shards)))
         for path, shard in zip(self.paths, self.shards, strict=True):
             if len(shard) <= share:
@@ -272,24 +271,24 @@ class Batches:
                 index[epoch == e] = permute(index[epoch == e], n, self.seed, int(e))
         return index
 
-    def tokens(self, windows: np.ndarray) -> torch.Tensor:
+    def tokens(self, windows: np.ndarray) -> np.ndarray:
         """int64 [len(windows), seq_len + 1]: inputs are [:, :-1], targets [:, 1:]."""
         out = np.empty((len(windows), self.seq_len + 1), dtype=self.stream.shards[0].dtype)
         for row, window in zip(out, windows.tolist(), strict=True):
             self.stream.read(window * self.seq_len, row)
         self.stream.check(out.reshape(-1), f"windows {windows.tolist()[:4]}... of {self.stream.paths[0].parent}")
-        return torch.from_numpy(out.astype(np.int64))
+        return out.astype(np.int64)
 
-    def batch(self, step: int, micro_batch: int) -> torch.Tensor:
+    def batch(self, step: int, micro_batch: int) -> np.ndarray:
         """The tokens of micro-batch `micro_batch` (of the whole update, not of a rank) of update `step`."""
         first = step * self.sequences_per_update + micro_batch * self.micro_batch_size
         return self.tokens(self.windows(first, self.micro_batch_size))
 
 
 class Prefetcher:
-    """Builds the batches at `places` [(step, micro-batch), ...] ahead in a thread and hands them out on the device, in order."""
+    """Builds the batches at `places` [(step, micro-batch), ...] ahead in a thread; hands them out on a torch device, in order."""
 
-    def __init__(self, batches: Batches, places, device: torch.device, depth: int = 4):
+    def __init__(self, batches: Batches, places, device, depth: int = 4):
         self.device = device
         self.wait_seconds = 0.0  # time the consumer stood waiting
         self._queue = queue.Queue(depth)
@@ -298,9 +297,11 @@ class Prefetcher:
         self._thread.start()
 
     def _build(self, batches: Batches, places) -> None:
+        import torch  # here, so that preparing data needs none
+
         try:
             for step, micro_batch in places:
-                tokens = batches.batch(step, micro_batch)
+                tokens = torch.from_numpy(batches.batch(step, micro_batch))
                 self._put(tokens.pin_memory() if self.device.type == "cuda" else tokens)
                 if self._stop.is_set():
                     return
@@ -314,8 +315,8 @@ class Prefetcher:
             except queue.Full:
                 continue
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch: inputs and targets, int64 [micro_batch_size, seq_len] on the device."""
+    def next(self) -> tuple:
+        """The next batch as two tensors: inputs and targets, int64 [micro_batch_size, seq_len] on the device."""
         began = time.perf_counter()
         item = self._queue.get()
         self.wait_seconds += time.perf_counter() - began

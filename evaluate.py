@@ -35,7 +35,7 @@ def evaluate(model, batches: Batches, tokens: int, world: World, autocast) -> fl
     mine = world.share(len(groups))
     for turn in range(math.ceil(len(groups) / world.size)):
         at = mine[turn] if turn < len(mine) else 0
-        batch = batches.tokens(groups[at].numpy()).to(world.device)
+        batch = torch.from_numpy(batches.tokens(groups[at].numpy())).to(world.device)
         with autocast():
             loss = model(batch[:, :-1], batch[:, 1:])
         if turn < len(mine):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_from_scratch import ScratchDataParallel
+from settings import RunError
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # times SCALE it is 2^63, the end of int64
@@ -48,7 +49,7 @@ class Exact(ScratchDataParallel):
     def sync_gradients(self) -> None:
         """Add up over the ranks and put the mean into every `.grad`, or NaN where a gradient was not finite.
 
-        Raises OverflowError on every rank, naming the parameter, where the sum might not fit.
+        Raises RunError on every rank, naming the parameter, where the sum might not fit.
         """
         if self.world_size > 1:
             dist.all_reduce(self.total)
@@ -57,7 +58,7 @@ class Exact(ScratchDataParallel):
         for parameter, name, most in zip(self.trainable, self.names, largest, strict=True):
             # A sum of n terms below LIMIT / n stays below LIMIT: nothing has wrapped around.
             if LIMIT / self.micro_batches <= most < float("inf"):
-                raise OverflowError(
+                raise RunError(
                     f"a gradient of {name} has reached {most:.3g}: the sum of {self.micro_batches} such may pass {LIMIT:.0f}, "
                     "where the fixed point of --strategy=exact ends; lower --lr, or use --strategy=ddp"
                 )

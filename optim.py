@@ -1,6 +1,7 @@
 """Optimizers and the learning-rate schedule."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,38 +21,27 @@ class Optimizers:
         for part in self.parts:
             part.step()
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
-
     def set_learning_rate(self, lr: float) -> None:
         """Set every parameter group's learning rate."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
 
-    def state(self, names: dict[Tensor, str]) -> dict[str, Tensor]:
-        """All state tensors as "parameter.key", for parameters named by `names`."""
-        return {
-            f"{names[parameter]}.{key}": value
-            for part in self.parts
-            for parameter, state in part.state.items()
-            for key, value in state.items()
-        }
+    def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """All state tensors, each with the parameter that it belongs to and its name there."""
+        for part in self.parts:
+            for parameter, state in part.state.items():
+                for key, value in state.items():
+                    yield parameter, key, value
 
-    def load_state(self, tensors: dict[str, Tensor], names: dict[Tensor, str]) -> None:
-        """The inverse of `state`. Steps stay on the CPU unless the optimizer is fused, as torch wants it."""
-        grouped: dict[str, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            parameter, _, key = name.rpartition(".")
-            grouped.setdefault(parameter, {})[key] = value
+    def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
+        """The inverse of `state`, by parameter. Steps stay on the CPU unless the optimizer is fused, as torch wants it."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
-                    if state := grouped.get(names[parameter]):
+                    if values := state.get(parameter):
                         part.state[parameter] = {
-                            k: v.to(parameter.device) if k != "step" or group.get("fused") else v for k, v in state.items()
+                            k: v.to(parameter.device) if k != "step" or group.get("fused") else v for k, v in values.items()
                         }
 
 

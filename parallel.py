@@ -1,6 +1,7 @@
 """Strategies: what stands between the training loop and the ranks. The loop knows `Engine` and nothing behind it."""
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -8,20 +9,24 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter, check_replicas
 from exact import Exact
 from optim import Optimizers
-from settings import Config, ModelConfig, RunError, UserError
+from settings import Config, ModelConfig, OptimConfig, ParallelConfig, RunError, UserError
+from sharded import FullyShard, shard_like, shard_optimizers, whole
 from world import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COMPILE_PAYS_FLOPS = 2e15  # on a CPU compiling takes half a minute, which a run shorter than this does not win back
+COMPILE_PAYS_FLOPS = 3e13  # compiling for a CPU takes half a minute, which a shorter run does not win back
 
 
 class Engine:
-    """A model and how it is trained here: replicated, compiled, in mixed precision.
+    """A model and how it is trained here: replicated or sharded, compiled, in mixed precision.
 
     `model(inputs, targets)` is the mean loss of a micro-batch. The loop sets `model.require_backward_grad_sync` before each
     forward; after the last backward every rank's gradients are the mean over the whole update of `micro_batches`.
@@ -32,11 +37,28 @@ class Engine:
         self.strategy = config.parallel.strategy
         self.dtype = DTYPES[config.train.dtype]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
-        replica = replicate(module, self.strategy, world, micro_batches)
         compiled = config.train.compile == "on"
-        self.model = torch.compile(replica) if compiled else replica
-        self.eval_model = torch.compile(module) if compiled else module
+        if config.train.activation_checkpointing:
+            for block in module.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if self.strategy == "fsdp" and world.size > 1:
+            for block in module.blocks if compiled else ():  # one by one: between them weights are gathered
+                block.forward = torch.compile(block.forward)
+            self.model = FullyShard(module, self.dtype, world, config.parallel.replicate)
+            self.eval_model = module
+        else:
+            replica = replicate(module.to(world.device), config.parallel, world, micro_batches)
+            self.model = torch.compile(replica) if compiled else replica
+            self.eval_model = torch.compile(module) if compiled else module
         self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.everything = torch.optim.SGD(self.names)  # never steps; the scaler asks for an optimizer to know what to unscale
+        self.parameters = {name: parameter for parameter, name in self.names.items()}
+
+    def build_optimizers(self, config: OptimConfig) -> Optimizers:
+        """The optimizers of the model, their state shared out over the ranks where the strategy says so."""
+        optimizers = optim.build(self.module, config)
+        sharded = self.strategy == "zero1" and self.world.size > 1
+        return shard_optimizers(optimizers, self.world) if sharded else optimizers
 
     def autocast(self):
         """The precision of the forward pass."""
@@ -51,29 +73,54 @@ class Engine:
     def update(self, optimizers: Optimizers, grad_clip: float) -> float:
         """Clip the gradients, step, drop the gradients. Returns the global gradient norm before clipping.
 
-        Where the norm is not finite nothing is stepped, on any rank: all of them see the same gradients.
+        Where the norm is not finite nothing is stepped, on any rank: all of them see the same norm.
         """
-        for part in optimizers.parts:
-            self.scaler.unscale_(part)
-        norm = nn.utils.clip_grad_norm_(self.names, grad_clip or math.inf).item()
+        self.scaler.unscale_(self.everything)
+        norm = whole(nn.utils.get_total_norm([p.grad for p in self.names if p.grad is not None]))
+        nn.utils.clip_grads_with_norm_(self.names, grad_clip or math.inf, norm)
         if math.isfinite(norm):
-            for part in optimizers.parts:
-                self.scaler.step(part)
+            optimizers.step()
         self.scaler.update()
         # Gradients that stay would make the next update's first sum start from another number than a resumed run's.
-        optimizers.zero_grad()
-        return norm
+        for parameter in self.names:
+            parameter.grad = None
+        return norm.item()
 
     def gather(self, optimizers: Optimizers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The whole model and optimizer state by name, on the master; every rank must call it."""
-        return self.module.state_dict(), optimizers.state(self.names)
+        """The whole model and optimizer state by name, copied to the master's memory tensor by tensor.
+
+        All ranks must call it; the others get nothing.
+        """
+        model, state = {}, {}
+        for parameter, name in self.names.items():
+            self.keep(model, name, parameter)
+        for parameter, key, value in optimizers.state():
+            self.keep(state, f"{self.names[parameter]}.{key}", value)
+        return model, state
+
+    def keep(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        """Add the whole tensor to the master's `copies` in host memory, which training does not change any more."""
+        tensor = whole(tensor.detach())
+        if self.world.is_master:
+            copies[name] = tensor.to("cpu", copy=True)
+
+    def scatter(self, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
+        """Give `optimizers` this rank's part of the state that `gather` made, under any strategy on any number of ranks."""
+        state = {parameter: {} for parameter in self.names}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition(".")
+            parameter = self.parameters[parameter]
+            state[parameter][key] = shard_like(value, parameter)
+        optimizers.load_state(state)
 
     def check_replicas(self) -> None:
         """Raise RunError on all ranks, naming the first tensor, if a rank's weights differ from the master's by one bit."""
         try:
             check_replicas(self.module)
         except ValueError as error:
-            raise RunError(f"{error}: memory or a GPU of these ranks is faulty, or a library is; the checkpoints are kept") from None
+            raise RunError(
+                f"{error}: memory or a GPU of these ranks is faulty, or a library is; the checkpoints are kept"
+            ) from None
 
 
 class Single(nn.Module):
@@ -89,9 +136,9 @@ class Single(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def replicate(module: nn.Module, strategy: str, world: World, micro_batches: int) -> nn.Module:
+def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_batches: int) -> nn.Module:
     """`module` behind the strategy's wrapper, which keeps the ranks' gradients equal."""
-    match strategy:
+    match config.strategy:
         case "exact":
             return Exact(module, micro_batches)
         case "scratch_allreduce":
@@ -103,7 +150,15 @@ def replicate(module: nn.Module, strategy: str, world: World, micro_batches: int
     if world.size == 1:
         return Single(module)
     # The only buffers are tables that are computed alike on every rank.
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    replica = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    if config.grad_compression == "bf16":
+        replica.register_comm_hook(None, bf16_gradients)
+    return replica
+
+
+def bf16_gradients(group, bucket):
+    """torch's hook under another name: under its own DDP demands NCCL, though gloo adds bfloat16 too."""
+    return bf16_compress_hook(group, bucket)
 
 
 def make_deterministic(world: World) -> None:
@@ -138,7 +193,9 @@ def choose_compile(asked: str, device: torch.device, run_flops: float) -> str:
 
     Where no compiler works it is off, with one warning.
     """
-    if asked == "off" or (asked == "auto" and (device.type == "mps" or (device.type == "cpu" and run_flops < COMPILE_PAYS_FLOPS))):
+    if asked == "off" or (
+        asked == "auto" and (device.type == "mps" or (device.type == "cpu" and run_flops < COMPILE_PAYS_FLOPS))
+    ):
         return "off"
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
@@ -173,7 +230,9 @@ def fit_micro_batch(asked: int | str, model: ModelConfig, sequences: int, strate
 def check_share(micro_batches: int, strategy: str, world: World) -> None:
     """Raise UserError unless the ranks get equal numbers of micro-batches, or under `exact` at least one each."""
     if strategy == "exact" and micro_batches < world.size:
-        raise UserError(f"{micro_batches} micro-batch(es) an update are too few for {world.size} ranks; lower --micro_batch_size")
+        raise UserError(
+            f"{micro_batches} micro-batch(es) an update are too few for {world.size} ranks; lower --micro_batch_size"
+        )
     if strategy != "exact" and micro_batches % world.size:
         raise UserError(
             f"{micro_batches} micro-batches an update cannot be shared equally by {world.size} ranks; change "

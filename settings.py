@@ -140,6 +140,8 @@ class TrainConfig:
     """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where the hardware has it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: where it pays and a compiler works."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each block for backward and compute the rest again: much less memory, a third more work."""
     threads: int = 0
     """CPU threads of each rank (0: cores // local ranks, and 1 under --strategy=exact)."""
     deterministic: bool = True
@@ -150,9 +152,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    strategy: Literal["ddp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"] = "ddp"
-    """How the ranks work together. ddp: torch's DistributedDataParallel; exact: bit-identical for any number of ranks;
-    scratch_*: the data parallelism of ddp_from_scratch.py."""
+    strategy: Literal["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"] = "ddp"
+    """How the ranks work together. ddp: torch's DistributedDataParallel; zero1: the same with the optimizer state shared out
+    over the ranks; fsdp: weights and gradients too; exact: bit-identical for any number of ranks; scratch_*: the data
+    parallelism of ddp_from_scratch.py."""
+    replicate: int = 1
+    """Under fsdp, copies of the weights: that many groups of ranks, such as nodes, hold one each (1: all ranks share one)."""
+    grad_compression: Literal["none", "bf16"] = "none"
+    """bf16: gradients travel between the ranks of ddp in bfloat16, half the bytes."""
     check_replicas_every: int = 0
     """Steps between comparisons of all ranks' weights, which end the run where a bit differs (0: never)."""
     timeout_minutes: float = 10.0
@@ -324,6 +331,7 @@ def check(config: Config, world_size: int) -> None:
         require(flat_values(config)[name] >= 0, f"--{name} must not be negative")
     for name in ("beta1", "beta2", "momentum", "dropout"):
         require(0 <= flat_values(config)[name] < 1, f"--{name} must be at least 0 and less than 1")
+    require(config.parallel.replicate > 0, "--replicate must be greater than 0")
     require(0 < optim.cooldown_fraction <= 1, "--cooldown_fraction must be more than 0 and at most 1")
     require(optim.warmup_steps <= train.steps, f"--warmup_steps must be at most --steps={train.steps}")
     require(optim.min_lr <= optim.lr, f"--min_lr must be at most --lr={optim.lr}")
@@ -331,14 +339,11 @@ def check(config: Config, world_size: int) -> None:
     if wrong:
         raise UserError("\n       ".join(wrong))
 
+    check_strategy(config, world_size, require)
     if model.init_from == "scratch":
         require(
             model.n_embd % model.n_head == 0,
             f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}; try {nearest(model.n_embd, model.n_head)}",
-        )
-        require(
-            config.parallel.strategy != "exact" or train.dtype != "float16",
-            "--strategy=exact and --dtype=float16 do not go together: its loss scale would fill the fixed point; use bfloat16",
         )
         require(
             model.n_head % (model.n_kv_head or 1) == 0,
@@ -355,6 +360,36 @@ def check(config: Config, world_size: int) -> None:
     check_batch(config, world_size, require)
     if wrong:
         raise UserError("\n       ".join(wrong))
+
+
+def check_strategy(config: Config, world_size: int, require) -> None:
+    """What a strategy can do, and what only another can."""
+    parallel, strategy = config.parallel, config.parallel.strategy
+    require(
+        strategy != "exact" or config.train.dtype != "float16",
+        "--strategy=exact and --dtype=float16 do not go together: its loss scale would fill the fixed point; use bfloat16",
+    )
+    require(
+        strategy == "ddp" or parallel.grad_compression == "none",
+        f"--grad_compression={parallel.grad_compression} is for --strategy=ddp, not {strategy}",
+    )
+    require(
+        strategy == "fsdp" or parallel.replicate == 1,
+        f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights",
+    )
+    require(
+        world_size % parallel.replicate == 0,
+        f"--replicate={parallel.replicate} does not divide the {world_size} rank(s)",
+    )
+    require(
+        strategy != "fsdp" or config.optim.optimizer != "muon",
+        "--strategy=fsdp and --optimizer=muon do not go together: Muon needs whole matrices, of which fsdp gives every rank "
+        "some rows; use --strategy=zero1, which shares its state and work out by matrices",
+    )
+    require(
+        strategy != "fsdp" or not parallel.check_replicas_every,
+        "--check_replicas_every compares the ranks' copies of the weights, and under --strategy=fsdp there are none; use 0",
+    )
 
 
 def check_batch(config: Config, world_size: int, require) -> None:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import platform
 import time
 from dataclasses import dataclass
@@ -188,13 +189,12 @@ def note_skipped(run: Run, in_a_row: int) -> None:
 def save(run: Run) -> None:
     """Publish a checkpoint: gathered from all ranks, written by the master, in the background if asked."""
     began = time.perf_counter()
+    finish_save(run, final=False)  # frees what it holds before as much is gathered again
     model, optimizer = run.engine.gather(run.optimizers)
     if not run.world.is_master:
         return
-    finish_save(run, final=False)
     run.state.grad_scaler = run.engine.scaler.state_dict()
     state = dataclasses.replace(run.state, best=list(run.state.best))
-    model, optimizer = checkpoint.to_host(model), checkpoint.to_host(optimizer)
     write = functools.partial(checkpoint.save, run.checkpoints, state, model, run.config.model, optimizer, run.dataset)
     run.saver.start(state.step, write)
     run.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
@@ -261,12 +261,11 @@ def prepare(config: Config, world: World) -> Run:
         module.load_state_dict(hf.read_model(source or pretrained, config.model.seq_len)[1])
     else:
         initialize(module, config.run.seed)
-    module.to(world.device)
     micro_batches = config.train.tokens_per_update // config.model.seq_len // config.train.micro_batch_size
     engine = Engine(module, config, world, micro_batches)
-    optimizers = optim.build(module, config.optim)
+    optimizers = engine.build_optimizers(config.optim)
     if source:
-        optimizers.load_state(checkpoint.load_optimizer(source), engine.names)
+        engine.scatter(optimizers, checkpoint.load_optimizer(source))
         engine.scaler.load_state_dict(state.grad_scaler)
     batches = data.Batches(
         dataset.splits["train"],
@@ -380,7 +379,8 @@ def main(config: Config) -> int:
     run = prepare(config, world)
     status = 1
     try:
-        status = train(run)
+        with world.naming_missing_ranks():
+            status = train(run)
     finally:
         run.log.close(status)
     world.barrier()  # a rank that leaves while another still reads from it would fail that one
@@ -390,4 +390,7 @@ def main(config: Config) -> int:
 
 if __name__ == "__main__":
     with settings.user_errors():
-        sys.exit(main(CONFIG))
+        status = main(CONFIG)
+    sys.stdout.flush()
+    # All is on disk. What library threads do while the interpreter is torn down must not make a failure of a finished run.
+    os._exit(status)

@@ -65,7 +65,7 @@ def test_tokens_of_a_step_do_not_depend_on_the_number_of_ranks(
     for step in range(first_step, first_step + 2):
         seen = {}
         for size in (1, 2, 3, 4, 5):  # 5 divides neither: ranks then take unequal shares
-            parts = [batches.batch(step, m) for rank in range(size) for m in world(rank, size).share(micro_batches)]
+            parts = [torch.from_numpy(batches.batch(step, m)) for rank in range(size) for m in world(rank, size).share(micro_batches)]
             seen[size] = torch.cat(parts)
         assert all(torch.equal(seen[1], other) for other in seen.values())
         # Every row is a whole window of the stream, whatever shards it crosses.
@@ -180,7 +180,7 @@ def test_prefetcher_hands_out_the_same_batches_in_order_and_passes_errors_on():
     prefetcher = data.Prefetcher(batches, places, torch.device("cpu"))
     for step, micro in places:
         inputs, targets = prefetcher.next()
-        tokens = batches.batch(step, micro)
+        tokens = torch.from_numpy(batches.batch(step, micro))
         assert torch.equal(inputs, tokens[:, :-1]) and torch.equal(targets, tokens[:, 1:])
     prefetcher.close()
     broken = data.Prefetcher(replace(batches, stream=replace(batches.stream, vocab_size=3)), places, torch.device("cpu"))

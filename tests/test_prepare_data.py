@@ -16,8 +16,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import prepare_data
 import settings
+import sources
 import tokenizer
 from data import open_dataset, open_shard
 from prepare_data import PrepareConfig, prepare
@@ -88,14 +88,14 @@ def test_the_command_makes_the_embedded_corpus(here):
     for row in made.told["shards"]:
         assert hashlib.sha256((made.directory / row["file"]).read_bytes()).hexdigest() == row["sha256"]
 
-    sources = [path.read_bytes().decode("utf-8", "replace") for path in prepare_data.embedded_corpus()]
-    assert not any("/test/" in str(p) or "site-packages" in str(p) for p in prepare_data.embedded_corpus())
-    assert set(made.documents("val")) < set(sources)
-    assert sum(row["documents"] for row in made.told["shards"]) == len([text for text in sources if text])
-    assert sum(row["bytes_of_text"] for row in made.told["shards"]) == sum(len(text.encode()) for text in sources)
+    texts = [path.read_bytes().decode("utf-8", "replace") for path in sources.embedded_corpus()]
+    assert not any("/test/" in str(p) or "site-packages" in str(p) for p in sources.embedded_corpus())
+    assert set(made.documents("val")) < set(texts)
+    assert sum(row["documents"] for row in made.told["shards"]) == len([text for text in texts if text])
+    assert sum(row["bytes_of_text"] for row in made.told["shards"]) == sum(len(text.encode()) for text in texts)
     for row in made.told["shards"]:
         assert np.count_nonzero(open_shard(made.directory / row["file"]) == 0) == row["documents"]
-    assert 0.01 < len(made.documents("val")) / len(sources) < 0.1
+    assert 0.01 < len(made.documents("val")) / len(texts) < 0.1
 
     dataset = open_dataset(made.directory)
     tokens, size = sum(map(len, dataset.splits.values())), sum(dataset.bytes_of_text.values())
@@ -135,7 +135,7 @@ def test_every_format_gives_the_same_documents(here, kind, suffix):
         return
     made = make("source")
     train, val = made.documents("train"), made.documents("val")
-    in_val = [text for text in DOCUMENTS if prepare_data.place(text.encode()) < 0.05]
+    in_val = [text for text in DOCUMENTS if sources.place(text.encode()) < 0.05]
     assert 0 < len(in_val) < 25
     assert val == in_val
     assert train == [text for text in DOCUMENTS if text not in in_val]
@@ -161,7 +161,7 @@ def test_one_text_is_split_by_its_tail_as_nanogpt_does(here):
 
 @pytest.mark.parametrize("unit", [100, 1000, 1 << 20])
 def test_few_documents_are_split_by_the_tail_of_all_text(here, monkeypatch, unit):
-    monkeypatch.setattr(prepare_data, "UNIT_BYTES", unit)
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit)
     few, text = DOCUMENTS[:20], "".join(DOCUMENTS[:20])
     made = make(write_lines(here / "few.jsonl", few), val_fraction=0.25)
     cut = int(len(text) * 0.75)
@@ -170,10 +170,10 @@ def test_few_documents_are_split_by_the_tail_of_all_text(here, monkeypatch, unit
 
 
 def test_a_tail_that_begins_with_a_piece_begins_with_end_of_text(here, monkeypatch):
-    monkeypatch.setattr(prepare_data, "UNIT_BYTES", 64)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 64)
     text = "".join(DOCUMENTS[:50])
     (here / "a.txt").write_bytes(text.encode())
-    piece = next(prepare_data.read_blocks(here / "a.txt")).data.decode()
+    piece = next(sources.read_blocks(here / "a.txt")).data.decode()
     made = make("a.txt", val_fraction=1 - (len(piece) + 0.5) / len(text))
     assert made.documents("train") == [piece] and made.documents("val") == [text[len(piece) :]]
 
@@ -183,7 +183,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(here, monkeypatch, un
     text = "".join(DOCUMENTS) + "一二三四五六七八九十" * 50
     (here / "long.txt").write_bytes(text.encode())
     whole = make("long.txt", out="whole", tokenizer="train:600", val_fraction=0.2)
-    monkeypatch.setattr(prepare_data, "UNIT_BYTES", unit)
+    monkeypatch.setattr(sources, "UNIT_BYTES", unit)
     pieces = make("long.txt", out="pieces", tokenizer="whole/tokenizer.json", val_fraction=0.2)
     cut = int(len(text) * 0.8)
     assert pieces.documents("train") == [text[:cut]] and pieces.documents("val") == [text[cut:]]
@@ -191,7 +191,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(here, monkeypatch, un
 
 
 def test_the_number_of_workers_changes_nothing(here, monkeypatch):
-    monkeypatch.setattr(prepare_data, "UNIT_BYTES", 500)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 500)
     write_lines(here / "a.jsonl")
     made = [make("a.jsonl", out=f"w{n}", tokenizer="train:300", workers=n, shard_tokens=997) for n in (1, 2, 3)]
     assert content("w1") == content("w2") == content("w3")

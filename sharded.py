@@ -1,0 +1,155 @@
+"""Training state shared out over the ranks, so that W of them hold what one cannot: ZeRO stages 1 and 3.
+
+Every rank of plain data parallelism keeps 4 bytes a parameter of weights, 4 of gradients and 8 of AdamW's state, all of it
+the same as on the other ranks. ZeRO (Rajbhandari et al. 2020) keeps one copy of a thing in all instead of W:
+
+    strategy    each rank holds of            bytes a parameter        sends, in parameters an update
+                weights  gradients  state     (float32, AdamW)         (accumulation is free)
+    ddp         1        1          1         16                       2 gradients
+    zero1       1        1          1 / W     8 + 8 / W                2 gradients, 1 weights
+    fsdp        1 / W    1 / W      1 / W     16 / W                   1 gradients, 2 weights a micro-batch
+
+Under `fsdp` a block's whole weights exist only while it computes, and between the micro-batches of one update the gradients
+are whole too, for they are sent once an update.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from model import GPT
+from optim import Optimizers
+from world import World
+
+
+class FullyShard(nn.Module):
+    """torch's FSDP2 behind DDP's surface: each block of `module` is a group of parameters, and the rest is another.
+
+    With `replicas` > 1 (hybrid sharding) that many groups of ranks hold a copy each: consecutive ranks, so that weights stay
+    within a node where a replica does, and only gradients travel between nodes. `module` may still be on the CPU: its
+    blocks go to the device, and are cut there, one by one.
+
+    `dtype` is that of the weights in forward and backward; gradients are reduced in float32. Autocast alone would gather
+    float32, twice the bytes, and then keep every weight that it casts whole until backward: nothing would be saved.
+    """
+
+    def __init__(self, module: GPT, dtype: torch.dtype, world: World, replicas: int):
+        super().__init__()
+        shape, names = (replicas, world.size // replicas), ("replicate", "shard")
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        # Inputs are not cast: the table of rotary positions must stay float32.
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for part in (*module.blocks, module):
+            fully_shard(part, mesh=mesh if replicas > 1 else mesh["shard"], mp_policy=policy)
+        self.module = module
+        self.require_backward_grad_sync = True
+
+    def forward(self, *args, **kwargs):
+        """The module's own; it decides, as in DDP, whether the backward that follows communicates gradients."""
+        if torch.is_grad_enabled():
+            self.module.set_requires_gradient_sync(self.require_backward_grad_sync)
+        return self.module(*args, **kwargs)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of which every rank has its shard; all ranks must call it. A plain tensor is whole already."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's shard of the full `tensor`, cut as `parameter` is, without communication; a scalar stays as it is."""
+    if not isinstance(parameter, DTensor) or tensor.ndim == 0:
+        return tensor
+    shard = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shard.clone()  # the shard is a view, which would keep the full tensor in memory
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows [first, last) of a parameter, which rank `owner` updates for all. `values` is their memory in the parameter."""
+
+    parameter: nn.Parameter
+    first: int
+    last: int
+    owner: int
+    values: nn.Parameter
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor shaped like the parameter; a scalar is everybody's."""
+        return tensor[self.first : self.last] if tensor.ndim else tensor
+
+
+@dataclass(frozen=True)
+class ShardedOptimizers(Optimizers):
+    """`Optimizers` of which every rank steps its part of all `rows`, and holds the state of no more.
+
+    Gradients must be equal on all ranks. After the step each owner broadcasts the rows that it has updated.
+    """
+
+    rows: list[Rows]
+    world: World
+
+    @torch.no_grad()
+    def step(self) -> None:
+        mine = [rows for rows in self.rows if rows.owner == self.world.rank]
+        for rows in mine:
+            rows.values.grad = rows.of(rows.parameter.grad)
+        super().step()
+        for rows in mine:
+            rows.values.grad = None
+        for sent in [dist.broadcast(rows.values.detach(), rows.owner, async_op=True) for rows in self.rows]:
+            sent.wait()
+
+    def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """As in `Optimizers`, with full tensors, made one after another; all ranks must exhaust it."""
+        mine = {values: state for part in self.parts for values, state in part.state.items()}
+        shapes = [{key: value.shape for key, value in mine.get(rows.values, {}).items()} for rows in self.rows]
+        shapes_of = [None] * self.world.size
+        dist.all_gather_object(shapes_of, shapes)
+        for parameter in dict.fromkeys(rows.parameter for rows in self.rows):
+            blocks = [(i, rows) for i, rows in enumerate(self.rows) if rows.parameter is parameter]
+            first, rows = blocks[0]
+            for key in shapes_of[rows.owner][first]:
+                pieces = []
+                for i, rows in blocks:
+                    own = rows.owner == self.world.rank
+                    piece = mine[rows.values][key] if own else torch.empty(shapes_of[rows.owner][i][key])
+                    pieces.append(piece.to(parameter.device))
+                    dist.broadcast(pieces[-1], rows.owner)
+                yield parameter, key, torch.cat(pieces) if pieces[0].ndim else pieces[0]
+
+    def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
+        mine = (rows for rows in self.rows if rows.owner == self.world.rank)
+        super().load_state({rows.values: {k: rows.of(v).clone() for k, v in state[rows.parameter].items()} for rows in mine})
+
+
+def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
+    """Share the parameters of each of the new `optimizers` out over the ranks, the largest first to the least loaded.
+
+    A tensor that is more than a rank's share (an embedding may be half of a model) is cut between rows; a matrix of Muon,
+    which must see it whole, is not, and so its orthogonalization is shared out as well.
+    """
+    shared = []
+    for part in optimizers.parts:
+        share = sum(p.numel() for group in part.param_groups for p in group["params"]) / world.size
+        loads = [0] * world.size
+        for group in part.param_groups:
+            parameters, group["params"] = sorted(group["params"], key=Tensor.numel, reverse=True), []
+            for parameter in parameters:
+                pieces = 1 if isinstance(part, torch.optim.Muon) else math.ceil(parameter.numel() / share)
+                first = 0
+                for block in parameter.detach().tensor_split(min(pieces, len(parameter))):
+                    owner = loads.index(min(loads))
+                    loads[owner] += block.numel()
+                    shared.append(Rows(parameter, first, first + len(block), owner, nn.Parameter(block)))
+                    first += len(block)
+                    if owner == world.rank:
+                        group["params"].append(shared[-1].values)
+    return ShardedOptimizers(optimizers.parts, shared, world)
