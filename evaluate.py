@@ -53,7 +53,8 @@ class EvaluateConfig:
     """Validation tokens (0: the whole split)."""
     seq_len: int = 0
     """Context length of the windows (0: the model's)."""
-    micro_batch_size: int = 16
+    micro_batch_size: int = 0
+    """Windows at a time (0: about 8192 tokens)."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
@@ -72,7 +73,7 @@ def main(config: EvaluateConfig) -> None:
     model.to(world.device)
     dtype = parallel.DTYPES[parallel.choose_dtype(config.dtype, world.device)]
     seq_len = config.seq_len or model_config.seq_len
-    batches = Batches(dataset.splits["val"], seq_len, 1, config.micro_batch_size, seed=0)
+    batches = Batches(dataset.splits["val"], seq_len, 1, config.micro_batch_size or max(1, 8192 // seq_len), seed=0)
     loss = evaluate(model, batches, config.eval_tokens, world, lambda: parallel.autocast(world.device, dtype))
     bits = dataset.bits_per_byte(loss)
     print(f"{directory} on {dataset.directory}: {len(dataset.splits['val']):,} validation tokens")

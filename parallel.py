@@ -149,8 +149,10 @@ def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_bat
             return ScratchOverlap(module)
     if world.size == 1:
         return Single(module)
-    # The only buffers are tables that are computed alike on every rank.
-    replica = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for broadcast_buffers, 2.11 only this
+        # The only buffers are tables that are computed alike on every rank.
+        replica = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     if config.grad_compression == "bf16":
         replica.register_comm_hook(None, bf16_gradients)
     return replica

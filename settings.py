@@ -333,7 +333,6 @@ def check(config: Config, world_size: int) -> None:
         require(0 <= flat_values(config)[name] < 1, f"--{name} must be at least 0 and less than 1")
     require(config.parallel.replicate > 0, "--replicate must be greater than 0")
     require(0 < optim.cooldown_fraction <= 1, "--cooldown_fraction must be more than 0 and at most 1")
-    require(optim.warmup_steps <= train.steps, f"--warmup_steps must be at most --steps={train.steps}")
     require(optim.min_lr <= optim.lr, f"--min_lr must be at most --lr={optim.lr}")
     require(run.name not in (".", "..") and "/" not in run.name, "--name is a plain directory name; --out_dir says where")
     if wrong:

@@ -13,7 +13,9 @@ Under `fsdp` a block's whole weights exist only while it computes, and between t
 are whole too, for they are sent once an update.
 """
 
+import itertools
 import math
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,18 +38,19 @@ class FullyShard(nn.Module):
     within a node where a replica does, and only gradients travel between nodes. `module` may still be on the CPU: its
     blocks go to the device, and are cut there, one by one.
 
-    `dtype` is that of the weights in forward and backward; gradients are reduced in float32. Autocast alone would gather
-    float32, twice the bytes, and then keep every weight that it casts whole until backward: nothing would be saved.
+    `dtype` is that of the gathered weights, and with bfloat16 of the residual stream too; gradients are reduced in float32.
+    Autocast alone would gather float32, twice the bytes, and keep every weight that it casts, whole, until backward.
     """
 
     def __init__(self, module: GPT, dtype: torch.dtype, world: World, replicas: int):
         super().__init__()
         shape, names = (replicas, world.size // replicas), ("replicate", "shard")
-        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        dims = slice(None) if replicas > 1 else slice(1, None)
+        mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
         # Inputs are not cast: the table of rotary positions must stay float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*module.blocks, module):
-            fully_shard(part, mesh=mesh if replicas > 1 else mesh["shard"], mp_policy=policy)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
         self.module = module
         self.require_backward_grad_sync = True
 
@@ -73,17 +76,16 @@ def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows [first, last) of a parameter, which rank `owner` updates for all. `values` is their memory in the parameter."""
+    """Rows of a parameter from `first` on, which rank `owner` updates for all. `values` is their memory in the parameter."""
 
     parameter: nn.Parameter
     first: int
-    last: int
     owner: int
     values: nn.Parameter
 
     def of(self, tensor: Tensor) -> Tensor:
         """These rows of a tensor shaped like the parameter; a scalar is everybody's."""
-        return tensor[self.first : self.last] if tensor.ndim else tensor
+        return tensor[self.first : self.first + len(self.values)] if tensor.ndim else tensor
 
 
 @dataclass(frozen=True)
@@ -93,48 +95,51 @@ class ShardedOptimizers(Optimizers):
     Gradients must be equal on all ranks. After the step each owner broadcasts the rows that it has updated.
     """
 
-    rows: list[Rows]
+    rows: list[Rows]  # those of one parameter after another, from its first to its last
     world: World
+
+    @property
+    def mine(self) -> list[Rows]:
+        """What this rank owns."""
+        return [rows for rows in self.rows if rows.owner == self.world.rank]
 
     @torch.no_grad()
     def step(self) -> None:
-        mine = [rows for rows in self.rows if rows.owner == self.world.rank]
-        for rows in mine:
+        for rows in self.mine:
             rows.values.grad = rows.of(rows.parameter.grad)
         super().step()
-        for rows in mine:
+        for rows in self.mine:
             rows.values.grad = None
         for sent in [dist.broadcast(rows.values.detach(), rows.owner, async_op=True) for rows in self.rows]:
             sent.wait()
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         """As in `Optimizers`, with full tensors, made one after another; all ranks must exhaust it."""
-        mine = {values: state for part in self.parts for values, state in part.state.items()}
-        shapes = [{key: value.shape for key, value in mine.get(rows.values, {}).items()} for rows in self.rows]
-        shapes_of = [None] * self.world.size
-        dist.all_gather_object(shapes_of, shapes)
-        for parameter in dict.fromkeys(rows.parameter for rows in self.rows):
-            blocks = [(i, rows) for i, rows in enumerate(self.rows) if rows.parameter is parameter]
-            first, rows = blocks[0]
-            for key in shapes_of[rows.owner][first]:
+        mine = {i: part.state[rows.values] for i, rows in enumerate(self.rows) for part in self.parts if rows.values in part.state}
+        told: list = [None] * self.world.size
+        dist.all_gather_object(told, {i: {key: value.shape for key, value in state.items()} for i, state in mine.items()})
+        shapes = ChainMap(*told)
+        for _, group in itertools.groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].parameter)):
+            indices = list(group)
+            parameter = self.rows[indices[0]].parameter
+            for key in shapes.get(indices[0], ()):
                 pieces = []
-                for i, rows in blocks:
-                    own = rows.owner == self.world.rank
-                    piece = mine[rows.values][key] if own else torch.empty(shapes_of[rows.owner][i][key])
+                for i in indices:
+                    piece = mine[i][key] if i in mine else torch.empty(shapes[i][key])
                     pieces.append(piece.to(parameter.device))
-                    dist.broadcast(pieces[-1], rows.owner)
+                    dist.broadcast(pieces[-1], self.rows[i].owner)
                 yield parameter, key, torch.cat(pieces) if pieces[0].ndim else pieces[0]
 
     def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
-        mine = (rows for rows in self.rows if rows.owner == self.world.rank)
-        super().load_state({rows.values: {k: rows.of(v).clone() for k, v in state[rows.parameter].items()} for rows in mine})
+        cut = {rows.values: {k: rows.of(v).clone() for k, v in state[rows.parameter].items()} for rows in self.mine}
+        super().load_state(cut)  # of copies: a view would keep the full tensor in memory
 
 
 def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
     """Share the parameters of each of the new `optimizers` out over the ranks, the largest first to the least loaded.
 
-    A tensor that is more than a rank's share (an embedding may be half of a model) is cut between rows; a matrix of Muon,
-    which must see it whole, is not, and so its orthogonalization is shared out as well.
+    A tensor that is more than a rank's share (an embedding may be a third of a model) is cut between rows. A matrix of Muon,
+    which must see it whole, is not; its orthogonalization is thus shared out as well.
     """
     shared = []
     for part in optimizers.parts:
@@ -146,10 +151,10 @@ def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
                 pieces = 1 if isinstance(part, torch.optim.Muon) else math.ceil(parameter.numel() / share)
                 first = 0
                 for block in parameter.detach().tensor_split(min(pieces, len(parameter))):
-                    owner = loads.index(min(loads))
-                    loads[owner] += block.numel()
-                    shared.append(Rows(parameter, first, first + len(block), owner, nn.Parameter(block)))
+                    rows = Rows(parameter, first, loads.index(min(loads)), nn.Parameter(block))
+                    shared.append(rows)
+                    loads[rows.owner] += block.numel()
                     first += len(block)
-                    if owner == world.rank:
-                        group["params"].append(shared[-1].values)
+                    if rows.owner == world.rank:
+                        group["params"].append(rows.values)
     return ShardedOptimizers(optimizers.parts, shared, world)

@@ -19,7 +19,7 @@ import math
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ from settings import Config, RunError, UserError
 from world import Stop, World, connect, disconnect
 
 EX_TEMPFAIL = 75
+DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 # Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
 FIXED = [*settings.flat_fields(settings.ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
 
@@ -57,6 +58,7 @@ class Run:
     state: TrainState
     saver: checkpoint.Saver
     log: Log
+    drawn_at: float = field(default_factory=time.monotonic)  # when curves.png was last drawn
 
     @property
     def checkpoints(self) -> Path:
@@ -155,7 +157,9 @@ def validate(run: Run) -> None:
         told += f"  {bits:.4f} bits per byte" if bits else ""
         run.log.say(f"{told}  ({duration(time.monotonic() - began)})")
         note_best(run, val_loss)
-        plot.draw([run.log.directory], run.log.directory / "curves.png")
+        if state.step >= config.train.steps or time.monotonic() - run.drawn_at > DRAW_SECONDS:
+            plot.draw([run.log.directory], run.log.directory / "curves.png")
+            run.drawn_at = time.monotonic()
 
 
 def note_best(run: Run, val_loss: float) -> None:

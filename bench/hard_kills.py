@@ -1,0 +1,239 @@
+"""Kill a run hundreds of times, at random instants, and look at what is left each time.
+
+python bench/hard_kills.py --kills=200 --save_every=1
+
+Every life of the run is a process of its own (or --ranks=N of them), forked from this one, which has imported torch already:
+that makes a life cheap. It ends by SIGKILL to its process group at a random instant of its start, its steps or its saves. Then
+every published checkpoint is compared with its manifest. The last life is left to finish, as `python train.py`, and its files
+are compared with those of a run that nobody disturbed. Exit status 1 unless no state was unusable and both runs are the same,
+bit for bit. About ten minutes for 200 kills on two cores.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+
+import settings
+from settings import Config, ParallelConfig, RunError
+
+# 0.2 million parameters: a step is shorter than a save, so that most kills fall into one
+FLAGS = dict(
+    architecture="qwen3",
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    seq_len=16,
+    dropout=0.1,
+    tokens_per_update=128,
+    micro_batch_size=2,
+    lr=1e-3,
+    eval_every=100,
+    eval_tokens=2048,
+    log_every=1,
+    dtype="float32",
+    compile="off",
+    device="cpu",
+    threads=1,
+)
+CHECKPOINTS_A_LIFE = 4  # at most; what bounds the steps of the whole run
+DURING_START = 0.2  # of the kills: before the first checkpoint of that life
+
+
+@dataclass(frozen=True)
+class HardKillsConfig:
+    kills: int = 200
+    save_every: int = 1
+    strategy: settings.flat_fields(ParallelConfig)["strategy"].type = "ddp"
+    ranks: int = 1
+    async_save: bool = True
+    keep_last: int = 2
+    seed: int = 0
+    """Of the instants of the kills."""
+    tokens: str = "tokens/python"
+    """Dataset; the embedded corpus is prepared if it is not there."""
+
+
+def fork_life(config: Config, ranks: int, errors: Path) -> list[int]:
+    """Start the ranks of a life, in one process group whose leader is the first. Returns their process ids."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            if ranks > 1:
+                world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+                world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                os.environ.update({key: str(value) for key, value in world.items()})
+            live(config, pids[0] if pids else 0, errors)
+        pids.append(pid)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pids[0])
+    return pids
+
+
+def live(config: Config, group: int, errors: Path) -> None:
+    """In a forked process: train until the end or the kill."""
+    status = 1
+    try:
+        os.setpgid(0, group)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        import train
+
+        status = train.main(config)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def end(pids: list[int]) -> list[int]:
+    """SIGKILL to the whole process group; returns the wait statuses: signal.SIGKILL where it was alive until then."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pids[0], signal.SIGKILL)
+    return [os.waitpid(pid, 0)[1] for pid in pids]
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a child has ended by itself; it can still be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def newest_step(checkpoints: Path) -> int:
+    """The step of the newest published checkpoint, by its name."""
+    names = os.listdir(checkpoints) if checkpoints.exists() else []
+    return max((int(name[5:]) for name in names if name.startswith("step-")), default=0)
+
+
+def wait_for_instant(checkpoints: Path, save_every: int, chance: random.Random, ended) -> None:
+    """Return at a random instant: of the start of a life, or of one of its first steps and saves."""
+    before = newest_step(checkpoints)
+
+    def until(condition, seconds):
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline and not condition() and not ended():
+            time.sleep(0.0005)
+
+    def published(count):
+        return lambda: newest_step(checkpoints) >= before + count * save_every
+
+    if chance.random() < DURING_START:
+        until(published(1), 0.7 * chance.random())
+    else:
+        until(published(chance.randint(1, CHECKPOINTS_A_LIFE - 1)), 120)
+        until(published(CHECKPOINTS_A_LIFE), 0.1 * chance.random())
+
+
+def place_of_death(checkpoints: Path) -> str:
+    """What the run was doing to its checkpoints, from what it left behind."""
+    names = os.listdir(checkpoints) if checkpoints.exists() else []
+    newest, latest = newest_step(checkpoints), checkpoints / "latest"
+    hidden = [int(name.split(".")[1][5:]) for name in names if name.startswith(".step-")]
+    if any(step > newest for step in hidden):
+        return "writing a checkpoint"
+    if newest and (not latest.is_symlink() or int(os.readlink(latest)[5:]) < newest):
+        return "between publishing and `latest`"
+    return "removing an old checkpoint" if hidden else "no checkpoint under way"
+
+
+def examine(checkpoints: Path, step_before: int) -> list[str]:
+    """What is unusable in the state that a kill left: nothing, if the run can go on from where it was."""
+    import checkpoint
+
+    wrong = [f"{path.name}: {why}" for path in checkpoint.steps(checkpoints) if (why := checkpoint.fault(path))]
+    whole, _ = checkpoint.newest(checkpoints)
+    step = int(whole.name[5:]) if whole else 0
+    if step < step_before:
+        wrong.append(f"the newest whole checkpoint was of step {step_before} and is of step {step}")
+    links = [path for path in (checkpoints / "latest", checkpoints / "best") if path.is_symlink()]
+    return wrong + [f"{link.name}: {why}" for link in links if (why := checkpoint.fault(link))]
+
+
+def kill_again_and_again(config: HardKillsConfig, training: Config, directory: Path) -> dict:
+    """`kills` lives and deaths; what was found after each."""
+    from tqdm import tqdm
+
+    for name in ("train", "matplotlib.figure"):  # once, and not in every life
+        importlib.import_module(name)
+    tqdm.monitor_interval = 0  # its thread would not survive a fork
+    checkpoints, errors = directory / "checkpoints", directory.with_suffix(".err")
+    chance, places, unusable = random.Random(config.seed), Counter(), []
+    for number in tqdm(range(1, config.kills + 1), unit="kill", dynamic_ncols=True):
+        before = newest_step(checkpoints)
+        pids = fork_life(training, config.ranks, errors)
+        try:
+            wait_for_instant(checkpoints, config.save_every, chance, functools.partial(has_exited, pids[0]))
+        finally:
+            statuses = end(pids)
+        if any(status != signal.SIGKILL for status in statuses):
+            said = errors.read_text() if errors.exists() else ""
+            raise RunError(f"life {number} ended by itself, wait statuses {statuses}\n{said}")
+        places[place_of_death(checkpoints)] += 1
+        unusable += [{"kill": number, "wrong": wrong} for wrong in [examine(checkpoints, before)] if wrong]
+    return {"kills": config.kills, "places": dict(places), "unusable": unusable, "steps_survived": newest_step(checkpoints)}
+
+
+def compare(a: Path, b: Path) -> dict[str, bool]:
+    """What is the same, bit for bit, in two runs."""
+    files = ("model.safetensors", "optimizer.safetensors")
+    same = {file: len({(run / "checkpoints" / "latest" / file).read_bytes() for run in (a, b)}) == 1 for file in files}
+    records = [machine.unmeasured(machine.metrics(run)) for run in (a, b)]
+    return {**same, "metrics.jsonl": records[0] == records[1]}
+
+
+def report(result: dict) -> int:
+    """Print what was found and what it means; returns the exit status."""
+    kills, unusable, same = result["kills"], result["unusable"], result["same"]
+    rows = [[place, count, f"{count / kills:.0%}"] for place, count in sorted(result["places"].items(), key=lambda p: -p[1])]
+    print(machine.table(["killed while", "kills", ""], rows))
+    for state in unusable:
+        print(f"kill {state['kill']}: {'; '.join(state['wrong'])}")
+    for file, is_same in same.items():
+        print(f"{file} after {kills} kills and undisturbed: {'the same' if is_same else 'DIFFERENT'}")
+    print(f"{kills} kills in {result['seconds']:.0f} s, {result['steps']} steps: {len(unusable)} unusable states")
+    return int(bool(unusable) or not all(same.values()))
+
+
+def main(config: HardKillsConfig) -> int:
+    """The command."""
+    if min(config.kills, config.save_every, config.ranks) < 1:
+        raise settings.UserError("--kills, --save_every and --ranks must be at least 1")
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread before the forks
+    machine.prepare_tokens(config.tokens)
+    steps = (CHECKPOINTS_A_LIFE + 1) * config.kills * config.save_every + 10
+    own = {name: getattr(config, name) for name in ("save_every", "strategy", "async_save", "keep_last", "tokens")}
+    with machine.workspace() as runs:
+        flags = dict(FLAGS, **own, steps=steps, out_dir=runs)
+        killed, whole = Path(runs) / "killed", Path(runs) / "whole"
+        training = settings.load([f"--{key}={value}" for key, value in flags.items()] + ["--name=killed"], "")
+        began = time.monotonic()
+        result = kill_again_and_again(config, training, killed)
+        seconds = time.monotonic() - began
+        machine.run(config.ranks, name="killed", **flags)
+        machine.run(config.ranks, name="whole", **flags)
+        result |= {"seconds": round(seconds, 1), "steps": steps, "same": compare(killed, whole)}
+    path = machine.write("hard_kills", {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result})
+    status = report(result)
+    print(path)
+    return status
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        sys.exit(main(settings.parse(HardKillsConfig, sys.argv[1:], __doc__)))

@@ -1,0 +1,177 @@
+"""Speed of the data loader against nanoGPT's: `python bench/loader.py --nanogpt=PATH`.
+
+Tokens/s of `data.Batches.batch`, of the `Prefetcher` and of nanoGPT's get_batch on the same tokens, in turns, and as a share of
+the speed at which memory copies as many int64. Then the same loader on a 200 GB dataset of holes against one of 20 MB: opening
+it and serving its batches must cost the same.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+import settings
+from time_to_loss import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, spread
+
+SHARD_TOKENS = 100_000_000
+HEADER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    nanogpt: str = ""
+    """A checkout of nanoGPT (empty: without it)."""
+    rounds: int = 3
+    seconds: float = 2.0
+    """Time given to each measurement."""
+    batch_size: int = 12
+    seq_len: int = 1024
+    gigabytes: float = 200.0
+    """Size of the large dataset; it takes next to no disk."""
+
+
+def main(config: LoaderConfig) -> None:
+    """Measure all in turns; print and write the figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        small, large = Path(folder) / "small", Path(folder) / "large"
+        make_random(small, 10_000_000)
+        make_sparse(large, round(config.gigabytes * 5e8))
+        contenders = {
+            "memory copy of int64, tokens/s": lambda: in_fresh_process(copy_speed, config),
+            "ours, Batches.batch, tokens/s": lambda: in_fresh_process(our_speed, small, config, False),
+            "ours, Prefetcher, tokens/s": lambda: in_fresh_process(our_speed, small, config, True),
+        }
+        if config.nanogpt:
+            peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", "text")
+            contenders["nanoGPT, get_batch, tokens/s"] = lambda: in_fresh_process(nanogpt_speed, peer, small, config)
+        measured = in_turns(config.rounds, contenders)
+        sizes = {"20 MB": in_fresh_process(open_and_serve, small, config)}
+        sizes[f"{config.gigabytes:g} GB"] = in_fresh_process(open_and_serve, large, config)
+    result = {name: spread(values) for name, values in measured.items()} | {"size": sizes}
+    names = iter(contenders)
+    copy, direct = next(names), next(names)
+    result["share of memory copy"] = ratio(measured[direct], measured[copy])
+    for name, row in sizes.items():
+        print(f"{name}: " + ", ".join(f"{key} {value:,.3g}" for key, value in row.items()))
+    print(f"Batches.batch runs at {result['share of memory copy']:.1%} of the speed of memory copy")
+    if config.nanogpt:
+        result["times nanoGPT"] = ratio(measured[direct], measured["nanoGPT, get_batch, tokens/s"])
+        print(f"Batches.batch / nanoGPT's get_batch: {result['times nanoGPT']:.2f}")
+    print(machine.write("loader", result))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Datasets
+
+
+def make_random(directory: Path, tokens: int) -> None:
+    """Random GPT-2 tokens as nanoGPT's train.bin and val.bin, which both loaders read."""
+    directory.mkdir()
+    ids = np.random.default_rng(0).integers(50257, size=tokens, dtype=np.uint16)
+    ids.tofile(directory / "train.bin")
+    ids[:100_000].tofile(directory / "val.bin")
+
+
+def make_sparse(directory: Path, tokens: int) -> None:
+    """Shards of SHARD_TOKENS zeros that take a block of disk each: llm.c's header, then a hole."""
+    directory.mkdir()
+    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+    counts = [SHARD_TOKENS] * (tokens // SHARD_TOKENS) + [tokens % SHARD_TOKENS] * (tokens % SHARD_TOKENS > 0)
+    for number, count in enumerate([100_000, *counts]):
+        header[:3] = 20240520, 1, count
+        with open(directory / f"made_{'train' if number else 'val'}_{number:06d}.bin", "wb") as file:
+            file.write(header.tobytes())
+            file.truncate(HEADER_BYTES + 2 * count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measurements, each in a process of its own
+
+
+def calls_per_second(call: Callable[[], object], seconds: float) -> float:
+    """How often `call` can be made, after a tenth of the time to warm up."""
+    for share in (0.1, 1.0):
+        calls, began = 0, time.perf_counter()
+        while (passed := time.perf_counter() - began) < share * seconds:
+            call()
+            calls += 1
+    return calls / passed
+
+
+def copy_speed(config: LoaderConfig) -> float:
+    """int64 that memory copies in a second, between arrays too large for the caches."""
+    source = np.ones(1 << 25, dtype=np.int64)
+    target = np.empty_like(source)
+    return len(source) * calls_per_second(lambda: np.copyto(target, source), config.seconds)
+
+
+def our_batches(directory: Path, config: LoaderConfig):
+    """The loader as train.py makes it, 40 micro-batches an update."""
+    import data
+
+    stream = data.open_dataset(directory).splits["train"]
+    return data.Batches(stream, config.seq_len, 40 * config.batch_size, config.batch_size, seed=1)
+
+
+def our_speed(directory: Path, config: LoaderConfig, prefetch: bool) -> float:
+    """Tokens/s, called or through the thread that works ahead."""
+    import torch
+
+    import data
+
+    batches = our_batches(directory, config)
+    places = ((step, micro_batch) for step in range(10**9) for micro_batch in range(40))
+    if prefetch:
+        prefetcher = data.Prefetcher(batches, places, torch.device("cpu"))
+        call = prefetcher.next
+    else:
+        call = lambda: torch.from_numpy(batches.batch(*next(places)))  # noqa: E731
+    speed = calls_per_second(call, config.seconds) * config.batch_size * config.seq_len
+    if prefetch:
+        prefetcher.close()
+    return speed
+
+
+def nanogpt_speed(checkout: Path, directory: Path, config: LoaderConfig) -> float:
+    """Tokens/s of the get_batch that nanoGPT's train.py defines."""
+    shape = ["--n_layer=1", "--n_head=1", "--n_embd=8", f"--block_size={config.seq_len}", f"--batch_size={config.batch_size}"]
+    paths = [f"--dataset={directory}", f"--out_dir={directory}/out"]
+    flags = ["--device=cpu", "--compile=False", "--eval_only=True", "--eval_iters=1"]
+    get_batch = nanogpt_train(checkout, *shape, *paths, *flags)["get_batch"]
+    return calls_per_second(lambda: get_batch("train"), config.seconds) * config.batch_size * config.seq_len
+
+
+def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
+    """Seconds to open a dataset, microseconds a batch at random places, and the memory both have taken."""
+    before = memory()
+    began = time.perf_counter()
+    batches = our_batches(directory, config)
+    opened = time.perf_counter() - began
+    steps = np.random.default_rng(0).integers(batches.stream.windows(config.seq_len) // 480, size=2000).tolist()
+    for _ in range(2):  # the first round brings the pages into the page cache
+        began = time.perf_counter()
+        for step in steps:
+            batches.batch(step, 0)
+        served = (time.perf_counter() - began) / len(steps)
+    after = memory()
+    grown = {f"{key} MB": after[key] - before[key] for key in after}
+    return {"open s": opened, "us a batch": 1e6 * served} | grown
+
+
+def memory() -> dict[str, float]:
+    """Memory of this process in MB: its own, and pages of mapped files, which the system takes back when it needs them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    told = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
+    return {"own": int(told["RssAnon"]) / 1000, "mapped": int(told["RssFile"]) / 1000}
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(LoaderConfig, sys.argv[1:], __doc__))

@@ -1,0 +1,198 @@
+"""Is it the same run? Train it on 1, 2, 3 and 4 ranks and once killed again and again and continued on other numbers of ranks.
+
+python bench/same_run.py
+
+Draws all losses into bench/results/same_run.png and prints the sha256 of the final files of every run. Exit status 1 unless
+the runs under --strategy=exact are one, bit for bit. About ten minutes on two cores.
+"""
+
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+
+import plot
+import settings
+from checkpoint import sha256
+
+# 0.5 million parameters with dropout; 12 micro-batches an update, which 1, 2, 3, 4 and 6 ranks share equally
+FLAGS = dict(
+    architecture="qwen3",
+    n_layer=2,
+    n_head=2,
+    n_embd=64,
+    seq_len=32,
+    dropout=0.1,
+    tokens_per_update=768,
+    micro_batch_size=2,
+    lr=5e-3,
+    eval_every=50,
+    eval_tokens=8192,
+    save_every=7,
+    log_every=1,
+    dtype="float32",
+    compile="off",
+    device="cpu",
+    threads=1,
+)
+FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+@dataclass(frozen=True)
+class SameRunConfig:
+    strategy: Literal["both", "ddp", "exact"] = "both"
+    steps: int = 200
+    max_ranks: int = 4
+    kills: int = 6
+    """How often the disturbed run is killed, each time to go on with another number of ranks."""
+    seed: int = 0
+    """Of the instants of the kills and the numbers of ranks."""
+    tokens: str = "tokens/python"
+    """Dataset; the embedded corpus is prepared if it is not there."""
+    out: str = str(machine.RESULTS / "same_run.png")
+
+
+def killed_run(config: SameRunConfig, directory: Path, flags: dict) -> list[dict]:
+    """Train with `kills` hard kills, spread over the run, and a change of ranks at each. Returns the lives in order."""
+    chance, ranks, lives = random.Random(config.seed), 1, []
+    for i in range(config.kills + 1):
+        ranks = chance.choice([n for n in range(1, config.max_ranks + 1) if n != ranks])
+        if i == config.kills:
+            machine.run(ranks, **flags)
+        else:
+            stop_at = int(config.steps * (i + chance.random() * 0.8) / (config.kills + 1))
+            process = machine.start(ranks, **flags)
+            while last_step(directory) < stop_at and process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(chance.random() * 0.1)
+            machine.kill(process)
+        lives.append({"ranks": ranks, "last_step": last_step(directory)})
+    return lives
+
+
+def last_step(directory: Path) -> int:
+    """The last step in the metrics of a run."""
+    return max((record["step"] for record in machine.metrics(directory)), default=0)
+
+
+def train_all(config: SameRunConfig, strategies: list[str], runs: Path) -> list[dict]:
+    """Every run of every strategy, one after the other."""
+    from tqdm import tqdm
+
+    names = [*range(1, config.max_ranks + 1), "killed"]
+    rows = []
+    for strategy, name in (bar := tqdm([(s, n) for s in strategies for n in names], unit="run", dynamic_ncols=True)):
+        label = name if name == "killed" else f"W={name}"
+        bar.set_description(f"{strategy} {label}")
+        directory = runs / f"{strategy}-{name}"
+        flags = dict(FLAGS, strategy=strategy, steps=config.steps, tokens=config.tokens, out_dir=runs, name=directory.name)
+        if name == "killed":
+            lives = killed_run(config, directory, flags)
+        else:
+            machine.run(name, **flags)
+            lives = [{"ranks": name, "last_step": config.steps}]
+        records = machine.unmeasured(machine.metrics(directory))
+        digests = {file: sha256(directory / "checkpoints" / "latest" / file) for file in FILES}
+        rows.append({"strategy": strategy, "run": label, **digests, "lives": lives, "metrics": records})
+    return rows
+
+
+def is_one(rows: list[dict]) -> bool:
+    """Whether the runs have the same files and the same metrics."""
+    return all(row[key] == rows[0][key] for row in rows for key in (*FILES, "metrics"))
+
+
+def losses(row: dict) -> list[float]:
+    """The training loss of every step."""
+    return [record["loss"] for record in row["metrics"] if "loss" in record]
+
+
+def drift(row: dict, rows: list[dict]) -> list[float]:
+    """How far each loss is from that of the same strategy on one rank."""
+    alone = next(other for other in rows if other["strategy"] == row["strategy"])
+    return [abs(a - b) for a, b in zip(losses(row), losses(alone), strict=True)]
+
+
+def draw(rows: list[dict], out: Path) -> None:
+    """One column a strategy: the losses of all runs, and below how far each is from that on one rank."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import SymmetricalLogLocator
+
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    figure = Figure(figsize=(5 * len(strategies), 5.6), dpi=160, layout="constrained")
+    axes = figure.subplots(2, len(strategies), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 2))
+    for strategy, (upper, lower) in zip(strategies, axes.T, strict=True):
+        mine = [row for row in rows if row["strategy"] == strategy]
+        for i, row in enumerate(mine):
+            steps = range(1, len(losses(row)) + 1)
+            style = dict(color=plot.COLORS[i % len(plot.COLORS)], linewidth=1 + 1.1 * (len(mine) - 1 - i))
+            upper.plot(steps, losses(row), label=row["run"], **style)
+            lower.plot(steps, drift(row, rows), **style)
+            kills = [life["last_step"] for life in row["lives"][:-1] if life["last_step"]]
+            upper.plot(kills, [losses(row)[k - 1] for k in kills], "kx", markersize=7, markeredgewidth=1.6, zorder=5)
+        upper.set_title(f"--strategy={strategy}", loc="left", fontsize=13, family="monospace")
+        one = f"{len(mine)} runs, one sha256" if is_one(mine) else f"{len({row[FILES[0]] for row in mine})} different sha256"
+        upper.text(0.97, 0.93, one, transform=upper.transAxes, ha="right", va="top", fontsize=12, fontweight="bold")
+        lower.set_yscale("symlog", linthresh=1e-9)
+        lower.set_ylim(-3e-10, None)
+        lower.yaxis.set_major_locator(SymmetricalLogLocator(base=100, linthresh=1e-9))
+        lower.set_xlabel("step")
+        for axis in (upper, lower):
+            axis.grid(color="0.91", linewidth=0.8)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("training loss")
+    axes[1, 0].set_ylabel("distance to the loss on W=1")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    handles += axes[0, 0].plot([], [], "kx", markersize=7, markeredgewidth=1.6)
+    labels = [label.replace("W=", "W = ").replace("killed", "killed, W changed") for label in labels] + ["SIGKILL"]
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    plot.publish(figure, out)
+
+
+def report(rows: list[dict]) -> int:
+    """Print the table and what it means; returns the exit status."""
+    head = ["strategy", "run", "weights", "optimizer", "last loss", "largest distance to W=1"]
+    cells = []
+    for row in rows:
+        digests = [row[file][:12] for file in FILES]
+        cells.append([row["strategy"], row["run"], *digests, f"{losses(row)[-1]:.9f}", f"{max(drift(row, rows)):.1e}"])
+    print(machine.table(head, cells))
+    status = 0
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        mine = [row for row in rows if row["strategy"] == strategy]
+        killed = mine[-1]["lives"]
+        print(f"{strategy}: killed {len(killed) - 1} times, W = {', '.join(str(life['ranks']) for life in killed)}")
+        if is_one(mine):
+            print(f"{strategy}: {len(mine)} runs are one, bit for bit: weights, optimizer state and every metric")
+        else:
+            print(f"{strategy}: {len({row[FILES[0]] for row in mine})} different weights in {len(mine)} runs")
+            status = max(status, int(strategy == "exact"))
+    return status
+
+
+def main(config: SameRunConfig) -> int:
+    """The command."""
+    if config.max_ranks < 2 or config.steps < config.kills + 1:
+        raise settings.UserError("--max_ranks must be at least 2, and --steps more than --kills")
+    machine.prepare_tokens(config.tokens)
+    strategies = ["ddp", "exact"] if config.strategy == "both" else [config.strategy]
+    with machine.workspace() as runs:
+        rows = train_all(config, strategies, Path(runs))
+    draw(rows, Path(config.out))
+    told = [{**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows))} for row in rows]
+    one = {strategy: is_one([row for row in rows if row["strategy"] == strategy]) for strategy in strategies}
+    path = machine.write("same_run", {"flags": FLAGS, "steps": config.steps, "is_one": one, "runs": told})
+    status = report(rows)
+    print(f"{config.out}, {path}")
+    return status
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        sys.exit(main(settings.parse(SameRunConfig, sys.argv[1:], __doc__)))

@@ -1,0 +1,151 @@
+"""How long does training stand still for a checkpoint, with --async_save and without, and how fast is the save itself?
+
+python bench/save_stall.py
+
+Trains a model of 62 million parameters (0.74 GB a checkpoint) in turns with and without background saves. What a save costs is
+the time that training waits for it, and in the background the time by which it slows the steps beside it. Last, the same
+bytes are written and flushed to the same disk by nothing but write and fsync. About ten minutes on two cores.
+"""
+
+import os
+import re
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+
+import settings
+
+WAITED = re.compile(r"^step +(\d+)  checkpoint; training waited ([\d.]+) s$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SaveStallConfig:
+    pairs: int = 2
+    """Runs of each kind, in turns."""
+    saves: int = 4
+    """Counted saves of a run; the first and the last are not."""
+    save_every: int = 3
+    """Steps between saves: enough that one has ended before the next begins."""
+    n_layer: int = 12
+    n_embd: int = 640
+    tokens_per_update: int = 512
+    device: str = "cpu"
+    tokens: str = "tokens/python"
+    """Dataset; the embedded corpus is prepared if it is not there."""
+
+
+def measure(config: SaveStallConfig, async_save: bool, runs: Path, name: str) -> dict[str, list[float]]:
+    """Seconds that training waited for each save, and milliseconds of each step after the first save."""
+    machine.run(
+        architecture="gpt2",
+        n_layer=config.n_layer,
+        n_head=config.n_embd // 64,
+        n_embd=config.n_embd,
+        seq_len=128,
+        tokens_per_update=config.tokens_per_update,
+        micro_batch_size=config.tokens_per_update // 128,
+        steps=(config.saves + 2) * config.save_every,
+        save_every=config.save_every,
+        async_save=async_save,
+        keep_last=1,
+        keep_best=0,
+        eval_every=0,
+        eval_tokens=1024,
+        log_every=1,
+        dtype="float32",
+        compile="off",
+        device=config.device,
+        threads=1,
+        tokens=config.tokens,
+        out_dir=runs,
+        name=name,
+    )
+    first, last = config.save_every, (config.saves + 2) * config.save_every
+    saves = WAITED.findall((runs / name / "train.log").read_text())
+    waited = [float(seconds) for step, seconds in saves if first < int(step) < last]
+    updates = [line for line in machine.metrics(runs / name) if "step_ms" in line]
+    steps = [line["step_ms"] for line in updates if first < line["step"] <= last - config.save_every]
+    return {"waited_s": waited, "step_ms": steps}
+
+
+def write_plainly(sizes: list[int], directory: Path) -> float:
+    """Seconds to write files of these sizes into a new directory and flush them to disk."""
+    directory.mkdir()
+    contents = [os.urandom(size) for size in sizes]
+    began = time.perf_counter()
+    for i, content in enumerate(contents):
+        with open(directory / str(i), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    for path in directory.iterdir():
+        path.unlink()
+    return seconds
+
+
+def told(values: list[float], unit: str, digits: int = 2) -> str:
+    """Median and range."""
+    return (
+        f"{statistics.median(values):.{digits}f} {unit} ({min(values):.{digits}f} to {max(values):.{digits}f}, n={len(values)})"
+    )
+
+
+def report(result: dict, save_every: int) -> None:
+    """Print medians, spreads and ratios."""
+    sync, background = result["sync"], result["async"]
+    stall = statistics.median(sync["waited_s"])
+    waits = statistics.median(background["waited_s"])
+    # All the slowdown of the steps since the last save is put down to that save.
+    slowdown = (statistics.mean(background["step_ms"]) - statistics.mean(sync["step_ms"])) * save_every / 1000
+    gigabytes = result["bytes"] / 1e9
+    plain = statistics.median(result["plain_s"])
+    rows = [
+        ["training waits, --async_save=false", told(sync["waited_s"], "s")],
+        ["training waits, --async_save=true", told(background["waited_s"], "s", 3)],
+        ["a step, --async_save=false", told(sync["step_ms"], "ms", 0)],
+        ["a step, --async_save=true", told(background["step_ms"], "ms", 0)],
+        ["steps slowed by a background save", f"{slowdown:.2f} s a save"],
+        ["plain write and fsync", told(result["plain_s"], "s")],
+        ["a save writes", f"{gigabytes / stall:.2f} GB/s, {plain / stall:.2f} of plain {gigabytes / plain:.2f} GB/s"],
+    ]
+    print(machine.table([f"a checkpoint of {gigabytes:.2f} GB", ""], rows))
+    lost = waits + max(0.0, slowdown)
+    print(
+        f"wait: {stall / waits:.0f} times shorter in the background; with the slower steps {stall / lost:.1f} times less is lost"
+    )
+
+
+def main(config: SaveStallConfig) -> int:
+    """The command."""
+    from tqdm import tqdm
+
+    machine.prepare_tokens(config.tokens)
+    result = {"sync": {"waited_s": [], "step_ms": []}, "async": {"waited_s": [], "step_ms": []}, "plain_s": []}
+    turns = [(pair, kind) for pair in range(config.pairs) for kind in ("sync", "async", "plain")]
+    with machine.workspace() as folder:
+        runs = Path(folder)
+        for pair, kind in (bar := tqdm(turns, unit="run", dynamic_ncols=True)):
+            bar.set_description(kind)
+            if kind == "plain":
+                sizes = [path.stat().st_size for path in (runs / f"sync-{pair}" / "checkpoints" / "latest").iterdir()]
+                result["bytes"] = sum(sizes)
+                result["plain_s"] += [write_plainly(sizes, runs / f"plain-{pair}-{i}") for i in range(3)]
+            else:
+                for key, values in measure(config, kind == "async", runs, f"{kind}-{pair}").items():
+                    result[kind][key] += values
+    path = machine.write("save_stall", result)
+    print(path)
+    report(result, config.save_every)
+    return 0
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        sys.exit(main(settings.parse(SaveStallConfig, sys.argv[1:], __doc__)))

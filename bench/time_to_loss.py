@@ -1,0 +1,169 @@
+"""Time to a loss against nanoGPT: `python bench/time_to_loss.py --nanogpt=PATH --text=input.txt`.
+
+nanoGPT's README run for a CPU and our config/shakespeare_char.toml, each from command to finish, in turns, on the same text.
+Then the loss of both on the whole validation split (the last tenth of the text), in nats a character.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+import settings
+from settings import RunError, UserError
+
+README_RUN = shlex.split(
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
+    "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+)
+
+
+@dataclass(frozen=True)
+class TimeToLossConfig:
+    nanogpt: str
+    """A checkout of nanoGPT."""
+    text: str
+    """tiny Shakespeare's input.txt, or another text in ASCII."""
+    pairs: int = 3
+    target_loss: float = 1.8857
+    """Nats a character that our run must reach."""
+
+
+def main(config: TimeToLossConfig) -> None:
+    """Run both in turns; print and write the times, losses, sizes and the ratio of the times."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", Path(config.text).read_text())
+        tokens, runs = folder / "tokens", iter(range(10**6))
+        timed([machine.ROOT / "prepare_data.py", config.text, f"--out={tokens}", "--tokenizer=bytes"], machine.ROOT)
+
+        def ours() -> float:
+            flags = [f"--tokens={tokens}", f"--out_dir={folder}", f"--name=run{next(runs)}"]
+            return timed([machine.ROOT / "train.py", machine.ROOT / "config/shakespeare_char.toml", *flags], machine.ROOT)
+
+        def nanogpt() -> float:
+            return timed(["train.py", *README_RUN], peer)
+
+        seconds = in_turns(config.pairs, {"ours, s": ours, "nanoGPT, s": nanogpt})
+        found = {"ours": our_result(folder / "run0"), "nanoGPT": in_fresh_process(nanogpt_result, peer)}
+    faster = ratio(seconds["nanoGPT, s"], seconds["ours, s"])
+    reached = found["ours"]["loss"] <= config.target_loss
+    result = {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "at_the_end": found,
+        "target_loss": config.target_loss,
+        "reached": reached,
+        "times_faster": faster,
+    }
+    print(machine.write("time_to_loss", result))
+    for name, row in found.items():
+        print(f"{name}: loss {row['loss']:.4f} a character, {row['parameters']:,} parameters")
+    print(f"target {config.target_loss} {'reached' if reached else 'MISSED'}, {faster:.2f} times faster than nanoGPT")
+
+
+def our_result(run: Path) -> dict:
+    """Loss of a run's last evaluation and the number of its weights. A character is a byte here."""
+    from safetensors import safe_open
+
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with safe_open(run / "checkpoints/latest/model.safetensors", "pt") as weights:
+        parameters = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    return {"loss": records[-1]["val_bpb"] * math.log(2), "parameters": parameters}
+
+
+def nanogpt_result(checkout: Path) -> dict:
+    """Loss of nanoGPT's checkpoint, loaded by itself, over all windows of 64 characters of val.bin."""
+    import numpy as np
+    import torch
+
+    nanogpt = nanogpt_train(checkout, *README_RUN, "--init_from=resume", "--eval_only=True", "--eval_iters=1")
+    model, val = nanogpt["raw_model"].eval(), np.fromfile("data/shakespeare_char/val.bin", dtype=np.uint16)
+    starts = np.arange(0, len(val) - 64, 64)
+    windows = torch.from_numpy(val[starts[:, None] + np.arange(65)].astype(np.int64))
+    with torch.no_grad():
+        total = sum(model(part[:, :-1], part[:, 1:])[1].item() * len(part) for part in windows.split(64))
+    return {"loss": total / len(windows), "parameters": sum(p.numel() for p in model.parameters())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running and timing, for the other benchmarks too
+
+
+def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
+    """A copy of a checkout, which nothing is written to, with `text` prepared by its data/shakespeare_char/prepare.py."""
+    if not (Path(checkout) / "data/shakespeare_char/prepare.py").exists():
+        raise UserError(f"--nanogpt={checkout} is no checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
+    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
+    data = folder / "data/shakespeare_char"
+    (data / "input.txt").write_text(text)
+    timed(["prepare.py"], data)
+    return folder
+
+
+def nanogpt_train(checkout: Path, *flags: str) -> dict:
+    """Run nanoGPT's train.py in this process; returns its variables and functions."""
+    os.chdir(checkout)
+    sys.path.insert(0, str(checkout))
+    sys.argv = ["train.py", *flags]
+    return runpy.run_path("train.py", run_name="__main__")
+
+
+def in_fresh_process(function: Callable, *arguments):
+    """`function(*arguments)` in a new interpreter, where no other module or setting is in its way."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def environment() -> dict[str, str]:
+    """This process's, where nothing says how many threads to take."""
+    return {key: value for key, value in machine.environment().items() if key != "OMP_NUM_THREADS"}
+
+
+def timed(command: list, cwd: Path) -> float:
+    """Seconds that `python COMMAND` takes. Raises RunError with its last lines if it fails."""
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment(), capture_output=True, text=True)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise RunError(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return seconds
+
+
+def in_turns(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Measure all contenders one after the other, `rounds` times, so that other work on the machine meets them alike."""
+    measured = {name: [] for name in contenders}
+    for number in range(1, rounds + 1):
+        for name, measure in contenders.items():
+            measured[name].append(measure())
+            print(f"{number}/{rounds}  {name:<40} {measured[name][-1]:,.4g}", flush=True)
+    return measured
+
+
+def spread(values: list[float]) -> dict:
+    """Median, extremes and all of the measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
+
+
+def ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Median over the rounds of the ratio within each."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(TimeToLossConfig, sys.argv[1:], __doc__))

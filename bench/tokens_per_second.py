@@ -1,0 +1,136 @@
+"""Training speed against nanoGPT and the machine: `python bench/tokens_per_second.py --nanogpt=PATH`.
+
+nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and ours of the same architecture
+on the same tokens, each trained by its own train.py in turns: milliseconds of a step as the programs report them, the first
+steps left out. Between them the fastest bfloat16 matrix product, which our model FLOPs are a share of.
+"""
+
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+import settings
+from settings import ModelConfig, RunError
+from startup import run_until
+from time_to_loss import copy_of_nanogpt, environment, in_fresh_process, in_turns, ratio, spread
+
+SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
+SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65
+
+
+@dataclass(frozen=True)
+class TokensPerSecondConfig:
+    nanogpt: str
+    """A checkout of nanoGPT."""
+    rounds: int = 3
+    steps: int = 30
+    """Steps of each run."""
+    warmup_steps: int = 8
+    """Steps of each run that are not counted."""
+    compile: bool = True
+    """Measure both programs compiled too. (On a CPU nanoGPT's README turns it off.)"""
+
+
+def main(config: TokensPerSecondConfig) -> None:
+    """Measure all in turns; print and write tokens/s, the share of the peak and the ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", random_text(2_000_000))
+
+        def speed(milliseconds: list[float]) -> float:
+            return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds[config.warmup_steps :])
+
+        def ours(mode: str) -> float:
+            return speed(our_steps(peer / "data/shakespeare_char", config.steps, mode))
+
+        def nanogpt(mode: str) -> float:
+            return speed(nanogpt_steps(peer, config.steps, mode))
+
+        contenders = {"bfloat16 matmul, FLOP/s": lambda: in_fresh_process(matmul_peak, "bfloat16", "cpu")}
+        for mode in ("on", "off") if config.compile else ("off",):
+            contenders[f"ours, compile {mode}, tokens/s"] = lambda mode=mode: ours(mode)
+            contenders[f"nanoGPT, compile {mode}, tokens/s"] = lambda mode=mode: nanogpt(mode)
+        measured = in_turns(config.rounds, contenders)
+
+    flops = in_fresh_process(flops_per_token)
+    peaks = measured["bfloat16 matmul, FLOP/s"]
+    best = f"ours, compile {'on' if config.compile else 'off'}, tokens/s"
+    ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in contenders if name.startswith("nanoGPT")}
+    shares = {
+        f"{name}, share of the matmul peak": flops * ratio(measured[name], peaks) for name in contenders if name.startswith("ours")
+    }
+    result = {name: spread(values) for name, values in measured.items()} | shares | ratios | {"flops_per_token": flops}
+    print(machine.write("tokens_per_second", result))
+    for name, value in shares.items():
+        print(f"{name}: {value:.1%}")
+    for name, value in ratios.items():
+        print(f"{name}: {value:.2f}")
+
+
+def random_text(characters: int) -> str:
+    """VOCABULARY different characters in random order."""
+    import numpy as np
+
+    ids = np.random.default_rng(0).integers(VOCABULARY, size=characters, dtype=np.uint8) + ord("!")
+    return ids.tobytes().decode("ascii")
+
+
+def our_steps(tokens: Path, steps: int, mode: str) -> list[float]:
+    """Milliseconds of each step of train.py."""
+    batch = {"tokens_per_update": BATCH * SEQ_LEN, "micro_batch_size": BATCH, "seq_len": SEQ_LEN, "vocab_size": 128}
+    flags = {"architecture": "gpt2", "optimizer": "adamw", "lr": 1e-3, "device": "cpu", "dtype": "bfloat16", "compile": mode}
+    lines = run_until(steps, "config/laptop.toml", tokens=tokens, steps=10 * steps, **SHAPE, **batch, **flags)[1]
+    return [line["step_ms"] for line in lines]
+
+
+def nanogpt_steps(checkout: Path, steps: int, mode: str) -> list[float]:
+    """Milliseconds of each step of nanoGPT's train.py, without the first, in which it evaluates."""
+    shape = [f"--{name}={value}" for name, value in SHAPE.items()]
+    batch = [f"--batch_size={BATCH}", f"--block_size={SEQ_LEN}", f"--max_iters={steps}", "--log_interval=1", "--dropout=0.0"]
+    flags = ["--device=cpu", f"--compile={mode == 'on'}", "--eval_iters=1", "--eval_interval=1000000"]
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape, *batch, *flags]
+    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True)
+    milliseconds = [float(told) for told in re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)]
+    if done.returncode or len(milliseconds) <= steps:
+        raise RunError(f"nanoGPT's train.py ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return milliseconds[1:]
+
+
+def matmul_peak(dtype: str, device: str) -> float:
+    """FLOP/s of the fastest product of two square matrices, with as many threads as training takes."""
+    import torch
+
+    best = 0.0
+    for size in (1024, 2048, 4096) if device == "cpu" else (4096, 8192, 16384):
+        a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+        ends = time.perf_counter() + 1
+        while time.perf_counter() < ends:
+            began = time.perf_counter()
+            a @ b
+            if device != "cpu":
+                torch.cuda.synchronize()
+            best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
+
+
+def flops_per_token() -> int:
+    """Of our model, forward and backward."""
+    import torch
+
+    from model import GPT
+
+    with torch.device("meta"):
+        model = GPT(settings.resolve_model(ModelConfig("gpt2", **SHAPE, seq_len=SEQ_LEN), VOCABULARY))
+    return model.flops_per_token()
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(TokensPerSecondConfig, sys.argv[1:], __doc__))
