@@ -225,7 +225,9 @@ def find(name: str) -> Path:
         return path
     found, passed = newest(path / "checkpoints")
     if found is None:
-        raise UserError("\n       ".join([f"{path} is neither a run with a whole checkpoint nor a checkpoint directory", *passed]))
+        raise UserError(
+            "\n       ".join([f"{path} is neither a run with a whole checkpoint nor a checkpoint directory", *passed])
+        )
     return found
 
 

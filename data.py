@@ -286,7 +286,7 @@ class Batches:
 
 
 class Prefetcher:
-    """Builds the batches at `places` [(step, micro-batch), ...] ahead in a thread; hands them out on a torch device, in order."""
+    """Builds the batches at `places` [(step, micro-batch), ...] ahead in a thread; hands them out in order, on the device."""
 
     def __init__(self, batches: Batches, places, device, depth: int = 4):
         self.device = device

@@ -85,7 +85,9 @@ def trained_on(directory: Path) -> str:
     try:
         return json.loads((directory / "trainer_state.json").read_text())["settings"]["tokens"]
     except (OSError, ValueError, KeyError):
-        raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on") from None
+        raise UserError(
+            f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on"
+        ) from None
 
 
 if __name__ == "__main__":

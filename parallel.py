@@ -49,7 +49,8 @@ class Engine:
         else:
             replica = replicate(module.to(world.device), config.parallel, world, micro_batches)
             self.model = torch.compile(replica) if compiled else replica
-            self.eval_model = torch.compile(module) if compiled else module
+            # Another compilation for the forward alone pays on a GPU; on a CPU it takes longer than what it saves.
+            self.eval_model = torch.compile(module) if compiled and world.device.type == "cuda" else module
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self.everything = torch.optim.SGD(self.names)  # never steps; the scaler asks for an optimizer to know what to unscale
         self.parameters = {name: parameter for parameter, name in self.names.items()}
@@ -220,10 +221,9 @@ def fit_micro_batch(asked: int | str, model: ModelConfig, sequences: int, strate
         return int(asked)
     layer = 14 * model.n_embd + 3 * model.d_ff
     bytes_per_sequence = model.seq_len * (2 * model.n_layer * layer + 10 * model.vocab_size)
+    budget = 1 << 28  # on a CPU, small enough for caches to matter and large enough to hide Python
     if world.device.type == "cuda":
         budget = 0.7 * torch.cuda.mem_get_info(world.device)[0]
-    else:
-        budget = 1 << 28  # small enough for caches to matter, large enough to hide Python
     share = math.gcd(sequences, sequences // min(8, sequences)) if strategy == "exact" else sequences // world.size
     fitting = [n for n in range(1, share + 1) if share % n == 0 and n * bytes_per_sequence <= budget]
     return max(fitting, default=1)

@@ -316,7 +316,7 @@ def load(args: list[str], description: str) -> Config:
 
 def check(config: Config, world_size: int) -> None:
     """Raise one UserError that names every setting out of range and values that work."""
-    run, model, optim, train = config.run, config.model, config.optim, config.train
+    run, model, optim = config.run, config.model, config.optim
     wrong = []
 
     def require(holds, message):

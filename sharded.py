@@ -115,7 +115,8 @@ class ShardedOptimizers(Optimizers):
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         """As in `Optimizers`, with full tensors, made one after another; all ranks must exhaust it."""
-        mine = {i: part.state[rows.values] for i, rows in enumerate(self.rows) for part in self.parts if rows.values in part.state}
+        owned = {values: state for part in self.parts for values, state in part.state.items()}
+        mine = {i: owned[rows.values] for i, rows in enumerate(self.rows) if rows.values in owned}
         told: list = [None] * self.world.size
         dist.all_gather_object(told, {i: {key: value.shape for key, value in state.items()} for i, state in mine.items()})
         shapes = ChainMap(*told)

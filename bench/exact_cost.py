@@ -14,7 +14,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-
 import settings
 
 STRATEGIES = ("ddp", "exact")

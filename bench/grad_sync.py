@@ -1,8 +1,8 @@
 """What keeping the ranks in step costs: every strategy on 1, 2 and 4 local processes, in one table and one bar chart.
 
 `python bench/grad_sync.py` starts torchrun for each strategy and number of ranks, in turns, and measures whole updates of the
-same global batch: their time, the part of it that communication adds (against the same updates with syncing switched off), the bytes
-that a rank sends, the memory of weights and optimizer state, and how far the weights end from those of one process.
+same global batch: their time, the part of it that communication adds (against the same updates with syncing switched off),
+the bytes that a rank sends, the memory of weights and optimizer state, and how far the weights end from those of one process.
 """
 
 import json
@@ -14,9 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import environment, table, write
-
 import settings
+from machine import environment, table, write
 
 STRATEGIES = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
 

@@ -26,7 +26,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-
 import settings
 from settings import Config, ParallelConfig, RunError
 
@@ -65,6 +64,8 @@ class HardKillsConfig:
     """Of the instants of the kills."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
+    out: str = str(machine.RESULTS)
+    """Directory for hard_kills.json."""
 
 
 def fork_life(config: Config, ranks: int, errors: Path) -> list[int]:
@@ -228,10 +229,8 @@ def main(config: HardKillsConfig) -> int:
         machine.run(config.ranks, name="killed", **flags)
         machine.run(config.ranks, name="whole", **flags)
         result |= {"seconds": round(seconds, 1), "steps": steps, "same": compare(killed, whole)}
-    path = machine.write("hard_kills", {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result})
-    status = report(result)
-    print(path)
-    return status
+    print(machine.write("hard_kills", {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result}, Path(config.out)))
+    return report(result)
 
 
 if __name__ == "__main__":

@@ -115,10 +115,10 @@ def said(command: list[str]) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def write(name: str, result: dict) -> Path:
-    """Publish `result` with the machine as bench/results/NAME.json by rename."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
+    """Publish `result` with the machine as DIRECTORY/NAME.json by rename."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
     told = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(told, indent=2) + "\n")

@@ -16,7 +16,6 @@ from typing import Literal
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-
 import plot
 import settings
 from checkpoint import sha256
@@ -55,7 +54,8 @@ class SameRunConfig:
     """Of the instants of the kills and the numbers of ranks."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
-    out: str = str(machine.RESULTS / "same_run.png")
+    out: str = str(machine.RESULTS)
+    """Directory for same_run.png and same_run.json."""
 
 
 def killed_run(config: SameRunConfig, directory: Path, flags: dict) -> list[dict]:
@@ -184,13 +184,13 @@ def main(config: SameRunConfig) -> int:
     strategies = ["ddp", "exact"] if config.strategy == "both" else [config.strategy]
     with machine.workspace() as runs:
         rows = train_all(config, strategies, Path(runs))
-    draw(rows, Path(config.out))
+    picture = Path(config.out) / "same_run.png"
+    draw(rows, picture)
     told = [{**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows))} for row in rows]
     one = {strategy: is_one([row for row in rows if row["strategy"] == strategy]) for strategy in strategies}
-    path = machine.write("same_run", {"flags": FLAGS, "steps": config.steps, "is_one": one, "runs": told})
-    status = report(rows)
-    print(f"{config.out}, {path}")
-    return status
+    path = machine.write("same_run", {"flags": FLAGS, "steps": config.steps, "is_one": one, "runs": told}, Path(config.out))
+    print(f"{picture}, {path}")
+    return report(rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-
 import settings
 
 WAITED = re.compile(r"^step +(\d+)  checkpoint; training waited ([\d.]+) s$", re.MULTILINE)
@@ -117,9 +116,7 @@ def report(result: dict, save_every: int) -> None:
     ]
     print(machine.table([f"a checkpoint of {gigabytes:.2f} GB", ""], rows))
     lost = waits + max(0.0, slowdown)
-    print(
-        f"wait: {stall / waits:.0f} times shorter in the background; with the slower steps {stall / lost:.1f} times less is lost"
-    )
+    print(f"in the background the wait is {stall / waits:.0f} times shorter; slower steps counted, {stall / lost:.1f} times")
 
 
 def main(config: SaveStallConfig) -> int:

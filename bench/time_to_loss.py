@@ -4,6 +4,8 @@ nanoGPT's README run for a CPU and our config/shakespeare_char.toml, each from c
 Then the loss of both on the whole validation split (the last tenth of the text), in nats a character.
 """
 
+import contextlib
+import io
 import json
 import math
 import multiprocessing
@@ -120,7 +122,8 @@ def nanogpt_train(checkout: Path, *flags: str) -> dict:
     os.chdir(checkout)
     sys.path.insert(0, str(checkout))
     sys.argv = ["train.py", *flags]
-    return runpy.run_path("train.py", run_name="__main__")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return runpy.run_path("train.py", run_name="__main__")
 
 
 def in_fresh_process(function: Callable, *arguments):

@@ -64,7 +64,9 @@ def main(config: TokensPerSecondConfig) -> None:
     best = f"ours, compile {'on' if config.compile else 'off'}, tokens/s"
     ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in contenders if name.startswith("nanoGPT")}
     shares = {
-        f"{name}, share of the matmul peak": flops * ratio(measured[name], peaks) for name in contenders if name.startswith("ours")
+        f"{name}, share of the matmul peak": flops * ratio(measured[name], peaks)
+        for name in contenders
+        if name.startswith("ours")
     }
     result = {name: spread(values) for name, values in measured.items()} | shares | ratios | {"flops_per_token": flops}
     print(machine.write("tokens_per_second", result))

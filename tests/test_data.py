@@ -65,7 +65,9 @@ def test_tokens_of_a_step_do_not_depend_on_the_number_of_ranks(
     for step in range(first_step, first_step + 2):
         seen = {}
         for size in (1, 2, 3, 4, 5):  # 5 divides neither: ranks then take unequal shares
-            parts = [torch.from_numpy(batches.batch(step, m)) for rank in range(size) for m in world(rank, size).share(micro_batches)]
+            parts = [
+                torch.from_numpy(batches.batch(step, m)) for rank in range(size) for m in world(rank, size).share(micro_batches)
+            ]
             seen[size] = torch.cat(parts)
         assert all(torch.equal(seen[1], other) for other in seen.values())
         # Every row is a whole window of the stream, whatever shards it crosses.

@@ -1,15 +1,28 @@
 """Every command of the README runs, in its order, in a copy of the project: shortened, but through the same doors."""
 
+import gzip
 import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+
 from conftest import ROOT, environment
 
-SHORT = """--steps=2 --n_layer=1 --n_head=2 --n_embd=32 --seq_len=32 --tokens_per_update=384 --micro_batch_size=2 --eval_tokens=512
-    --compile=off --device=cpu --init_from=scratch""".split()
+SHORT = [
+    "--steps=2",
+    "--n_layer=1",
+    "--n_head=2",
+    "--n_embd=32",
+    "--seq_len=32",
+    "--tokens_per_update=384",
+    "--micro_batch_size=2",
+    "--eval_tokens=512",
+    "--compile=off",
+    "--device=cpu",
+    "--init_from=scratch",
+]
 
 
 def commands():
@@ -24,13 +37,19 @@ def commands():
 def copy(tmp_path_factory):
     """The project in a folder of its own, with the files that the README's commands name, and python and torchrun at hand."""
     folder = tmp_path_factory.mktemp("copy")
-    for path in [*ROOT.glob("*.py"), ROOT / "Makefile", ROOT / "config", ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]:
+    for path in [
+        *ROOT.glob("*.py"),
+        ROOT / "Makefile",
+        ROOT / "config",
+        ROOT / "requirements.txt",
+        ROOT / "requirements-dev.txt",
+    ]:
         (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
     text = "".join(f"Line {i}: to be or not to be, that is the question number {i * i}.\n" for i in range(3000))
     (folder / "input.txt").write_text(text)
     (folder / "corpus").mkdir()
     shutil.copy(ROOT / "README.md", folder / "corpus")
-    subprocess.run(["gzip", "-c"], input='{"text": "hello"}\n' * 50, text=True, stdout=open(folder / "more.jsonl.gz", "wb"))
+    (folder / "more.jsonl.gz").write_bytes(gzip.compress(b'{"text": "hello"}\n' * 50))
     run("python prepare_data.py", folder)
     run("python prepare_data.py input.txt --out=tokens/fineweb10B --tokenizer=train:300", folder)
     run("python train.py " + " ".join(SHORT), folder)  # stands for `make train`, which the project's own users run
@@ -63,7 +82,10 @@ def test_command_of_the_readme(copy, command):
         steps = re.search(r"--steps=(\d+)", command)
         kept = [flag for flag in SHORT if not (steps and flag.startswith("--steps"))]
         command = command.replace("--nproc_per_node=8", "--nproc_per_node=2")
-        out = run(" ".join([command.replace(f"--steps={steps[1]}", f"--steps={int(steps[1]) // 10}") if steps else command, *kept]), copy)
+        out = run(
+            " ".join([command.replace(f"--steps={steps[1]}", f"--steps={int(steps[1]) // 10}") if steps else command, *kept]),
+            copy,
+        )
         assert "done:" in out or "is complete" in out
     else:
         assert run(command, copy).strip()

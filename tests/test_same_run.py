@@ -12,11 +12,11 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, environment
-from test_train import kill_when, wait_for
 
 import checkpoint
+from conftest import ROOT, environment
 from exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point
+from test_train import kill_when, wait_for
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
 
@@ -123,7 +123,9 @@ def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train, shared, a
         process = train.start("killed", **flags)
         log = train.runs / "killed" / "train.log"
         lines = log.read_text().count("checkpoint;") if log.exists() else 0
-        wait_for(lambda p=process, n=lines, f=log: p.poll() is not None or (f.exists() and f.read_text().count("checkpoint;") > n))
+        wait_for(
+            lambda p=process, n=lines, f=log: p.poll() is not None or (f.exists() and f.read_text().count("checkpoint;") > n)
+        )
         time.sleep(chance.random() * 0.3)
         status = kill_when(process, lambda: True)
         if status == 0:
@@ -161,7 +163,8 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train, sha
     train("full", **dict(flags, steps=5))
     size = (train.latest("full") / "optimizer.safetensors").stat().st_size
     command = train.command("full", **flags)
-    limited = f"import resource, os, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2); os.execv(sys.argv[1], sys.argv[1:])"
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2)"
+    limited = f"import resource, os, sys; {limit}; os.execv(sys.argv[1], sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", limited, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
     )
@@ -211,7 +214,9 @@ def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
     process = train.start("restarted", launcher=["--max-restarts=2"], **flags)
     log = train.runs / "restarted" / "train.log"
     wait_for(lambda: log.exists() and "step      8/30" in log.read_text())
-    workers = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()]
+    workers = [
+        int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    ]
     os.kill(workers[-1], signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
@@ -240,7 +245,9 @@ with settings.user_errors():
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
     script = train.runs.parent / "nan.py"
     # Each rank counts its own calls; only rank 0's third update is poisoned.
-    script.write_text(NAN.format(bad="train.settings.os.environ.get('RANK', '0') == '0' and calls[0] == 3 * 12 // %d" % max(1, ranks)))
+    script.write_text(
+        NAN.format(bad="train.settings.os.environ.get('RANK', '0') == '0' and calls[0] == 3 * 12 // %d" % max(1, ranks))  # noqa: UP031
+    )
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     flags = train.command("nan", strategy=strategy, steps=6, max_skipped_steps=2)[2:]
     done = subprocess.run(
@@ -310,7 +317,9 @@ def test_a_rank_that_hangs_is_named_instead_of_waited_for(train):
     process = train.start("hung", ranks=2, steps=100000, timeout_minutes=0.1, save_every=0, eval_every=0)
     log = train.runs / "hung" / "train.log"
     wait_for(lambda: log.exists() and "step      3/" in log.read_text())
-    workers = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()]
+    workers = [
+        int(pid) for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    ]
     os.kill(workers[-1], signal.SIGSTOP)
     try:
         out, _ = process.communicate(timeout=100)

@@ -10,11 +10,11 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, environment, largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import settings
+from conftest import ROOT, environment, largest_difference
 
 
 def wait_for(condition, seconds=60):
@@ -42,7 +42,17 @@ def test_a_run_learns_and_leaves_the_promised_directory(shared):
     assert [record["step"] for record in evaluations] == [5, 10, 15, 20]
     assert all(record["val_bpb"] == pytest.approx(record["val_loss"] / 0.6931, rel=0.02) for record in evaluations)
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "data_wait_ms", "memory_gb"} <= first.keys()
+    assert {
+        "step",
+        "tokens",
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "mfu",
+        "data_wait_ms",
+        "memory_gb",
+    } <= first.keys()
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "train.log").read_text().count("step     20/20") == 2  # the update and the evaluation
     names = {path.name for path in (run / "checkpoints").iterdir()}
@@ -259,8 +269,51 @@ def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
 
 def test_flags_and_defaults_cover_the_contract():
     flags = settings.flat_fields(settings.Config)
-    for name in """name out_dir seed resume max_minutes tokens order architecture vocab_size n_layer n_head n_kv_head n_embd d_ff
-        seq_len dropout tie_embeddings init_from optimizer lr min_lr warmup_steps schedule weight_decay beta1 beta2 grad_clip
-        steps tokens_per_update micro_batch_size device dtype compile threads strategy check_replicas_every eval_every
-        eval_tokens save_every keep_last keep_best async_save log_every wandb wandb_project""".split():
+    for name in [
+        "name",
+        "out_dir",
+        "seed",
+        "resume",
+        "max_minutes",
+        "tokens",
+        "order",
+        "architecture",
+        "vocab_size",
+        "n_layer",
+        "n_head",
+        "n_kv_head",
+        "n_embd",
+        "d_ff",
+        "seq_len",
+        "dropout",
+        "tie_embeddings",
+        "init_from",
+        "optimizer",
+        "lr",
+        "min_lr",
+        "warmup_steps",
+        "schedule",
+        "weight_decay",
+        "beta1",
+        "beta2",
+        "grad_clip",
+        "steps",
+        "tokens_per_update",
+        "micro_batch_size",
+        "device",
+        "dtype",
+        "compile",
+        "threads",
+        "strategy",
+        "check_replicas_every",
+        "eval_every",
+        "eval_tokens",
+        "save_every",
+        "keep_last",
+        "keep_best",
+        "async_save",
+        "log_every",
+        "wandb",
+        "wandb_project",
+    ]:
         assert name in flags

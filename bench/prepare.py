@@ -1,0 +1,192 @@
+"""Speed of preparing data: `python bench/prepare.py [--build_nanogpt=PATH]`.
+
+prepare_data.py, from the command to a finished dataset directory, against tiktoken alone on all cores, the text in memory
+already, and against the process pool of build-nanogpt's fineweb.py; in turns, with one tokenizer, on one parquet file of the
+embedded corpus' files, shuffled and repeated.
+"""
+
+import contextlib
+import os
+import random
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+import settings
+from settings import RunError, UserError
+from time_to_loss import environment, in_fresh_process, in_turns, ratio, spread
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    build_nanogpt: str = ""
+    """A checkout of build-nanogpt (empty: without it)."""
+    megabytes: int = 200
+    """Text to encode."""
+    rounds: int = 3
+    tokenizer: str = "train:4096"
+    """As of prepare_data.py; made once, before."""
+
+
+def main(config: PrepareConfig) -> None:
+    """Measure all in turns; print and write MB of text a second and the peak memory."""
+    from prepare_data import make_tokenizer
+    from sources import embedded_corpus
+
+    script = Path(config.build_nanogpt).resolve() / "fineweb.py"
+    if config.build_nanogpt and not script.exists():
+        raise UserError(f"--build_nanogpt={config.build_nanogpt} is no checkout of build-nanogpt")
+    with machine.workspace() as folder:
+        text, tokenizer = Path(folder) / "text.parquet", Path(folder) / "tokenizer.json"
+        print(f"making {config.megabytes} MB of text and the tokenizer", flush=True)
+        size = make_text(text, config.megabytes)
+        make_tokenizer(config.tokenizer, embedded_corpus()).save(tokenizer)
+        memory = {}
+
+        def ours() -> float:
+            seconds, memory["ours"] = our_run(text, tokenizer)
+            return size / seconds / 1e6
+
+        def peer() -> float:
+            return size / in_fresh_process(build_nanogpt_seconds, script, text, tokenizer) / 1e6
+
+        contenders = {"ours, MB/s": ours}
+        for method in ("encode_ordinary_batch", "encode_to_numpy"):
+            contenders[f"tiktoken {method}, MB/s"] = lambda method=method: (
+                size / in_fresh_process(tiktoken_seconds, method, text, tokenizer) / 1e6
+            )
+        if config.build_nanogpt:
+            contenders["build-nanogpt, MB/s"] = peer
+        measured = in_turns(config.rounds, contenders)
+    raw = [max(pair) for pair in zip(*(measured[name] for name in contenders if name.startswith("tiktoken")), strict=True)]
+    ratios = {"ours / tiktoken alone": ratio(measured["ours, MB/s"], raw)}
+    if config.build_nanogpt:
+        ratios["ours / build-nanogpt"] = ratio(measured["ours, MB/s"], measured["build-nanogpt, MB/s"])
+    result = {name: spread(values) for name, values in measured.items()} | ratios | {"bytes": size, "peak_memory_mb": memory}
+    print(machine.write("prepare", result))
+    print(f"peak memory of prepare_data.py and its workers: {memory['ours']:,.0f} MB")
+    for name, value in ratios.items():
+        print(f"{name}: {value:.2f}")
+
+
+def make_text(path: Path, megabytes: int) -> int:
+    """Write the embedded corpus, again and again in another order, as a column of texts; returns their bytes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from sources import embedded_corpus
+
+    files = [text for file in embedded_corpus() if (text := file.read_text(errors="replace"))]
+    chance, size, schema = random.Random(0), 0, pyarrow.schema([("text", pyarrow.string())])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        while size < megabytes * 1e6:
+            chance.shuffle(files)
+            writer.write_table(pyarrow.table({"text": files}, schema))
+            size += sum(len(text.encode()) for text in files)
+    return size
+
+
+def texts(path: Path) -> list[str]:
+    """The column of texts."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path)["text"].to_pylist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The contenders
+
+
+def our_run(text: Path, tokenizer: Path) -> tuple[float, float]:
+    """Seconds of prepare_data.py and the peak memory in MB of all its processes, shared pages counted once."""
+    with tempfile.TemporaryDirectory(dir=text.parent) as out:
+        command = [sys.executable, "prepare_data.py", str(text), f"--out={out}/tokens", f"--tokenizer={tokenizer}"]
+        began, peak = time.perf_counter(), 0.0
+        with open(Path(out) / "output", "w+") as output:
+            process = subprocess.Popen(command, cwd=machine.ROOT, env=environment(), stdout=output, stderr=output)
+            try:
+                while process.poll() is None:
+                    peak = max(peak, sum(map(memory_mb, family(process.pid))))
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(0.25)
+            finally:
+                machine.kill(process)
+            seconds = time.perf_counter() - began
+            if process.returncode:
+                raise RunError(f"prepare_data.py failed:\n{Path(output.name).read_text()[-2000:]}")
+    return seconds, peak
+
+
+def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
+    """Of tiktoken's threads for the texts, which are in memory."""
+    from prepare_data import cores
+    from tokenizer import load
+
+    documents, encoding = texts(path), load(tokenizer).fast
+    began = time.perf_counter()
+    if method == "encode_ordinary_batch":
+        encoding.encode_ordinary_batch(documents, num_threads=cores())
+    else:
+        with ThreadPoolExecutor(cores()) as pool:
+            for _ in pool.map(lambda text: encoding.encode_to_numpy(text, disallowed_special=()), documents):
+                pass
+    return time.perf_counter() - began
+
+
+def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
+    """Of build-nanogpt's fineweb.py as it stands, given these texts for FineWeb-Edu and this tokenizer for GPT-2's."""
+    import multiprocessing
+
+    import tiktoken
+
+    from tokenizer import load
+
+    multiprocessing.set_start_method("fork", force=True)  # its workers need the variables that it sets
+    documents, encoding = [{"text": text} for text in texts(path)], load(tokenizer).fast
+    sys.modules["datasets"] = types.ModuleType("datasets")
+    sys.modules["datasets"].load_dataset = lambda *_, **__: documents
+    tiktoken.get_encoding = lambda _: encoding
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        here = Path(folder) / script.name
+        here.symlink_to(script)  # it writes beside itself
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+            began = time.perf_counter()
+            runpy.run_path(str(here), run_name="__main__")
+            return time.perf_counter() - began
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants, on Linux."""
+    members = [pid]
+    for member in members:
+        for path in Path(f"/proc/{member}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                members += map(int, path.read_text().split())
+    return members
+
+
+def memory_mb(pid: int) -> float:
+    """Proportional set size of a process: resident memory, where pages of n processes count 1/n in each."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1000
+    return 0.0
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(PrepareConfig, sys.argv[1:], __doc__))

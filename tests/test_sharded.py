@@ -1,0 +1,192 @@
+"""Sharded training: the same run as one process, a share of the memory, and checkpoints that fit every strategy."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import torch
+
+import settings
+from conftest import ROOT, environment, largest_difference
+from model import GPT, initialize
+from parallel import Engine
+from test_train import GENTLE, wait_for
+from world import connect
+
+ADAMW = dict(GENTLE, optimizer="adamw")
+MUON = dict(GENTLE, optimizer="muon")
+DROPOUT = dict(dropout=0.1, optimizer="adamw", ranks=2)
+
+
+@pytest.fixture(scope="module")
+def one(shared):
+    """Runs of one process at a learning rate that does not magnify rounding."""
+    shared("one_adamw", **ADAMW)
+    shared("one_muon", **MUON)
+    return shared
+
+
+def assert_same_losses(records, wanted):
+    """Losses, norms and evaluations agree."""
+    for record, other in zip(records, wanted, strict=True):
+        assert record == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "optimizer, ranks, flags",
+    [
+        ("adamw", 2, dict(strategy="zero1")),
+        ("muon", 3, dict(strategy="zero1", check_replicas_every=5)),
+        ("adamw", 2, dict(strategy="fsdp", compile="on")),
+        ("adamw", 3, dict(strategy="fsdp")),
+        ("adamw", 4, dict(strategy="fsdp", replicate=2)),
+    ],
+)
+def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
+    train("ranks", ranks=ranks, **dict(GENTLE, optimizer=optimizer, **flags))
+    assert largest_difference(train.weights("ranks"), one.weights(f"one_{optimizer}")) < 1e-5
+    assert_same_losses(train.metrics("ranks"), one.metrics(f"one_{optimizer}"))
+
+
+# train.py, after whose last step every rank writes how many bytes it holds.
+MEASURED = """
+import json, os, sys, settings, train
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes()
+def measured(run, original=train.train):
+    status = original(run)
+    states = [value for part in run.optimizers.parts for state in part.state.values() for value in state.values()]
+    held = {"state": sum(map(local, states)), "weights": sum(map(local, run.engine.names))}
+    with open(os.path.join(os.environ["HELD"], os.environ.get("RANK", "0")), "w") as file:
+        json.dump(held, file)
+    return status
+train.train = measured
+with settings.user_errors():
+    sys.exit(train.main(settings.load(sys.argv[1:], "")))
+"""
+
+
+def launch(train, script, name, ranks, env=None, **flags):
+    """Run the text `script` in place of train.py, under torchrun; returns its output."""
+    path = train.runs.parent / "script.py"
+    path.write_text(script)
+    command = [str(path) if argument == "train.py" else argument for argument in train.command(name, ranks, **flags)]
+    environ = environment(PYTHONPATH=str(ROOT), **(env or {}))
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_goes_from_strategy_to_strategy_and_each_rank_holds_its_share(train, shared):
+    flags = dict(ADAMW, schedule="constant")
+    shared("constant", **flags)
+    legs = [("fsdp", 2, 5), ("zero1", 3, 10), ("ddp", 1, 15), ("fsdp", 2, 20)]
+    held = {}
+    for strategy, ranks, steps in legs:
+        folder = train.runs.parent / f"{strategy}{ranks}{steps}"
+        folder.mkdir()
+        launch(train, MEASURED, "legs", ranks, {"HELD": str(folder)}, strategy=strategy, steps=steps, **flags)
+        held[strategy, steps] = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+    assert_same_losses(train.metrics("legs"), shared.metrics("constant"))
+    assert largest_difference(train.weights("legs"), shared.weights("constant")) < 1e-5
+    whole = held["ddp", 15][0]
+    assert whole["state"] == pytest.approx(2 * whole["weights"], rel=0.01)
+    for rank in held["fsdp", 5] + held["fsdp", 20]:  # as built, and as restored
+        assert rank["weights"] == pytest.approx(whole["weights"] / 2, rel=0.1)
+        assert rank["state"] == pytest.approx(whole["state"] / 2, rel=0.1)
+    for rank in held["zero1", 10]:
+        assert rank["weights"] == whole["weights"]
+        assert rank["state"] == pytest.approx(whole["state"] / 3, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_killed_run_continues_bit_identically(train, shared, strategy):
+    flags = dict(DROPOUT, strategy=strategy)
+    shared(f"dropout_{strategy}", **flags)
+    process = train.start("killed", **flags)
+    wait_for(lambda: (train.runs / "killed" / "checkpoints" / "step-00000010").exists())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    train("killed", **flags)
+    assert train.files("killed") == shared.files(f"dropout_{strategy}")
+    assert train.metrics("killed") == shared.metrics(f"dropout_{strategy}")
+
+
+@pytest.mark.parametrize("name, flags", [("plain", {}), ("dropout_fsdp", dict(DROPOUT, strategy="fsdp"))])
+def test_activation_checkpointing_changes_no_bit(train, shared, name, flags):
+    shared(name, **flags)
+    train(name, activation_checkpointing="true", **flags)
+    assert train.files(name) == shared.files(name)
+    assert train.metrics(name) == shared.metrics(name)
+
+
+def test_activation_checkpointing_keeps_less_for_backward():
+    def kept(checkpointing):
+        config = settings.Config(
+            model=settings.ModelConfig(n_layer=4, n_head=2, n_embd=32, seq_len=16, vocab_size=64, d_ff=128)
+        )
+        config = settings.replace(config, activation_checkpointing=checkpointing, dtype="float32", n_kv_head=2, compile="off")
+        engine = Engine(GPT(config.model), config, connect("cpu", 1), micro_batches=1)
+        initialize(engine.module, 0)
+        inputs, sizes = torch.arange(32).view(2, 16), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+            engine.model(inputs, inputs)
+        return sum(sizes)
+
+    assert kept(True) < kept(False) / 4
+
+
+def test_compressed_gradients_train_nearly_as_well(train, one):
+    train("compressed", ranks=2, grad_compression="bf16", **ADAMW)
+    difference = largest_difference(train.weights("compressed"), one.weights("one_adamw"))
+    assert 1e-6 < difference < 1e-3  # compressed indeed, and hardly worse
+    assert train.metrics("compressed")[-1]["val_loss"] == pytest.approx(one.metrics("one_adamw")[-1]["val_loss"], abs=1e-3)
+
+
+def test_fsdp_in_bfloat16_stays_near_float32_and_saves_float32(train, one):
+    train("mixed", ranks=2, strategy="fsdp", dtype="bfloat16", **ADAMW)
+    assert train.metrics("mixed")[-1]["val_loss"] == pytest.approx(one.metrics("one_adamw")[-1]["val_loss"], abs=5e-3)
+    assert {tensor.dtype for tensor in train.weights("mixed").values()} == {torch.float32}
+
+
+# train.py, in which the loss of rank 0's third update is not a number.
+POISONED = """
+import os, sys, settings, train
+from parallel import Engine
+calls = []
+def poisoned(self, loss, accumulation_steps, original=Engine.backward):
+    calls.append(loss)
+    bad = os.environ["RANK"] == "0" and len(calls) == 3 * accumulation_steps
+    original(self, loss * float("nan") if bad else loss, accumulation_steps)
+Engine.backward = poisoned
+with settings.user_errors():
+    sys.exit(train.main(settings.load(sys.argv[1:], "")))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_all_ranks(train, strategy):
+    out = launch(train, POISONED, "nan", 2, strategy=strategy, steps=6, dtype="float16", **ADAMW)
+    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in out
+    assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
+    state = json.loads((train.latest("nan") / "trainer_state.json").read_text())
+    assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (dict(strategy="zero1", grad_compression="bf16"), "--grad_compression=bf16 is for --strategy=ddp, not zero1"),
+        (dict(strategy="fsdp", optimizer="muon"), "use --strategy=zero1"),
+        (dict(strategy="fsdp", optimizer="adamw", replicate=2), "--replicate=2 does not divide the 3 rank(s)"),
+        (dict(strategy="ddp", replicate=3), "--replicate=3 is for --strategy=fsdp"),
+        (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),
+        (dict(replicate=0), "--replicate must be greater than 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(train, flags, said):
+    refused = train("refused", status=2, env={"WORLD_SIZE": "3"}, **flags)
+    assert refused.stderr.startswith("error: ") and said in refused.stderr and "Traceback" not in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
