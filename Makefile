@@ -3,7 +3,7 @@ BIN := .venv/bin
 # One process for each GPU; two on a machine without.
 NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | wc -l); [ $$n -gt 0 ] && echo $$n || echo 2)
 
-.PHONY: train test lint setup
+.PHONY: train test lint bench setup
 .DELETE_ON_ERROR:
 
 train: setup
@@ -17,6 +17,11 @@ test: .venv/dev
 lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Those that need no peer and no GPU; about half an hour on two cores, which they want for themselves.
+bench: setup
+	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
+	for script in same_run hard_kills save_stall exact_cost grad_sync startup; do $(BIN)/python bench/$$script.py || exit 1; done
 
 setup: .venv/ready
 

@@ -388,6 +388,7 @@ def main(config: Config) -> int:
     finally:
         run.log.close(status)
     world.barrier()  # a rank that leaves while another still reads from it would fail that one
+    del run  # DDP before its process group; as its last owner it would wait for gloo's threads, and one of these for Python
     disconnect()
     return status
 

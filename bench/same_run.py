@@ -40,6 +40,7 @@ FLAGS = dict(
     device="cpu",
     threads=1,
 )
+KILL = dict(color="black", linestyle="", marker="x", markersize=7, markeredgewidth=1.6, zorder=5)
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -122,7 +123,7 @@ def drift(row: dict, rows: list[dict]) -> list[float]:
 def draw(rows: list[dict], out: Path) -> None:
     """One column a strategy: the losses of all runs, and below how far each is from that on one rank."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import SymmetricalLogLocator
+    from matplotlib.lines import Line2D
 
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     figure = Figure(figsize=(5 * len(strategies), 5.6), dpi=160, layout="constrained")
@@ -130,28 +131,31 @@ def draw(rows: list[dict], out: Path) -> None:
     for strategy, (upper, lower) in zip(strategies, axes.T, strict=True):
         mine = [row for row in rows if row["strategy"] == strategy]
         for i, row in enumerate(mine):
-            steps = range(1, len(losses(row)) + 1)
-            style = dict(color=plot.COLORS[i % len(plot.COLORS)], linewidth=1 + 1.1 * (len(mine) - 1 - i))
-            upper.plot(steps, losses(row), label=row["run"], **style)
-            lower.plot(steps, drift(row, rows), **style)
+            steps, color = range(1, len(losses(row)) + 1), plot.COLORS[i % len(plot.COLORS)]
+            upper.plot(steps, losses(row), color=color, linewidth=1 + 1.1 * (len(mine) - 1 - i))  # all stay to be seen
+            lower.plot(steps, drift(row, rows), color=color, linewidth=1.4)
             kills = [life["last_step"] for life in row["lives"][:-1] if life["last_step"]]
-            upper.plot(kills, [losses(row)[k - 1] for k in kills], "kx", markersize=7, markeredgewidth=1.6, zorder=5)
-        upper.set_title(f"--strategy={strategy}", loc="left", fontsize=13, family="monospace")
-        one = f"{len(mine)} runs, one sha256" if is_one(mine) else f"{len({row[FILES[0]] for row in mine})} different sha256"
-        upper.text(0.97, 0.93, one, transform=upper.transAxes, ha="right", va="top", fontsize=12, fontweight="bold")
-        lower.set_yscale("symlog", linthresh=1e-9)
-        lower.set_ylim(-3e-10, None)
-        lower.yaxis.set_major_locator(SymmetricalLogLocator(base=100, linthresh=1e-9))
-        lower.set_xlabel("step")
-        for axis in (upper, lower):
+            upper.plot(kills, [losses(row)[step - 1] for step in kills], **KILL)
+        one = (
+            f"{len(mine)} runs, one sha256"
+            if is_one(mine)
+            else f"{len(mine)} runs, {len({row[FILES[0]] for row in mine})} sha256"
+        )
+        for axis, said, height in ((upper, one, 0.95), (lower, "0 at every step" * is_one(mine), 0.3)):
+            axis.text(0.98, height, said, transform=axis.transAxes, ha="right", va="top", fontsize=12, fontweight="bold")
             axis.grid(color="0.91", linewidth=0.8)
             axis.spines[["top", "right"]].set_visible(False)
+        upper.set_title(f"--strategy={strategy}", loc="left", fontsize=13, family="monospace")
+        lower.set_yscale("symlog", linthresh=1e-8)
+        lower.set_yticks([0, 1e-8, 1e-6, 1e-4, 1e-2])
+        lower.set_ylim(-2e-9, 2e-2)
+        lower.set_xlabel("step")
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel("distance to the loss on W=1")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    handles += axes[0, 0].plot([], [], "kx", markersize=7, markeredgewidth=1.6)
-    labels = [label.replace("W=", "W = ").replace("killed", "killed, W changed") for label in labels] + ["SIGKILL"]
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    names = [row["run"].replace("=", " = ").replace("killed", "killed, W changed") for row in mine]
+    handles = [Line2D([], [], color=plot.COLORS[i % len(plot.COLORS)], linewidth=3, label=name) for i, name in enumerate(names)]
+    handles.append(Line2D([], [], label="SIGKILL", **KILL))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     plot.publish(figure, out)
 
 

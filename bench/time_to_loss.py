@@ -98,7 +98,7 @@ def nanogpt_result(checkout: Path) -> dict:
     starts = np.arange(0, len(val) - 64, 64)
     windows = torch.from_numpy(val[starts[:, None] + np.arange(65)].astype(np.int64))
     with torch.no_grad():
-        total = sum(model(part[:, :-1], part[:, 1:])[1].item() * len(part) for part in windows.split(64))
+        total = sum(model(part[:, :-1], part[:, 1:].contiguous())[1].item() * len(part) for part in windows.split(64))
     return {"loss": total / len(windows), "parameters": sum(p.numel() for p in model.parameters())}
 
 

@@ -45,7 +45,7 @@ def test_same_run_finds_exact_to_be_one_run_and_a_changed_one_not_to_be(bench, t
     ):
         assert same_run.report([rows[0], {**rows[1], **doctored}, rows[2]]) == 1
     rows = [{**row, "strategy": "ddp"} for row in rows]  # of which nobody promised it
-    assert same_run.report([rows[0], {**rows[1], "model.safetensors": "0" * 64}, rows[2]]) == 0
+    assert same_run.report([rows[0], {**rows[1], "model.safetensors": digest}, rows[2]]) == 0
 
 
 def test_hard_kills_finds_no_unusable_state_and_reports_one(bench, tokens, tmp_path, capsys):
