@@ -18,7 +18,6 @@ from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScat
 from exact import Exact
 from optim import Optimizers
 from settings import Config, ModelConfig, OptimConfig, ParallelConfig, RunError, UserError
-from sharded import FullyShard, shard_like, shard_optimizers, whole
 from world import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,6 +41,8 @@ class Engine:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if self.strategy == "fsdp" and world.size > 1:
+            from sharded import FullyShard  # here, for importing what it stands on takes a second
+
             for block in module.blocks if compiled else ():  # one by one: between them weights are gathered
                 block.forward = torch.compile(block.forward)
             self.model = FullyShard(module, self.dtype, world, config.parallel.replicate)
@@ -58,8 +59,11 @@ class Engine:
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
         """The optimizers of the model, their state shared out over the ranks where the strategy says so."""
         optimizers = optim.build(self.module, config)
-        sharded = self.strategy == "zero1" and self.world.size > 1
-        return shard_optimizers(optimizers, self.world) if sharded else optimizers
+        if self.strategy == "zero1" and self.world.size > 1:
+            from sharded import shard_optimizers
+
+            return shard_optimizers(optimizers, self.world)
+        return optimizers
 
     def autocast(self):
         """The precision of the forward pass."""
@@ -111,7 +115,11 @@ class Engine:
         for name, value in tensors.items():
             parameter, _, key = name.rpartition(".")
             parameter = self.parameters[parameter]
-            state[parameter][key] = shard_like(value, parameter)
+            state[parameter][key] = value
+            if is_sharded(parameter) and value.ndim:
+                from sharded import shard_like
+
+                state[parameter][key] = shard_like(value, parameter)
         optimizers.load_state(state)
 
     def check_replicas(self) -> None:
@@ -122,6 +130,16 @@ class Engine:
             raise RunError(
                 f"{error}: memory or a GPU of these ranks is faulty, or a library is; the checkpoints are kept"
             ) from None
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, of which each rank has a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of which every rank has its shard; all ranks must call it. A plain tensor is whole already."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 class Single(nn.Module):

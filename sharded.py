@@ -61,15 +61,8 @@ class FullyShard(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of which every rank has its shard; all ranks must call it. A plain tensor is whole already."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of the full `tensor`, cut as `parameter` is, without communication; a scalar stays as it is."""
-    if not isinstance(parameter, DTensor) or tensor.ndim == 0:
-        return tensor
+def shard_like(tensor: Tensor, parameter: DTensor) -> Tensor:
+    """This rank's shard of the full `tensor`, cut as the sharded `parameter` is, without communication."""
     shard = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return shard.clone()  # the shard is a view, which would keep the full tensor in memory
 

@@ -82,7 +82,7 @@ def main(config: ExactCostConfig) -> int:
     with machine.workspace() as runs:
         for ranks, pair, strategy in (bar := tqdm(turns, unit="run", dynamic_ncols=True)):
             bar.set_description(f"W={ranks} {strategy}")
-            result[str(ranks)][strategy].append(step_ms(config, strategy, ranks, Path(runs), f"{strategy}-{ranks}-{pair}"))
+            result[str(ranks)][strategy].append(step_ms(config, strategy, ranks, runs, f"{strategy}-{ranks}-{pair}"))
     print(machine.write("exact_cost", {"settings": vars(config), "step_ms": result}))
     report(result)
     return 0

@@ -39,6 +39,7 @@ FLAGS = dict(
     dropout=0.1,
     tokens_per_update=128,
     micro_batch_size=2,
+    optimizer="adamw",  # which fsdp takes too
     lr=1e-3,
     eval_every=100,
     eval_tokens=2048,
@@ -221,7 +222,7 @@ def main(config: HardKillsConfig) -> int:
     own = {name: getattr(config, name) for name in ("save_every", "strategy", "async_save", "keep_last", "tokens")}
     with machine.workspace() as runs:
         flags = dict(FLAGS, **own, steps=steps, out_dir=runs)
-        killed, whole = Path(runs) / "killed", Path(runs) / "whole"
+        killed, whole = runs / "killed", runs / "whole"
         training = settings.load([f"--{key}={value}" for key, value in flags.items()] + ["--name=killed"], "")
         began = time.monotonic()
         result = kill_again_and_again(config, training, killed)

@@ -86,10 +86,13 @@ def prepare_tokens(directory: str) -> None:
         subprocess.run([sys.executable, "prepare_data.py", f"--out={directory}"], cwd=ROOT, check=True)
 
 
-def workspace() -> tempfile.TemporaryDirectory:
-    """A directory for runs, removed at the end; in runs/, for the temporary directory of a system may be in memory."""
+@contextlib.contextmanager
+def workspace():
+    """A directory for runs, removed at the end, also by SIGTERM; in runs/, for a system's temporary files may be in memory."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     (ROOT / "runs").mkdir(exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix=".bench-", dir=ROOT / "runs")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=ROOT / "runs") as directory:
+        yield Path(directory)
 
 
 def describe() -> dict:

@@ -30,6 +30,7 @@ FLAGS = dict(
     dropout=0.1,
     tokens_per_update=768,
     micro_batch_size=2,
+    optimizer="muon",
     lr=5e-3,
     eval_every=50,
     eval_tokens=8192,
@@ -136,11 +137,8 @@ def draw(rows: list[dict], out: Path) -> None:
             lower.plot(steps, drift(row, rows), color=color, linewidth=1.4)
             kills = [life["last_step"] for life in row["lives"][:-1] if life["last_step"]]
             upper.plot(kills, [losses(row)[step - 1] for step in kills], **KILL)
-        one = (
-            f"{len(mine)} runs, one sha256"
-            if is_one(mine)
-            else f"{len(mine)} runs, {len({row[FILES[0]] for row in mine})} sha256"
-        )
+        different = len({row[FILES[0]] for row in mine})
+        one = f"{len(mine)} runs, " + ("one sha256" if is_one(mine) else f"{different} different sha256")
         for axis, said, height in ((upper, one, 0.95), (lower, "0 at every step" * is_one(mine), 0.3)):
             axis.text(0.98, height, said, transform=axis.transAxes, ha="right", va="top", fontsize=12, fontweight="bold")
             axis.grid(color="0.91", linewidth=0.8)
@@ -187,7 +185,7 @@ def main(config: SameRunConfig) -> int:
     machine.prepare_tokens(config.tokens)
     strategies = ["ddp", "exact"] if config.strategy == "both" else [config.strategy]
     with machine.workspace() as runs:
-        rows = train_all(config, strategies, Path(runs))
+        rows = train_all(config, strategies, runs)
     picture = Path(config.out) / "same_run.png"
     draw(rows, picture)
     told = [{**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows))} for row in rows]

@@ -49,6 +49,8 @@ def measure(config: SaveStallConfig, async_save: bool, runs: Path, name: str) ->
         seq_len=128,
         tokens_per_update=config.tokens_per_update,
         micro_batch_size=config.tokens_per_update // 128,
+        optimizer="adamw",
+        lr=3e-4,
         steps=(config.saves + 2) * config.save_every,
         save_every=config.save_every,
         async_save=async_save,
@@ -126,8 +128,7 @@ def main(config: SaveStallConfig) -> int:
     machine.prepare_tokens(config.tokens)
     result = {"sync": {"waited_s": [], "step_ms": []}, "async": {"waited_s": [], "step_ms": []}, "plain_s": []}
     turns = [(pair, kind) for pair in range(config.pairs) for kind in ("sync", "async", "plain")]
-    with machine.workspace() as folder:
-        runs = Path(folder)
+    with machine.workspace() as runs:
         for pair, kind in (bar := tqdm(turns, unit="run", dynamic_ncols=True)):
             bar.set_description(kind)
             if kind == "plain":

@@ -38,11 +38,8 @@ def test_same_run_finds_exact_to_be_one_run_and_a_changed_one_not_to_be(bench, t
     same_run = bench("same_run")
     rows = [{**row, "metrics": [{"step": 1, "loss": 1.0}]} for row in told["runs"]]
     assert same_run.report(rows) == 0
-    for doctored in (
-        {"model.safetensors": "0" * 64},
-        {"optimizer.safetensors": "0" * 64},
-        {"metrics": [{"step": 1, "loss": 1.1}]},
-    ):
+    digest, other_losses = "0" * 64, [{"step": 1, "loss": 1.1}]
+    for doctored in ({"model.safetensors": digest}, {"optimizer.safetensors": digest}, {"metrics": other_losses}):
         assert same_run.report([rows[0], {**rows[1], **doctored}, rows[2]]) == 1
     rows = [{**row, "strategy": "ddp"} for row in rows]  # of which nobody promised it
     assert same_run.report([rows[0], {**rows[1], "model.safetensors": digest}, rows[2]]) == 0
