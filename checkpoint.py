@@ -88,7 +88,7 @@ class Saver:
         """Call `write()`, which publishes the checkpoint of `step`; the one before must have been waited for."""
         self.step = step
         if self.in_background:
-            self._thread = threading.Thread(target=self._run, args=(write,))  # no daemon: the process waits for it
+            self._thread = threading.Thread(target=self._run, args=(write,))
             self._thread.start()
         else:
             self._run(write)
@@ -205,9 +205,9 @@ def prune(checkpoints: Path, state: TrainState, keep_last: int, keep_best: int) 
         link(checkpoints / "best", best[0])
     if not keep_last:
         return
-    kept = {*steps(checkpoints)[-keep_last:], *best[:keep_best]}
-    for path in steps(checkpoints):
-        if path not in kept:
+    existing = steps(checkpoints)  # once: what a save publishes meanwhile must not be taken for old
+    for path in existing[:-keep_last]:
+        if path not in best[:keep_best]:
             doomed = path.with_name(f".{path.name}.tmp")
             os.rename(path, doomed)  # a kill while removing must not leave something that looks like a checkpoint
             shutil.rmtree(doomed)

@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from log import Log, Meter, duration, memory_gb, peak_flops
 from model import GPT, initialize
 from parallel import Engine
 from settings import Config, RunError, UserError
-from world import Stop, World, connect, disconnect
+from world import Stop, World, connect
 
 EX_TEMPFAIL = 75
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
@@ -386,16 +387,22 @@ def main(config: Config) -> int:
         with world.naming_missing_ranks():
             status = train(run)
     finally:
+        run.saver.wait()  # what is half written when training fails is still worth finishing
         run.log.close(status)
     world.barrier()  # a rank that leaves while another still reads from it would fail that one
-    del run  # DDP before its process group; as its last owner it would wait for gloo's threads, and one of these for Python
-    disconnect()
     return status
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        status = main(CONFIG)
+    status = 1
+    try:
+        with settings.user_errors():
+            status = main(CONFIG)
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
-    # All is on disk. What library threads do while the interpreter is torn down must not make a failure of a finished run.
+    # All is on disk. Neither a finished run nor a failed one, for whose end others wait, may hang in the tear-down of the
+    # interpreter, where the threads of torch's libraries and the process group wait for one another.
     os._exit(status)

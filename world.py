@@ -98,7 +98,9 @@ def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.
     store = None
     if "RANK" in os.environ:
         timeout = timedelta(minutes=timeout_minutes)
-        store = next(dist.rendezvous("env://"))[0]
+        # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
         backend, device_id = ("nccl", place) if place.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return World(rank, size, local_rank, local_size, place, store)
@@ -137,12 +139,6 @@ class Stop:
         stop = self._asked is not None and bool(self._asked.item())
         self.reason = self.reason or ("asked on another rank" if stop else "")
         return stop
-
-
-def disconnect() -> None:
-    """Leave the world."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def keep_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""A tiny dataset and the front door: real processes, real torchrun."""
+"""A tiny dataset and the front door: real processes, real ranks, real torchrun."""
 
 import json
 import os
@@ -6,9 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one test a core, and no thread before a fork
+
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+
+import warm
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,53 +35,79 @@ TINY = dict(
     dtype="float32",
     compile="off",
     device="cpu",
+    threads=1,  # as many tests as cores run side by side
 )
+
+# train.py with a change to its modules before it runs.
+CHANGED = """
+import os, sys, torch, settings, train
+{change}
+with settings.user_errors():
+    sys.exit(train.main(settings.load(sys.argv[1:], "")))
+"""
 
 
 def environment(**more):
     """This process's, without what another torchrun or a test's rank may have left in it."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return kept | {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true", **more}
+    return kept | {"WANDB_SILENT": "true", **more}
+
+
+def execute(command, status=0, env=None, cwd=ROOT, timeout=120):
+    """Run a command to its end, as from a shell; the exit status must be `status`."""
+    command = [*map(str, command)]
+    done = subprocess.run(command, cwd=cwd, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == status, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 class Trainer:
     """Runs train.py on the tiny dataset with its runs in one folder."""
 
     def __init__(self, tokens: Path, runs: Path):
-        self.tokens, self.runs = tokens, runs
+        self.tokens, self.runs, self.started = tokens, runs, 0
+
+    def arguments(self, name, script="train.py", **flags):
+        """The script and its flags."""
+        flags = {"tokens": self.tokens, "out_dir": self.runs, "name": name, **TINY, **flags}
+        return [script, *(f"--{key}={value}" for key, value in flags.items())]
 
     def command(self, name, ranks=0, launcher=(), **flags):
-        """The command line; ranks=0 runs without torchrun."""
-        python = [sys.executable]
-        if ranks:
-            python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
-        flags = {"tokens": self.tokens, "out_dir": self.runs, "name": name, **TINY, **flags}
-        return [*python, "train.py", *(f"--{key}={value}" for key, value in flags.items())]
-
-    def __call__(self, name, ranks=0, status=0, env=None, **flags):
-        """Run to the end and return the finished process; the exit status must be `status`."""
-        done = subprocess.run(
-            self.command(name, ranks, **flags),
-            cwd=ROOT,
-            env=environment(**(env or {})),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == status, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+        """The command line of a shell; ranks=0 runs without torchrun."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher] if ranks else []
+        return [sys.executable, *torchrun, *self.arguments(name, **flags)]
 
     def start(self, name, ranks=0, env=None, **flags):
-        """Start in the background, in a process group of its own."""
+        """Start in the background, in a process group of its own, forked from a process that has imported torch."""
+        self.started += 1
+        streams = self.runs.parent / f"streams{self.started}"
+        streams.mkdir()
+        return warm.Process(self.arguments(name, **flags), ranks, environment(**(env or {})), ROOT, streams)
+
+    def __call__(self, name, ranks=0, status=0, env=None, **flags):
+        """`start`, and wait for the end; the exit status must be `status`."""
+        process = self.start(name, ranks, env, **flags)
+        stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == status, f"exit {process.returncode}\n{stdout}\n{stderr}"
+        return subprocess.CompletedProcess(process, status, stdout, stderr)
+
+    def torchrun(self, name, ranks, launcher=(), **flags):
+        """Start in the background under torchrun, from nothing, in a process group of its own."""
         return subprocess.Popen(
-            self.command(name, ranks, **flags),
+            self.command(name, ranks, launcher, **flags),
             cwd=ROOT,
-            env=environment(**(env or {})),
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+
+    def changed(self, change, name, ranks=0, **more):
+        """As a call, of train.py into which the text `change` has put a fault or a measurement."""
+        script = self.runs.parent / "changed.py"
+        script.write_text(CHANGED.format(change=change))
+        return self(name, ranks, script=script, **more)
 
     def latest(self, name):
         """The directory of a run's newest checkpoint."""
@@ -109,9 +139,7 @@ def tokens(tmp_path_factory):
     """A dataset of bytes with something to learn: our own sources, prepared through the front door."""
     out = tmp_path_factory.mktemp("tokens") / "tiny"
     sources = [str(ROOT / name) for name in ("train.py", "data.py", "model.py", "settings.py")]
-    command = [sys.executable, "prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    execute([sys.executable, "prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"])
     assert len(list(out.glob("train_*.bin"))) > 1  # so that runs cross a shard boundary
     return out
 
@@ -126,7 +154,7 @@ def train(tokens, tmp_path):
 def shared(tokens, tmp_path_factory):
     """A Trainer whose runs the tests of a session share, and only read: `plain` is one process, undisturbed."""
     trainer = Trainer(tokens, tmp_path_factory.mktemp("shared") / "runs")
-    trainer("plain")
+    execute(trainer.command("plain"))  # as a user does
     return trainer
 
 

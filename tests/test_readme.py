@@ -19,6 +19,7 @@ SHORT = [
     "--tokens_per_update=384",
     "--micro_batch_size=2",
     "--eval_tokens=512",
+    "--threads=1",
     "--compile=off",
     "--device=cpu",
     "--init_from=scratch",

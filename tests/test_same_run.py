@@ -7,14 +7,12 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
 import checkpoint
-from conftest import ROOT, environment
 from exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point
 from test_train import kill_when, wait_for
 
@@ -78,34 +76,21 @@ def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, str
     assert train.metrics("parts") == train.metrics("whole")
 
 
+HUGE = """
+class Huge(train.GPT):
+    def forward(self, *args):
+        return super().forward(*args) * 1e7
+train.GPT = Huge
+"""
+
+
 def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
     # 12 micro-batches: a gradient of LIMIT / 12 is the first that is refused
     sums, largest = torch.zeros(1, dtype=torch.int64), torch.zeros(())
     add_fixed_point(torch.tensor([LIMIT / 12]), sums, largest)
     assert largest >= LIMIT / 12
-    script = """
-import sys, torch, train
-from torch import nn
-class Huge(train.GPT):
-    def forward(self, *args):
-        return super().forward(*args) * 1e7
-train.GPT = Huge
-import settings
-with settings.user_errors():
-    sys.exit(train.main(settings.load(sys.argv[1:], "")))
-"""
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
-        (train.runs.parent / "huge.py").write_text(script)
-        flags = train.command("huge", **dict(EXACT, steps=2))[2:]
-        done = subprocess.run(
-            [sys.executable, *launcher, str(train.runs.parent / "huge.py"), *flags],
-            cwd=ROOT,
-            env=environment(PYTHONPATH=str(ROOT)),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 1
+    for ranks in (0, 2):
+        done = train.changed(HUGE, "huge", ranks, status=1, **dict(EXACT, steps=2))
         assert re.search(r"error: a gradient of [a-z0-9_.]+weight has reached .* --strategy=exact", done.stderr), done.stderr
 
 
@@ -157,18 +142,26 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
     assert "manifest.json is missing" in refused.stderr
 
 
+def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
+    def publish(step):
+        with checkpoint.published(checkpoint.step_directory(tmp_path, step)) as directory:
+            (directory / "model.safetensors").write_bytes(b"weights")
+
+    for step in range(1, 100):
+        saver = checkpoint.Saver(in_background=True, step=0)
+        saver.start(step, lambda step=step: publish(step))
+        while saver._thread.is_alive():
+            checkpoint.prune(tmp_path, checkpoint.TrainState(), keep_last=1, keep_best=0)
+        assert saver.wait() is None and checkpoint.fault(checkpoint.step_directory(tmp_path, step)) is None
+
+
 def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train, shared):
     flags = dict(steps=20, keep_last=0, schedule="constant", warmup_steps=0)
     train("whole", **flags)
     train("full", **dict(flags, steps=5))
     size = (train.latest("full") / "optimizer.safetensors").stat().st_size
-    command = train.command("full", **flags)
-    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2)"
-    limited = f"import resource, os, sys; {limit}; os.execv(sys.argv[1], sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", limited, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2)"
+    done = train.changed(limited, "full", status=1, **flags)
     assert done.stdout.count("could not be written") >= 2 and "training goes on" in done.stdout
     assert done.stderr.startswith("error: the checkpoint of step 20 could not be written")
     assert [path.name for path in checkpoint.steps(train.runs / "full" / "checkpoints")] == ["step-00000005"]
@@ -188,7 +181,7 @@ def test_a_signal_saves_and_exits_75(train, shared, number):
 
 
 def test_sigterm_to_torchrun_saves_on_all_ranks(train):
-    process = train.start("asked", ranks=2, steps=400, save_every=0, eval_every=0)
+    process = train.torchrun("asked", ranks=2, steps=400, save_every=0, eval_every=0)
     log = train.runs / "asked" / "train.log"
     kill_when(process, lambda: log.exists() and "step      3/" in log.read_text(), signal.SIGTERM)
     state = checkpoint.load_state(train.latest("asked"))
@@ -211,7 +204,7 @@ def test_a_second_sigint_ends_at_once(train):
 def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
     flags = dict(ranks=2, steps=30, save_every=1, eval_every=10)
     train("whole", **flags)
-    process = train.start("restarted", launcher=["--max-restarts=2"], **flags)
+    process = train.torchrun("restarted", launcher=["--max-restarts=2"], **flags)
     log = train.runs / "restarted" / "train.log"
     wait_for(lambda: log.exists() and "step      8/30" in log.read_text())
     workers = [
@@ -225,68 +218,33 @@ def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
     assert train.metrics("restarted") == train.metrics("whole")
 
 
-NAN = """
-import sys, torch, train
-import settings
+POISONED = """
 from parallel import Engine
-backward = Engine.backward
-calls = [0]
-def poisoned(self, loss, accumulation_steps):
-    calls[0] += 1
-    bad = {bad}
-    backward(self, loss * float("nan") if bad else loss, accumulation_steps)
+calls = []
+def poisoned(self, loss, accumulation_steps, backward=Engine.backward):
+    calls.append(loss)
+    backward(self, loss * float("nan") if {bad} else loss, accumulation_steps)
 Engine.backward = poisoned
-with settings.user_errors():
-    sys.exit(train.main(settings.load(sys.argv[1:], "")))
 """
 
 
 @pytest.mark.parametrize("strategy, ranks", [("ddp", 0), ("ddp", 2), ("exact", 2)])
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
-    script = train.runs.parent / "nan.py"
-    # Each rank counts its own calls; only rank 0's third update is poisoned.
-    script.write_text(
-        NAN.format(bad="train.settings.os.environ.get('RANK', '0') == '0' and calls[0] == 3 * 12 // %d" % max(1, ranks))  # noqa: UP031
-    )
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    flags = train.command("nan", strategy=strategy, steps=6, max_skipped_steps=2)[2:]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *flags],
-        cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    third = "os.environ.get('RANK', '0') == '0' and len(calls) == 3 * accumulation_steps"  # only rank 0's
+    done = train.changed(POISONED.format(bad=third), "nan", ranks, strategy=strategy, steps=6, max_skipped_steps=2)
     assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
     assert json.loads((train.latest("nan") / "trainer_state.json").read_text())["skipped"] == 1
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
-    script = train.runs.parent / "nan.py"
-    script.write_text(NAN.format(bad="calls[0] > 7 * 12"))
-    flags = train.command("nan", steps=20, max_skipped_steps=3)[2:]
-    done = subprocess.run(
-        [sys.executable, str(script), *flags],
-        cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1 and "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
+    done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
+    assert "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
     assert checkpoint.fault(train.latest("nan")) is None
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
-def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train):
-    script = train.runs.parent / "drift.py"
-    script.write_text(
-        """
-import os, sys, torch, train
-import settings
+DRIFTING = """
 original = train.update
 def drifting(run, prefetcher):
     out = original(run, prefetcher)
@@ -295,26 +253,19 @@ def drifting(run, prefetcher):
             run.engine.module.blocks[1].mlp.down.weight.view(-1)[5] += 1e-7
     return out
 train.update = drifting
-with settings.user_errors():
-    sys.exit(train.main(settings.load(sys.argv[1:], "")))
 """
-    )
-    flags = train.command("drift", check_replicas_every=2)[2:]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), *flags],
-        cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
+
+
+def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train):
+    done = train.changed(DRIFTING, "drift", 2, status=1, check_replicas_every=2)
     assert "blocks.1.mlp.down.weight of rank(s) [1] is not that of rank 0" in done.stderr
     assert "step      5/20" not in done.stdout
 
 
 def test_a_rank_that_hangs_is_named_instead_of_waited_for(train):
-    process = train.start("hung", ranks=2, steps=100000, timeout_minutes=0.1, save_every=0, eval_every=0)
+    process = train.torchrun(
+        "hung", ranks=2, launcher=["--shutdown-timeout=2"], steps=100000, timeout_minutes=0.1, save_every=0, eval_every=0
+    )
     log = train.runs / "hung" / "train.log"
     wait_for(lambda: log.exists() and "step      3/" in log.read_text())
     workers = [

@@ -3,15 +3,15 @@
 import json
 import os
 import signal
-import subprocess
 
 import pytest
 import torch
 
 import settings
-from conftest import ROOT, environment, largest_difference
+from conftest import largest_difference
 from model import GPT, initialize
 from parallel import Engine
+from test_same_run import POISONED
 from test_train import GENTLE, wait_for
 from world import connect
 
@@ -50,33 +50,20 @@ def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
     assert_same_losses(train.metrics("ranks"), one.metrics(f"one_{optimizer}"))
 
 
-# train.py, after whose last step every rank writes how many bytes it holds.
+# After the last step every rank writes how many bytes it holds.
 MEASURED = """
-import json, os, sys, settings, train
+import json
 def local(tensor):
     return getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes()
 def measured(run, original=train.train):
     status = original(run)
     states = [value for part in run.optimizers.parts for state in part.state.values() for value in state.values()]
-    held = {"state": sum(map(local, states)), "weights": sum(map(local, run.engine.names))}
-    with open(os.path.join(os.environ["HELD"], os.environ.get("RANK", "0")), "w") as file:
+    held = {{"state": sum(map(local, states)), "weights": sum(map(local, run.engine.names))}}
+    with open("{folder}/" + os.environ.get("RANK", "0"), "w") as file:
         json.dump(held, file)
     return status
 train.train = measured
-with settings.user_errors():
-    sys.exit(train.main(settings.load(sys.argv[1:], "")))
 """
-
-
-def launch(train, script, name, ranks, env=None, **flags):
-    """Run the text `script` in place of train.py, under torchrun; returns its output."""
-    path = train.runs.parent / "script.py"
-    path.write_text(script)
-    command = [str(path) if argument == "train.py" else argument for argument in train.command(name, ranks, **flags)]
-    environ = environment(PYTHONPATH=str(ROOT), **(env or {}))
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_a_run_goes_from_strategy_to_strategy_and_each_rank_holds_its_share(train, shared):
@@ -87,7 +74,7 @@ def test_a_run_goes_from_strategy_to_strategy_and_each_rank_holds_its_share(trai
     for strategy, ranks, steps in legs:
         folder = train.runs.parent / f"{strategy}{ranks}{steps}"
         folder.mkdir()
-        launch(train, MEASURED, "legs", ranks, {"HELD": str(folder)}, strategy=strategy, steps=steps, **flags)
+        train.changed(MEASURED.format(folder=folder), "legs", ranks, strategy=strategy, steps=steps, **flags)
         held[strategy, steps] = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
     assert_same_losses(train.metrics("legs"), shared.metrics("constant"))
     assert largest_difference(train.weights("legs"), shared.weights("constant")) < 1e-5
@@ -151,25 +138,11 @@ def test_fsdp_in_bfloat16_stays_near_float32_and_saves_float32(train, one):
     assert {tensor.dtype for tensor in train.weights("mixed").values()} == {torch.float32}
 
 
-# train.py, in which the loss of rank 0's third update is not a number.
-POISONED = """
-import os, sys, settings, train
-from parallel import Engine
-calls = []
-def poisoned(self, loss, accumulation_steps, original=Engine.backward):
-    calls.append(loss)
-    bad = os.environ["RANK"] == "0" and len(calls) == 3 * accumulation_steps
-    original(self, loss * float("nan") if bad else loss, accumulation_steps)
-Engine.backward = poisoned
-with settings.user_errors():
-    sys.exit(train.main(settings.load(sys.argv[1:], "")))
-"""
-
-
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_all_ranks(train, strategy):
-    out = launch(train, POISONED, "nan", 2, strategy=strategy, steps=6, dtype="float16", **ADAMW)
-    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in out
+    third = POISONED.format(bad="os.environ['RANK'] == '0' and len(calls) == 3 * accumulation_steps")
+    done = train.changed(third, "nan", 2, strategy=strategy, steps=6, dtype="float16", **ADAMW)
+    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
     state = json.loads((train.latest("nan") / "trainer_state.json").read_text())
     assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15

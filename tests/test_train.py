@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import settings
-from conftest import ROOT, environment, largest_difference
+from conftest import execute, largest_difference
 
 
 def wait_for(condition, seconds=60):
@@ -111,7 +110,7 @@ def test_accumulation_equals_one_big_batch(train, gentle):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_torchrun_equals_one_process(train, gentle, ranks):
-    done = train("ranks", ranks=ranks, **GENTLE)
+    done = execute(train.command("ranks", ranks=ranks, **GENTLE))
     assert largest_difference(train.weights("ranks"), gentle.weights("gentle")) < 1e-5
     for record, wanted in zip(train.metrics("ranks"), gentle.metrics("gentle"), strict=True):
         assert record == pytest.approx(wanted, abs=1e-5)
@@ -154,16 +153,9 @@ def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
 
 
 def test_wandb_is_not_imported_when_off(train):
-    process = subprocess.run(
-        [sys.executable, "-X", "importtime", *train.command("off", steps=1)[1:]],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = execute([sys.executable, "-X", "importtime", *train.arguments("off", steps=1)])
     imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
-    assert process.returncode == 0 and "torch" in imported and "wandb" not in imported
+    assert "torch" in imported and "wandb" not in imported
 
 
 def test_compiled_training_equals_eager(train, gentle):
@@ -211,9 +203,7 @@ def test_resume_off_and_resume_from_another_run(train, shared):
 
 def test_config_toml_repeats_the_run(train, shared):
     preset = shared.runs / "plain" / "config.toml"
-    command = [sys.executable, "train.py", str(preset), f"--out_dir={train.runs}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    execute([sys.executable, "train.py", preset, f"--out_dir={train.runs}"])
     assert train.files("plain") == shared.files("plain")
 
 
@@ -258,10 +248,7 @@ def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
     out = tmp_path / "curves.png"
     same = ["--eval_tokens=640", "--dtype=float32"]
     for command in (["plot.py", shared.runs / "plain", f"--out={out}"], ["evaluate.py", shared.runs / "plain", *same]):
-        done = subprocess.run(
-            [sys.executable, *map(str, command)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
+        done = execute([sys.executable, *command])
     assert out.stat().st_size > 1000
     loss = float(re.search(r"loss\s+([\d.]+)", done.stdout)[1])
     assert loss == pytest.approx(shared.metrics("plain")[-1]["val_loss"], abs=1e-3)
