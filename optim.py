@@ -45,11 +45,53 @@ class Optimizers:
                         }
 
 
+class BatchedMuon(torch.optim.Muon):
+    """torch's Muon, its `match_rms_adamw` flavour, with one batch of matrix products for all matrices of a shape.
+
+    A transformer has a handful of shapes, and one of its matrices alone is too small to fill a GPU or to be worth a call.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the weights from the gradients."""
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            given = [p for p in group["params"] if p.grad is not None]
+            for shape in dict.fromkeys(p.shape for p in given):
+                matrices = [p for p in given if p.shape == shape]
+                gradients = [p.grad for p in matrices]
+                for p in matrices:
+                    if not self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                momenta = [self.state[p]["momentum_buffer"] for p in matrices]
+                torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+                updates = torch.stack(torch._foreach_lerp(gradients, momenta, momentum))  # Nesterov's
+                torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
+                directions = orthogonalize(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                torch._foreach_add_(matrices, directions.to(matrices[0].dtype).unbind(), alpha=-0.2 * lr * max(shape) ** 0.5)
+
+
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """The nearest (semi-)orthogonal matrix of each of `matrices` [N, rows, columns], nearly, in bfloat16.
+
+    Newton and Schulz's iteration with the quintic polynomial of Muon (Jordan et al., 2024), of which every step is three
+    products of matrices; the wide way round, where these are smaller.
+    """
+    a, b, c = coefficients
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16().mT if tall else matrices.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
 def build(model: nn.Module, config: OptimConfig) -> Optimizers:
     """AdamW over all parameters, or Muon over the hidden matrices and AdamW over the rest.
 
-    Weight decay is for tensors of two and more dimensions. Muon (Jordan et al., 2024) is torch's, its update scaled to AdamW's
-    RMS (Liu et al., "Muon is Scalable for LLM Training", 2025), so that one learning rate fits both.
+    Weight decay is for tensors of two and more dimensions. Muon's update is scaled to AdamW's RMS (Liu et al., "Muon is
+    Scalable for LLM Training", 2025), so that one learning rate fits both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and name.startswith("blocks.")]
@@ -65,7 +107,7 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
     parts = [torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=device_type in ("cuda", "cpu", "mps"))]
     if matrices:
         kind = {"momentum": config.momentum, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        parts.append(torch.optim.Muon(matrices, lr=config.lr, **kind))
+        parts.append(BatchedMuon(matrices, lr=config.lr, **kind))
     return Optimizers(parts)
 
 
