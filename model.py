@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import linear_cross_entropy, norm_and_rotate, rms_norm, rotate
 from settings import ModelConfig
 
 
@@ -48,11 +49,10 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, rope, cache[i] if cache else None)
         x = self.norm(x)
-        # F.linear_cross_entropy (torch 2.13) is this same pair, or, in chunks, leaves autocast: float32 products, slower.
-        logits = F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+        weight = self.embed.weight if self.head is None else self.head.weight
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return F.linear(x, weight)
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
 
     def parameter_count(self) -> int:
         """Number of weights; tied embeddings count once."""
@@ -107,11 +107,14 @@ class Attention(nn.Module):
         """`x` [B, T, C] to [B, T, C]."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
-        if self.q_norm is not None:  # in the dtype of its weight: autocast alone would leave RMSNorm's fused kernel
-            q, k = self.q_norm(q.to(self.q_norm.weight.dtype)), self.k_norm(k.to(self.k_norm.weight.dtype))
-        if rope is not None:
-            q, k = rotate(q, rope).to(v.dtype), rotate(k, rope).to(v.dtype)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
+        if self.q_norm is not None:
+            q = norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
+            k = norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
+        else:
+            if rope is not None:
+                q, k = rotate(q, rope).to(v.dtype), rotate(k, rope).to(v.dtype)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)  # [B, H, T, D]
+        v = v.transpose(1, 2)
         p = self.dropout if self.training else 0.0
         if cache is not None:
             mask = cache.mask(q)
@@ -176,16 +179,17 @@ def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device |
     return torch.stack((angles.cos(), angles.sin()))[:, :, None]
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate the halves of `x` [B, T, H, D] by `rope` [2, T, 1, D / 2]; float32 because the table is."""
-    cos, sin = rope
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+class RMSNorm(nn.RMSNorm):
+    """torch's, by way of `kernels.rms_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [B, T, C] to the same shape."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 def norm_layer(config: ModelConfig) -> nn.Module:
     """LayerNorm for gpt2, RMSNorm for the others."""
-    return (nn.LayerNorm if config.architecture == "gpt2" else nn.RMSNorm)(config.n_embd, eps=config.norm_eps)
+    return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class Engine:
             # Another compilation for the forward alone pays on a GPU; on a CPU it takes longer than what it saves.
             self.eval_model = torch.compile(module) if compiled and world.device.type == "cuda" else module
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        self.everything = torch.optim.SGD(self.names)  # never steps; the scaler asks for an optimizer to know what to unscale
+        self.everything = SimpleNamespace(param_groups=[{"params": list(self.names)}])  # what the scaler is to unscale
         self.parameters = {name: parameter for parameter, name in self.names.items()}
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:

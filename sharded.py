@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT
-from optim import Optimizers
+from optim import Muon, Optimizers
 from world import World
 
 
@@ -142,7 +142,7 @@ def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
         for group in part.param_groups:
             parameters, group["params"] = sorted(group["params"], key=Tensor.numel, reverse=True), []
             for parameter in parameters:
-                pieces = 1 if isinstance(part, torch.optim.Muon) else math.ceil(parameter.numel() / share)
+                pieces = 1 if isinstance(part, Muon) else math.ceil(parameter.numel() / share)
                 first = 0
                 for block in parameter.detach().tensor_split(min(pieces, len(parameter))):
                     rows = Rows(parameter, first, loads.index(min(loads)), nn.Parameter(block))

@@ -88,7 +88,8 @@ def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    place = _place(device, local_rank)
+    shared = os.environ.get("LOCKSTEP_SHARE_GPU") == "1"  # to try several ranks on one GPU, which NCCL refuses
+    place = _place(device, local_rank, shared)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(threads or max(1, cores // local_size))
     if place.type == "cuda":
@@ -101,7 +102,7 @@ def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.
         # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
-        backend, device_id = ("nccl", place) if place.type == "cuda" else ("gloo", None)
+        backend, device_id = ("nccl", place) if place.type == "cuda" and not shared else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return World(rank, size, local_rank, local_size, place, store)
 
@@ -151,7 +152,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: and do not shrink it
 
 
-def _place(device: str, local_rank: int) -> torch.device:
+def _place(device: str, local_rank: int, shared: bool) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device == "mps" and not torch.backends.mps.is_available():
@@ -159,6 +160,8 @@ def _place(device: str, local_rank: int) -> torch.device:
     if device != "cuda":
         return torch.device(device)
     count = torch.cuda.device_count()
+    if shared and count:
+        local_rank %= count
     if local_rank >= count:
         raise UserError(
             f"--device=cuda: rank {local_rank} of this node needs a GPU of its own and torch sees {count}; start "

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent.parent))
+
 import settings
 from machine import environment, table, write
 

@@ -1,0 +1,140 @@
+"""Pieces of the model with a backward written by hand, where autograd's would read and write memory needlessly."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, a float32 scalar, of the logits `x` [N, C] @ `weight` [V, C] transposed, at `targets` [N] int64.
+
+    The logits never exist as a whole: they are made for some rows at a time, and with them at once their part of the
+    gradients, as in Liger Kernel (Hsu et al. 2024). Products are in autocast's dtype, sums in float32.
+    """
+    # A CPU's caches hold four megabytes of logits; a GPU wants large products.
+    rows = max(1, (1 << 20 if x.device.type == "cpu" else 1 << 27) // len(weight))
+    return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """See `linear_cross_entropy`. Forward computes the gradients of the sum of the losses, backward scales them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, with_gradients: bool) -> Tensor:
+        x, weight = x.to(compute_dtype(x)), weight.to(compute_dtype(x))
+        loss = x.new_zeros((), dtype=torch.float32)
+        x_grad, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
+        for part, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
+            logits = (part @ weight.T).float()
+            log_sum = logits.logsumexp(1, keepdim=True)
+            loss = loss + (log_sum - logits.gather(1, target)).sum()
+            if with_gradients:
+                probabilities = logits.sub_(log_sum).exp_()
+                logits_grad = probabilities.scatter_add_(1, target, torch.full_like(log_sum, -1)).to(x.dtype)
+                x_grad.append(logits_grad @ weight)
+                weight_grad += logits_grad.T @ part
+        if with_gradients:
+            ctx.save_for_backward(torch.cat(x_grad), weight_grad)
+        return loss / len(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x_grad, weight_grad = ctx.saved_tensors
+        grad = grad / len(x_grad)
+        return x_grad * grad, weight_grad * grad, None, None, None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """That of matrix products with `x`: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [..., C] over its root mean square (Zhang & Sennrich 2019), times `weight` [C]; on a CPU in autocast's dtype.
+
+    torch has a fused kernel for GPUs, and its compiler makes one; on an eager CPU its backward is a dozen passes over memory.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return RMSNorm.apply(x, weight, eps)
+
+
+class RMSNorm(torch.autograd.Function):
+    """See `rms_norm`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype, x = compute_dtype(x), x.float()
+        scale = inverse_rms(x, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight, scale = ctx.saved_tensors
+        grad = grad.float()
+        # LayerNorm's fused backward for a mean of 0 is RMSNorm's but for the mean of the gradient, which it takes off.
+        x_grad, weight_grad, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, (True, True, False)
+        )
+        return x_grad.add_((grad @ weight)[..., None] * (scale / len(weight))), weight_grad, None
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / root mean square over the last dimension, which stays with size 1."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the halves of `x` [B, T, H, D] by `rope` [2, T, 1, D / 2]; float32 because the table is."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
+    """`rotate(rms_norm(x))` for `x` [B, T, H, D], `weight` [D], as [B, H, T, D] in the dtype of `x`."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return rotate(F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps), rope).to(x.dtype).transpose(1, 2)
+    return NormAndRotate.apply(x, weight, eps, rope)
+
+
+class NormAndRotate(torch.autograd.Function):
+    """See `norm_and_rotate`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
+        B, T, H, D = x.shape
+        normed = x.float()
+        scale = inverse_rms(normed, eps)
+        normed = normed * scale
+        ctx.save_for_backward(normed, weight, scale, rope)
+        out = torch.empty((B, H, T, D), dtype=x.dtype)
+        cos, sin = rope
+        first, second = weight.chunk(2)
+        turn(normed, (cos * first, sin * second), (cos * second, sin * first), out.transpose(1, 2))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        normed, weight, scale, (cos, sin) = ctx.saved_tensors
+        turned = torch.empty_like(normed)
+        turn(grad.transpose(1, 2).float(), (cos, -sin), (cos, -sin), turned)
+        product = turned * normed
+        weight_grad = product.flatten(0, 2).sum(0)
+        mean = (product @ weight)[..., None] / len(weight)
+        x_grad = turned.mul_(weight).addcmul_(normed, mean, value=-1).mul_(scale)
+        return x_grad.to(grad.dtype), weight_grad, None, None
+
+
+def turn(x: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """With the halves a, b of `x`: out = (a first[0] - b first[1], b second[0] + a second[1])."""
+    (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    out_a.copy_((a * first[0]).addcmul_(b, first[1], value=-1))
+    out_b.copy_((b * second[0]).addcmul_(a, second[1]))
