@@ -27,11 +27,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         x_grad, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
         for part, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
             logits = (part @ weight.T).float()
-            log_sum = logits.logsumexp(1, keepdim=True)
-            loss = loss + (log_sum - logits.gather(1, target)).sum()
+            log_probabilities = logits.log_softmax(1)
+            loss = loss - log_probabilities.gather(1, target).sum()
             if with_gradients:
-                probabilities = logits.sub_(log_sum).exp_()
-                logits_grad = probabilities.scatter_add_(1, target, torch.full_like(log_sum, -1)).to(x.dtype)
+                logits_grad = log_probabilities.exp_()
+                logits_grad = logits_grad.scatter_add_(1, target, logits_grad.new_full(target.shape, -1)).to(x.dtype)
                 x_grad.append(logits_grad @ weight)
                 weight_grad += logits_grad.T @ part
         if with_gradients:

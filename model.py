@@ -58,16 +58,6 @@ class GPT(nn.Module):
         """Number of weights; tied embeddings count once."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self) -> int:
-        """Floating-point operations of forward and backward for one token of a full context, as model FLOPs are counted
-        for MFU (PaLM, appendix B): 6 for each weight of a matrix product, the output layer's included and the embedding
-        lookups not, and 12 C T a layer for the attention scores and values. Attention is counted in full: the half that
-        the causal mask leaves out is not subtracted, nor is anything recomputed added.
-        """
-        c = self.config
-        matrices = sum(p.numel() for name, p in self.named_parameters() if p.ndim == 2 and name.startswith("blocks"))
-        return 6 * (matrices + c.vocab_size * c.n_embd) + 12 * c.n_layer * c.n_embd * c.seq_len
-
 
 class Block(nn.Module):
     """Pre-norm transformer block: attention, then MLP, each added to the residual stream."""
@@ -185,6 +175,17 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """`x` [B, T, C] to the same shape."""
         return rms_norm(x, self.weight, self.eps)
+
+
+def flops_per_token(config: ModelConfig) -> int:
+    """Floating-point operations of forward and backward for one token of a full context, as model FLOPs are counted
+    for MFU (PaLM, appendix B): 6 for each weight of a matrix product, the output layer's included and the embedding
+    lookups not, and 12 C T a layer for the attention scores and values. Attention is counted in full: the half that
+    the causal mask leaves out is not subtracted, nor is anything recomputed added.
+    """
+    C, kv_width = config.n_embd, config.n_embd // config.n_head * config.n_kv_head
+    layer = 2 * C * (C + kv_width) + (2 if config.architecture == "gpt2" else 3) * C * config.d_ff
+    return 6 * (config.n_layer * layer + config.vocab_size * C) + 12 * config.n_layer * C * config.seq_len
 
 
 def norm_layer(config: ModelConfig) -> nn.Module:

@@ -35,7 +35,7 @@ import plot
 from checkpoint import TrainState
 from evaluate import evaluate
 from log import Log, Meter, duration, memory_gb, peak_flops
-from model import GPT, initialize
+from model import GPT, flops_per_token, initialize
 from parallel import Engine
 from settings import Config, RunError, UserError
 from world import Stop, World, connect
@@ -107,7 +107,7 @@ def train(run: Run) -> int:
     places = itertools.product(range(state.step, steps), world.share(run.micro_batches))
     prefetcher = data.Prefetcher(run.batches, places, world.device)
     meter = Meter(
-        run.engine.module.flops_per_token(),
+        flops_per_token(config.model),
         peak_flops(world.device, run.engine.dtype) * world.size,
         config.train.tokens_per_update,
     )
@@ -321,8 +321,7 @@ def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Pat
         config.train.micro_batch_size, model, sequences, config.parallel.strategy, world
     )
     parallel.check_share(sequences // micro_batch_size, config.parallel.strategy, world)
-    with torch.device("meta"):
-        run_flops = GPT(model).flops_per_token() * config.train.steps * config.train.tokens_per_update
+    run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
     train = dataclasses.replace(
         config.train,
         micro_batch_size=micro_batch_size,

@@ -158,13 +158,13 @@ def model_size(shape: str, changes: dict) -> tuple[int, int]:
     """Parameters of a preset, and FLOPs of forward and backward for one token."""
     import torch
 
-    from model import GPT
+    from model import GPT, flops_per_token
 
     flags = [f"--{name}={value}" for name, value in changes.items()]
     config = settings.load([str(machine.ROOT / f"config/{shape}.toml"), *flags], "")
+    model = settings.resolve_model(config.model, changes.get("vocab_size", 50257))
     with torch.device("meta"):
-        model = GPT(settings.resolve_model(config.model, changes.get("vocab_size", 50257)))
-    return model.parameter_count(), model.flops_per_token()
+        return GPT(model).parameter_count(), flops_per_token(model)
 
 
 def table(rows: list[dict]) -> str:

@@ -59,7 +59,7 @@ def main(config: TokensPerSecondConfig) -> None:
             contenders[f"nanoGPT, compile {mode}, tokens/s"] = lambda mode=mode: nanogpt(mode)
         measured = in_turns(config.rounds, contenders)
 
-    flops = in_fresh_process(flops_per_token)
+    flops = in_fresh_process(flops_of_a_token)
     peaks = measured["bfloat16 matmul, FLOP/s"]
     best = f"ours, compile {'on' if config.compile else 'off'}, tokens/s"
     ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in contenders if name.startswith("nanoGPT")}
@@ -122,15 +122,11 @@ def matmul_peak(dtype: str, device: str) -> float:
     return best
 
 
-def flops_per_token() -> int:
+def flops_of_a_token() -> int:
     """Of our model, forward and backward."""
-    import torch
+    from model import flops_per_token
 
-    from model import GPT
-
-    with torch.device("meta"):
-        model = GPT(settings.resolve_model(ModelConfig("gpt2", **SHAPE, seq_len=SEQ_LEN), VOCABULARY))
-    return model.flops_per_token()
+    return flops_per_token(settings.resolve_model(ModelConfig("gpt2", **SHAPE, seq_len=SEQ_LEN), VOCABULARY))
 
 
 if __name__ == "__main__":

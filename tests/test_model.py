@@ -8,7 +8,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf
-from model import GPT, generate, initialize, new_cache
+from model import GPT, flops_per_token, generate, initialize, new_cache
 from settings import ModelConfig, resolve_model
 
 SHAPES = {
@@ -214,7 +214,7 @@ def test_flops_are_those_that_torch_counts(shape):
     counter = FlopCounterMode(display=False)
     with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, tokens).backward()
-    assert counter.get_total_flops() == model.flops_per_token() * tokens.numel()
+    assert counter.get_total_flops() == flops_per_token(model.config) * tokens.numel()
 
 
 def test_parameter_count_counts_tied_weights_once():
