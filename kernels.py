@@ -138,3 +138,31 @@ def turn(x: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor],
     (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     out_a.copy_((a * first[0]).addcmul_(b, first[1], value=-1))
     out_b.copy_((b * second[0]).addcmul_(a, second[1]))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks & Gimpel 2016), which is `x` times a sigmoid.
+
+    Of a sigmoid torch's compiler makes code for CPUs in less than half the time of its tanh, which takes as long as the matrix
+    product before it; left to its own it would also keep three tensors for backward in place of `x`.
+    """
+    return Gelu.apply(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
+
+
+class Gelu(torch.autograd.Function):
+    """See `gelu`: x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), for (1 + tanh u) / 2 = sigmoid(2 u)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        wide = x.float()
+        return (wide * torch.sigmoid(wide * (1.5957691216 + 0.0713548163 * wide * wide))).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        wide = ctx.saved_tensors[0].float()
+        square = wide * wide
+        gate = torch.sigmoid(wide * (1.5957691216 + 0.0713548163 * square))
+        slope = wide * (1.5957691216 + 0.2140644488 * square)
+        return (grad.float() * (gate + slope * gate * (1 - gate))).to(grad.dtype)

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import linear_cross_entropy, norm_and_rotate, rms_norm, rotate
+from kernels import gelu, linear_cross_entropy, norm_and_rotate, rms_norm, rotate
 from settings import ModelConfig
+
+SHORT = 512  # up to so long a context attention on a CPU holds the whole matrix of weights
 
 
 class GPT(nn.Module):
@@ -28,7 +30,9 @@ class GPT(nn.Module):
         gpt2 = config.architecture == "gpt2"
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.positions = nn.Embedding(config.seq_len, config.n_embd) if gpt2 else None
-        self.rope = None if gpt2 else Rope(config.seq_len, config.n_embd // config.n_head, config.rope_theta)
+        head_dim = config.n_embd // config.n_head
+        self.rope = None if gpt2 else Table(partial(rope_table, config.seq_len, head_dim, config.rope_theta))
+        self.future = Table(partial(causal_mask, config.seq_len)) if config.seq_len <= SHORT else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = norm_layer(config)
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -45,9 +49,10 @@ class GPT(nn.Module):
             x = x + self.positions.weight[start : start + length]
         else:
             rope = self.rope.table[:, start : start + length]
+        future = None if self.future is None else self.future.table[:length, :length]
         x = dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, cache[i] if cache else None)
+            x = block(x, rope, future, cache[i] if cache else None)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight
         if targets is None:
@@ -70,9 +75,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
-        """`x` [B, T, C] to [B, T, C]."""
-        x = x + dropout(self.attn(self.norm1(x), rope, cache), self.dropout, self.training)
+    def forward(self, x: Tensor, rope: Tensor | None, future: Tensor | None, cache: "KVCache | None") -> Tensor:
+        """`x` [B, T, C] to [B, T, C]; `rope` [2, T, 1, D / 2] and `future` [T, T] are tables."""
+        x = x + dropout(self.attn(self.norm1(x), rope, future, cache), self.dropout, self.training)
         return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
@@ -93,7 +98,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, future: Tensor | None, cache: "KVCache | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
@@ -109,24 +114,27 @@ class Attention(nn.Module):
         if cache is not None:
             mask = cache.mask(q)
             y = F.scaled_dot_product_attention(q, *cache.append(k, v), mask, enable_gqa=self.gqa)
-        elif q.device.type == "cpu" and q.dtype is torch.bfloat16 and q.shape[2] <= 512:
-            y = short_attention(q, k, v, p)
+        elif q.device.type == "cpu" and q.dtype is torch.bfloat16 and future is not None:
+            y = short_attention(q, k, v, future, p)
         else:
             y = F.scaled_dot_product_attention(q, k, v, None, p, is_causal=True, enable_gqa=self.gqa)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+def short_attention(q: Tensor, k: Tensor, v: Tensor, future: Tensor, dropout_p: float) -> Tensor:
     """Causal attention of q [B, H, T, D] over k, v [B, n_kv_head, T, D] with the whole [T, T] matrix in memory.
 
     On a CPU in bfloat16 torch's flash kernel, whose backward does not use the matrix unit, takes two to four times as long
-    for T up to 512.
+    for T up to SHORT. `future` is a table, for the compiler would compute the mask anew, slowly, wherever it is read.
     """
     B, H, T, D = q.shape
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] != H else x for x in (k, v))
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
-    future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-    weights = torch.baddbmm(future.expand(B * H, T, T), q, k.transpose(1, 2), alpha=D**-0.5).softmax(dim=-1)
+    future = future.to(q.dtype)
+    if torch.compiler.is_compiling():  # which makes one pass of scale, mask and softmax
+        weights = (torch.bmm(q, k.transpose(1, 2)) * D**-0.5 + future).softmax(dim=-1)
+    else:
+        weights = torch.baddbmm(future.expand(B * H, T, T), q, k.transpose(1, 2), alpha=D**-0.5).softmax(dim=-1)
     return torch.bmm(F.dropout(weights, dropout_p), v).view(B, H, T, D)
 
 
@@ -143,27 +151,32 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
+            return self.down(gelu(self.up(x)))
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Rope(nn.Module):
-    """Table [2, T, 1, D / 2] of cosines and sines for rotary positions (Su et al. 2021), always float32."""
+class Table(nn.Module):
+    """A tensor that `compute(device=...)` gives: no weight, not saved, never rounded to another dtype."""
 
-    def __init__(self, seq_len: int, head_dim: int, theta: float):
+    def __init__(self, compute: partial):
         super().__init__()
-        self.compute = partial(rope_table, seq_len, head_dim, theta)
-        self.register_buffer("table", self.compute(), persistent=False)
+        self.compute = compute
+        self.register_buffer("table", compute(), persistent=False)
 
     def _apply(self, fn, recurse=True):
         """Compute the table anew after `to`, `cuda`, `to_empty`...: never rounded, and right on leaving the meta device."""
         super()._apply(fn, recurse)
-        self.table = self.compute(self.table.device)
+        self.table = self.compute(device=self.table.device)
         return self
 
 
+def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
+    """What to add to attention scores [T, T]: 0, and -inf where a query would see a later key."""
+    return torch.full((length, length), float("-inf"), device=device).triu(1)
+
+
 def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Cosines and sines [2, T, 1, D / 2] of position x frequency, in float32."""
+    """Cosines and sines [2, T, 1, D / 2] of position x frequency for rotary positions (Su et al. 2021), in float32."""
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
     angles = torch.outer(torch.arange(seq_len, device=device).float(), frequencies)
     return torch.stack((angles.cos(), angles.sin()))[:, :, None]

@@ -42,7 +42,7 @@ class Muon:
     """Muon (Jordan et al., 2024) with one batch of matrix products for all matrices of a shape.
 
     A transformer has a handful of shapes, and one of its matrices alone is too small to fill a GPU or to be worth a call. The
-    update is scaled to AdamW's RMS (Liu et al., "Muon is Scalable for LLM Training", 2025), so that one learning rate fits both.
+    update is scaled to AdamW's RMS (Liu et al., "Muon is Scalable for LLM Training", 2025): one learning rate fits both.
     """
 
     def __init__(self, groups: list[dict], momentum: float):

@@ -82,15 +82,18 @@ class Engine:
         Where the norm is not finite nothing is stepped, on any rank: all of them see the same norm.
         """
         self.scaler.unscale_(self.everything)
-        norm = whole(nn.utils.get_total_norm([p.grad for p in self.names if p.grad is not None]))
-        nn.utils.clip_grads_with_norm_(self.names, grad_clip or math.inf, norm)
+        gradients = [p.grad for p in self.names if p.grad is not None]
+        # The one wait of an update for a GPU: what it decides is whether to step. The optimizer hides the launches that follow.
+        norm = whole(nn.utils.get_total_norm(gradients)).item()
+        if 0 < grad_clip < norm < math.inf:
+            torch._foreach_mul_(gradients, grad_clip / norm)
         if math.isfinite(norm):
             optimizers.step()
         self.scaler.update()
         # Gradients that stay would make the next update's first sum start from another number than a resumed run's.
         for parameter in self.names:
             parameter.grad = None
-        return norm.item()
+        return norm
 
     def gather(self, optimizers: Optimizers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The whole model and optimizer state by name, copied to the master's memory tensor by tensor.

@@ -50,7 +50,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
     def barrier(self) -> None:
@@ -102,7 +102,8 @@ def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.
         # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
-        backend, device_id = ("nccl", place) if place.type == "cuda" and not shared else ("gloo", None)
+        # What is about the run, not the model, goes through gloo, so that no GPU is waited for.
+        backend, device_id = ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" and not shared else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return World(rank, size, local_rank, local_size, place, store)
 
@@ -129,7 +130,7 @@ class Stop:
         """Begin to exchange what each rank has seen so far."""
         if time.monotonic() > self.deadline:
             self.reason = self.reason or "--max_minutes"
-        self._asked = torch.tensor([float(bool(self.reason))], device=self.world.device)
+        self._asked = torch.tensor([float(bool(self.reason))])
         if self.world.size > 1:
             self._work = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, async_op=True)
 

@@ -39,6 +39,8 @@ class GradSyncConfig:
     """Of an update, over all ranks."""
     device: str = "auto"
     dtype: str = "float32"
+    name: str = "grad_sync"
+    """Of the files of results."""
     worker: str = ""
     """Set by the script itself: the strategy to measure, and the file for its result."""
 
@@ -163,7 +165,7 @@ def main(config: GradSyncConfig) -> None:
         medians = {key: statistics.median(t[key] for t in told) for key in told[0]}
         spread = [round(t["update_ms"], 1) for t in told]
         rows.append({"strategy": strategy, "ranks": ranks, **medians, "update_ms_each": spread})
-    path = write("grad_sync", {"rows": rows})
+    path = write(config.name, {"rows": rows})
     draw(rows, path.with_suffix(".png"))
     show(rows)
 
@@ -188,7 +190,7 @@ def draw(rows: list[dict], path: Path) -> None:
     """Bars of update time, a group for each number of ranks, the part exposed to communication hatched."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots()
     names, counts = list(dict.fromkeys(r["strategy"] for r in rows)), list(dict.fromkeys(r["ranks"] for r in rows))
     for i, ranks in enumerate(counts):

@@ -7,20 +7,47 @@ from torch import nn
 import optim
 
 
-@pytest.mark.parametrize("shapes", [[(16, 16)] * 3 + [(48, 16)] * 2 + [(16, 48)], [(8, 24)]])
-def test_muon_in_batches_is_torchs_muon(shapes):
-    flags = dict(lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    generator = torch.Generator().manual_seed(0)
-    ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    optimizers = optim.BatchedMuon(ours, **flags), torch.optim.Muon(theirs, **flags)
+def follow(ours, theirs, mine: list[nn.Parameter], others: list[nn.Parameter], atol: float) -> None:
+    """Both make the same steps, and keep the same state, from the same gradients."""
+    generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        for p, q in zip(ours, theirs, strict=True):
+        for p, q in zip(mine, others, strict=True):
             p.grad = torch.randn(p.shape, generator=generator)
             q.grad = p.grad.clone()
-        for optimizer in optimizers:
+        for optimizer in (ours, theirs):
             optimizer.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)  # an update is 0.016, and orthogonal in bfloat16
-        state = optimizers[0].state[p]["momentum_buffer"]
-        torch.testing.assert_close(state, optimizers[1].state[q]["momentum_buffer"])
+    for p, q in zip(mine, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=atol)
+        assert ours.state[p].keys() == theirs.state[q].keys()
+        for key, value in ours.state[p].items():
+            torch.testing.assert_close(value, theirs.state[q][key])
+
+
+def parameters(shapes: list[tuple[int, ...]]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return mine, [nn.Parameter(p.detach().clone()) for p in mine]
+
+
+@pytest.mark.parametrize("shapes", [[(16, 16)] * 3 + [(48, 16)] * 2 + [(16, 48)], [(8, 24)]])
+def test_muon_in_batches_is_torchs_muon(shapes):
+    mine, others = parameters(shapes)
+    theirs = torch.optim.Muon(others, lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    ours = optim.Muon([{"params": mine, "lr": 0.02, "weight_decay": 0.1}], momentum=0.9)
+    follow(ours, theirs, mine, others, atol=1e-4)  # an update is 0.016, and orthogonal in bfloat16
+
+
+def test_adamw_is_torchs_adamw_bit_for_bit():
+    mine, others = parameters([(16, 16), (7,), (300, 40)])
+    theirs = torch.optim.AdamW(others, lr=0.02, betas=(0.8, 0.95), weight_decay=0.1, fused=True)
+    ours = optim.AdamW([{"params": mine, "lr": 0.02, "weight_decay": 0.1}], betas=(0.8, 0.95))
+    follow(ours, theirs, mine, others, atol=0)
+
+
+def test_a_parameter_without_gradient_stays():
+    mine, _ = parameters([(4, 4), (4, 4)])
+    before = mine[1].detach().clone()
+    mine[0].grad = torch.ones(4, 4)
+    optimizer = optim.AdamW([{"params": mine, "lr": 0.02, "weight_decay": 0.1}], betas=(0.8, 0.95))
+    optimizer.step()
+    assert torch.equal(mine[1], before) and mine[1] not in optimizer.state
