@@ -67,7 +67,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dtype, x = compute_dtype(x), x.float()
+        dtype, x, weight = compute_dtype(x), x.float(), weight.float()
         scale = inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight).to(dtype)
@@ -110,7 +110,7 @@ class NormAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
         B, T, H, D = x.shape
-        normed = x.float()
+        normed, weight = x.float(), weight.float()
         scale = inverse_rms(normed, eps)
         normed = normed * scale
         ctx.save_for_backward(normed, weight, scale, rope)

@@ -38,6 +38,8 @@ class Engine:
         self.dtype = DTYPES[config.train.dtype]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
         compiled = config.train.compile == "on"
+        if config.train.fp8:
+            use_float8(module, world)
         if config.train.activation_checkpointing:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -134,6 +136,20 @@ class Engine:
             raise RunError(
                 f"{error}: memory or a GPU of these ranks is faulty, or a library is; the checkpoints are kept"
             ) from None
+
+
+def use_float8(module: nn.Module, world: World) -> None:
+    """Let the linear layers of the blocks multiply in float8 (Micikevicius et al. 2022); their weights stay as they are.
+
+    Raises UserError where the device has no such products or torchao is not installed.
+    """
+    if world.device.type != "cuda" or torch.cuda.get_device_capability(world.device) < (8, 9):
+        raise UserError(f"--fp8=true: this {world.device.type} device has no float8 products; use an H100 or newer")
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError:
+        raise UserError("--fp8=true is done by torchao, which is not installed: pip install torchao") from None
+    convert_to_float8_training(module.blocks)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -140,6 +140,8 @@ class TrainConfig:
     """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where the hardware has it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: where it pays and a compiler works."""
+    fp8: bool = False
+    """Linear layers of the blocks in float8, by torchao: for Hopper GPUs or newer and a billion parameters or more."""
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and compute the rest again: much less memory, a third more work."""
     threads: int = 0

@@ -2,9 +2,12 @@
 
 Tokens/s of `data.Batches.batch`, of the `Prefetcher` and of nanoGPT's get_batch on the same tokens, in turns, and as a share of
 the speed at which memory copies as many int64. Then the same loader on a 200 GB dataset of holes against one of 20 MB: opening
-it and serving its batches must cost the same.
+it and serving its batches must cost the same. Last, the share of a step that training waits for data: as train.py reports it
+for the presets that a CPU can train, and for the others the time of reading a batch, as if no thread worked ahead, against a
+step at all of an H100's 989 TFLOP/s.
 """
 
+import statistics
 import sys
 import tempfile
 import time
@@ -18,6 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from startup import run_until
 from time_to_loss import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, spread
 
 SHARD_TOKENS = 100_000_000
@@ -54,12 +58,16 @@ def main(config: LoaderConfig) -> None:
         measured = in_turns(config.rounds, contenders)
         sizes = {"20 MB": in_fresh_process(open_and_serve, small, config)}
         sizes[f"{config.gigabytes:g} GB"] = in_fresh_process(open_and_serve, large, config)
-    result = {name: spread(values) for name, values in measured.items()} | {"size": sizes}
+        waits = {preset: trained_wait(preset, small) for preset in ("laptop", "shakespeare_char")}
     names = iter(contenders)
     copy, direct = next(names), next(names)
+    for preset in ("gpt2_124m", "qwen3_124m", "gpt2_355m", "llama_1.3b"):
+        waits[preset] = in_fresh_process(h100_tokens_per_second, preset) / statistics.median(measured[direct])
+    result = {name: spread(values) for name, values in measured.items()} | {"size": sizes, "data_wait": waits}
     result["share of memory copy"] = ratio(measured[direct], measured[copy])
     for name, row in sizes.items():
         print(f"{name}: " + ", ".join(f"{key} {value:,.3g}" for key, value in row.items()))
+    print("share of a step that waits for data: " + ", ".join(f"{name} {share:.2%}" for name, share in waits.items()))
     print(f"Batches.batch runs at {result['share of memory copy']:.1%} of the speed of memory copy")
     if config.nanogpt:
         result["times nanoGPT"] = ratio(measured[direct], measured["nanoGPT, get_batch, tokens/s"])
@@ -165,6 +173,20 @@ def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
     after = memory()
     grown = {f"{key} MB": after[key] - before[key] for key in after}
     return {"open s": opened, "first us a batch": served[0], "then us a batch": served[1]} | grown
+
+
+def trained_wait(preset: str, tokens: Path) -> float:
+    """Share of the time of training steps, after the first few, in which train.py waited for data."""
+    lines = run_until(15, f"config/{preset}.toml", tokens=tokens, compile="off")[1][5:]
+    return sum(line["data_wait_ms"] for line in lines) / sum(line["step_ms"] for line in lines)
+
+
+def h100_tokens_per_second(preset: str) -> float:
+    """Tokens that one H100 would train on at all of its datasheet's bfloat16 rate."""
+    from model import flops_per_token
+
+    config = settings.load([str(machine.ROOT / f"config/{preset}.toml")], "")
+    return 989e12 / flops_per_token(settings.resolve_model(config.model, 50257))
 
 
 def memory() -> dict[str, float]:

@@ -15,6 +15,7 @@ FLOORS = [
     "data",
     "sources",
     "tokenizer",
+    "kernels",
     "model",
     "optim",
     "ddp_from_scratch",

@@ -148,6 +148,11 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
     assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15
 
 
+def test_float8_is_refused_where_there_is_none(train):
+    refused = train("float8", status=2, fp8="true")
+    assert refused.stderr.startswith("error: --fp8=true: this cpu device has no float8 products")
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
