@@ -1,23 +1,19 @@
 """Turn text into a dataset directory: `python prepare_data.py [SOURCE ...] [--out=tokens/NAME] [--tokenizer=...]`.
 
 Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz); without one, the Python standard library.
-The parent reads units of about a megabyte in order, worker processes split and encode them, and the parent puts the tokens,
-in order again, into shards: the same bytes whatever the number of workers. Run again after a kill, it goes on behind the
-last finished shard.
+Units of about a megabyte are read in order, split and encoded by worker threads (the tokenizers leave the interpreter to the
+others while they work), and put, in order again, into shards: the same bytes whatever the number of workers. Run again after a
+kill, it goes on behind the last finished shard.
 """
 
 import io
 import json
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +25,7 @@ from tqdm import tqdm
 import settings
 from data import token_dtype, write_shard
 from settings import UserError
-from sources import UNIT_BYTES, Block, embedded_corpus, parsed, place, read_units, source_files
+from sources import Block, embedded_corpus, parsed, place, read_units, source_files
 from tokenizer import Tokenizer, load, resolve, write_text
 
 SAMPLE_CHARACTERS = 1 << 24  # what train:N learns from
@@ -51,7 +47,7 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000
     """Tokens of a shard; the last one of a split is shorter."""
     workers: int = 0
-    """Processes that encode (0: one a core)."""
+    """Threads that encode (0: one a core)."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,36 +108,17 @@ def encode_unit(tokenizer: Tokenizer, split: Split, unit: list[Block], index: in
     return {name: np.concatenate(row) for name, row in rows.items()}
 
 
-def start_worker(*arguments) -> None:
-    """In a new process: keep what all units need, leave Ctrl-C to the parent and end when it is killed."""
-    global shared
-    shared = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-
-
-def work(*arguments) -> dict[str, np.ndarray]:
-    return encode_unit(*shared, *arguments)
-
-
 def encode_all(tokenizer: Tokenizer, split: Split, tasks: Iterator[tuple], workers: int) -> Iterator[tuple]:
     """(unit, its number, its tokens by split) of every task, in order; a few units a worker are in memory at a time."""
-    if workers == 1:
-        for task in tasks:
-            yield task[0], task[1], encode_unit(tokenizer, split, *task)
-        return
-    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer, split))
-    pending = deque()
+    pool, pending = ThreadPoolExecutor(workers), deque()
     try:
         for task in tasks:
-            pending.append((task, pool.submit(work, *task)))
+            pending.append((task, pool.submit(encode_unit, tokenizer, split, *task)))
             if len(pending) > 2 * workers:
                 task, future = pending.popleft()
                 yield task[0], task[1], future.result()
         for task, future in pending:
             yield task[0], task[1], future.result()
-    except BrokenProcessPool:
-        raise UserError("a worker process was killed (out of memory?); the same command goes on, try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -164,7 +141,7 @@ class Shards:
 
     def __post_init__(self):
         self.buffer = np.empty(self.shard_tokens, token_dtype(self.tokenizer.vocab_size))  # takes memory as it fills
-        self.filled = 0
+        self.filled = self.bytes_of_text = self.documents = 0
 
     def add(self, index: int, tokens: np.ndarray) -> Iterator[dict]:
         """Append the tokens of unit number `index`; yields each shard that this finishes."""
@@ -173,6 +150,8 @@ class Shards:
             part = tokens[position : position + self.shard_tokens - self.filled]
             self.buffer[self.filled : self.filled + len(part)] = part
             self.filled += len(part)
+            self.bytes_of_text += int(self.tokenizer.bytes_per_token[part].sum())
+            self.documents += int(np.count_nonzero(part == self.tokenizer.eot_token))
             position += len(part)
             if self.filled == self.shard_tokens:
                 yield self.publish(index, position)
@@ -181,15 +160,12 @@ class Shards:
         """Write the buffer as a shard that ends behind `offset` tokens of unit number `unit`."""
         tokens = self.buffer[: self.filled]
         name = f"{self.split}_{len(self.finished):06d}.bin"
-        size = documents = 0
-        for part in np.array_split(tokens, len(tokens) // UNIT_BYTES + 1):
-            size += int(self.tokenizer.bytes_per_token[part].sum())
-            documents += int(np.count_nonzero(part == self.tokenizer.eot_token))
         digest = write_shard(self.directory / name, tokens, self.tokenizer.vocab_size)
-        row = {"file": name, "split": self.split, "tokens": len(tokens), "bytes_of_text": size, "documents": documents}
-        row["sha256"] = digest
+        row = {"file": name, "split": self.split, "tokens": len(tokens), "bytes_of_text": self.bytes_of_text}
+        row |= {"documents": self.documents, "sha256": digest}
         self.finished.append(row)
-        self.unit, self.offset, self.filled = unit, offset, 0
+        self.unit, self.offset = unit, offset
+        self.filled = self.bytes_of_text = self.documents = 0
         return row
 
 
