@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from gpu import make_tokens
 from startup import run_until
 from time_to_loss import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, spread
 
@@ -58,7 +59,11 @@ def main(config: LoaderConfig) -> None:
         measured = in_turns(config.rounds, contenders)
         sizes = {"20 MB": in_fresh_process(open_and_serve, small, config)}
         sizes[f"{config.gigabytes:g} GB"] = in_fresh_process(open_and_serve, large, config)
-        waits = {preset: trained_wait(preset, small) for preset in ("laptop", "shakespeare_char")}
+        make_tokens(Path(folder) / "words", 10_000_000, 256)
+        waits = {
+            preset: trained_wait(preset, Path(folder) / "words", vocab_size)
+            for preset, vocab_size in (("laptop", 4096), ("shakespeare_char", 384))
+        }
     names = iter(contenders)
     copy, direct = next(names), next(names)
     for preset in ("gpt2_124m", "qwen3_124m", "gpt2_355m", "llama_1.3b"):
@@ -175,9 +180,9 @@ def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
     return {"open s": opened, "first us a batch": served[0], "then us a batch": served[1]} | grown
 
 
-def trained_wait(preset: str, tokens: Path) -> float:
+def trained_wait(preset: str, tokens: Path, vocab_size: int) -> float:
     """Share of the time of training steps, after the first few, in which train.py waited for data."""
-    lines = run_until(15, f"config/{preset}.toml", tokens=tokens, compile="off")[1][5:]
+    lines = run_until(15, f"config/{preset}.toml", tokens=tokens, vocab_size=vocab_size, compile="off")[1][5:]
     return sum(line["data_wait_ms"] for line in lines) / sum(line["step_ms"] for line in lines)
 
 
