@@ -252,7 +252,8 @@ def choose_compile(asked: str, device: torch.device, run_flops: float) -> str:
 def fit_micro_batch(asked: int | str, model: ModelConfig, sequences: int, strategy: str, world: World) -> int:
     """Sequences of a micro-batch: as asked, or the largest equal share of the update's `sequences` whose activations fit.
 
-    The estimate counts what backward keeps: per layer about 14 widths and 3 MLP widths of two bytes a token, and the logits.
+    The estimate counts what backward keeps: per layer about 14 widths and 3 MLP widths of two bytes a token, and, as a margin,
+    the logits, which are made in parts.
     Under `exact` the cut must not depend on the number of ranks; it is made for up to 8.
     """
     if asked != "auto":
