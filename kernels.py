@@ -22,7 +22,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, with_gradients: bool) -> Tensor:
-        x, weight = x.to(compute_dtype(x)), weight.to(compute_dtype(x))
+        dtype = compute_dtype(x)
+        x, weight = x.to(dtype), weight.to(dtype)
         loss = x.new_zeros((), dtype=torch.float32)
         x_grad, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
         for part, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
@@ -52,14 +53,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def on_eager_cpu(x: Tensor) -> bool:
+    """Where neither a fused kernel nor the compiler saves what a backward by hand saves."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., C] over its root mean square (Zhang & Sennrich 2019), times `weight` [C]; on a CPU in autocast's dtype.
 
     torch has a fused kernel for GPUs, and its compiler makes one; on an eager CPU its backward is a dozen passes over memory.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return RMSNorm.apply(x, weight, eps)
+    return RMSNorm.apply(x, weight, eps) if on_eager_cpu(x) else F.rms_norm(x, weight.shape, weight, eps)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -98,14 +102,15 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
-    """`rotate(rms_norm(x))` for `x` [B, T, H, D], `weight` [D], as [B, H, T, D] in the dtype of `x`."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return rotate(F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps), rope).to(x.dtype).transpose(1, 2)
-    return NormAndRotate.apply(x, weight, eps, rope)
+    """`rotate(rms_norm(x))` for `x` [B, T, H, D] and `weight` [D], in the dtype of `x`."""
+    if on_eager_cpu(x):
+        return NormAndRotate.apply(x, weight, eps, rope)
+    # In the dtype of the weight: autocast alone would leave RMSNorm's fused kernel.
+    return rotate(rms_norm(x.to(weight.dtype), weight, eps), rope).to(x.dtype)
 
 
 class NormAndRotate(torch.autograd.Function):
-    """See `norm_and_rotate`."""
+    """See `norm_and_rotate`. The result lies in memory as [B, H, T, D], which attention reads."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
@@ -114,10 +119,10 @@ class NormAndRotate(torch.autograd.Function):
         scale = inverse_rms(normed, eps)
         normed = normed * scale
         ctx.save_for_backward(normed, weight, scale, rope)
-        out = torch.empty((B, H, T, D), dtype=x.dtype)
+        out = torch.empty((B, H, T, D), dtype=x.dtype).transpose(1, 2)
         cos, sin = rope
         first, second = weight.chunk(2)
-        turn(normed, (cos * first, sin * second), (cos * second, sin * first), out.transpose(1, 2))
+        turn(normed, (cos * first, sin * second), (cos * second, sin * first), out)
         return out
 
     @staticmethod
@@ -125,7 +130,7 @@ class NormAndRotate(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         normed, weight, scale, (cos, sin) = ctx.saved_tensors
         turned = torch.empty_like(normed)
-        turn(grad.transpose(1, 2).float(), (cos, -sin), (cos, -sin), turned)
+        turn(grad.float(), (cos, -sin), (cos, -sin), turned)
         product = turned * normed
         weight_grad = product.flatten(0, 2).sum(0)
         mean = (product @ weight)[..., None] / len(weight)

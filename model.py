@@ -105,11 +105,9 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q = norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
             k = norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
-        else:
-            if rope is not None:
-                q, k = rotate(q, rope).to(v.dtype), rotate(k, rope).to(v.dtype)
-            q, k = q.transpose(1, 2), k.transpose(1, 2)  # [B, H, T, D]
-        v = v.transpose(1, 2)
+        elif rope is not None:
+            q, k = rotate(q, rope).to(v.dtype), rotate(k, rope).to(v.dtype)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         p = self.dropout if self.training else 0.0
         if cache is not None:
             mask = cache.mask(q)

@@ -33,9 +33,21 @@ class AdamW:
                     self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             averages, squares, steps = ([self.state[p][key] for p in given] for key in ("exp_avg", "exp_avg_sq", "step"))
             torch._foreach_add_(steps, 1)
-            flags = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": self.eps, "maximize": False}
-            flags |= {"beta1": self.betas[0], "beta2": self.betas[1], "amsgrad": False}
-            torch._fused_adamw_(given, [p.grad for p in given], averages, squares, [], steps, **flags)
+            torch._fused_adamw_(
+                given,
+                [p.grad for p in given],
+                averages,
+                squares,
+                [],  # AMSGrad's maxima
+                steps,
+                lr=group["lr"],
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=group["weight_decay"],
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 class Muon:

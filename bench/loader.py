@@ -21,12 +21,13 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
-from gpu import make_tokens
+from gpu import GpuConfig, make_tokens, model_size
 from startup import run_until
 from time_to_loss import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, spread
 
 SHARD_TOKENS = 100_000_000
 HEADER_BYTES = 1024
+H100_FLOPS = 989e12  # in bfloat16, by its datasheet
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def main(config: LoaderConfig) -> None:
         }
     names = iter(contenders)
     copy, direct = next(names), next(names)
-    for preset in ("gpt2_124m", "qwen3_124m", "gpt2_355m", "llama_1.3b"):
-        waits[preset] = in_fresh_process(h100_tokens_per_second, preset) / statistics.median(measured[direct])
+    for preset in GpuConfig.shapes.split(","):
+        _, flops_per_token = in_fresh_process(model_size, preset, {})
+        waits[preset] = H100_FLOPS / flops_per_token / statistics.median(measured[direct])
     result = {name: spread(values) for name, values in measured.items()} | {"size": sizes, "data_wait": waits}
     result["share of memory copy"] = ratio(measured[direct], measured[copy])
     for name, row in sizes.items():
@@ -184,14 +186,6 @@ def trained_wait(preset: str, tokens: Path, vocab_size: int) -> float:
     """Share of the time of training steps, after the first few, in which train.py waited for data."""
     lines = run_until(15, f"config/{preset}.toml", tokens=tokens, vocab_size=vocab_size, compile="off")[1][5:]
     return sum(line["data_wait_ms"] for line in lines) / sum(line["step_ms"] for line in lines)
-
-
-def h100_tokens_per_second(preset: str) -> float:
-    """Tokens that one H100 would train on at all of its datasheet's bfloat16 rate."""
-    from model import flops_per_token
-
-    config = settings.load([str(machine.ROOT / f"config/{preset}.toml")], "")
-    return 989e12 / flops_per_token(settings.resolve_model(config.model, 50257))
 
 
 def memory() -> dict[str, float]:

@@ -42,7 +42,7 @@ def test_fixed_point_sums_do_not_depend_on_order_and_are_close_to_float64():
 def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile):
     flags = dict(EXACT, dtype=dtype, compile=compile, steps=6, eval_every=3, save_every=3)
     train("w1", **flags)
-    for ranks in (2, 3, 4, 5) if compile == "off" else (3,):  # 12 micro-batches: 5 ranks take unequal shares
+    for ranks in (2, 3, 4, 5) if compile == "off" else (5,):  # 12 micro-batches: 5 ranks take unequal shares
         train(f"w{ranks}", ranks=ranks, **flags)
         assert train.files(f"w{ranks}") == train.files("w1")
         assert train.metrics(f"w{ranks}") == train.metrics("w1")  # losses, norms and evaluations too
