@@ -150,7 +150,7 @@ class Shards:
             part = tokens[position : position + self.shard_tokens - self.filled]
             self.buffer[self.filled : self.filled + len(part)] = part
             self.filled += len(part)
-            self.bytes_of_text += int(self.tokenizer.bytes_per_token[part].sum())
+            self.bytes_of_text += int(self.tokenizer.bytes_per_token.take(part).sum())
             self.documents += int(np.count_nonzero(part == self.tokenizer.eot_token))
             position += len(part)
             if self.filled == self.shard_tokens:
