@@ -18,10 +18,10 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Those that need no peer and no GPU; about half an hour on two cores, which they want for themselves.
+# Those that need no peer and no GPU; about an hour on two cores, which they want for themselves.
 bench: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
-	for script in same_run hard_kills save_stall exact_cost grad_sync startup; do $(BIN)/python bench/$$script.py || exit 1; done
+	for script in same_run hard_kills save_stall exact_cost grad_sync startup loader prepare; do $(BIN)/python bench/$$script.py || exit 1; done
 
 setup: .venv/ready
 

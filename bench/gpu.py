@@ -17,9 +17,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from measure import environment, in_fresh_process, run_until
 from settings import RunError, UserError
-from startup import run_until
-from time_to_loss import environment, in_fresh_process
 from tokens_per_second import matmul_peak
 
 SMALL = {"architecture": "qwen3", "n_layer": 4, "n_head": 4, "n_embd": 256, "seq_len": 256, "tokens_per_update": 16384}

@@ -22,8 +22,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 import machine
 import settings
 from gpu import GpuConfig, make_tokens, model_size
-from startup import run_until
-from time_to_loss import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, spread
+from measure import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, run_until, spread
 
 SHARD_TOKENS = 100_000_000
 HEADER_BYTES = 1024

@@ -22,8 +22,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from measure import environment, in_fresh_process, in_turns, ratio, spread
 from settings import RunError, UserError
-from time_to_loss import environment, in_fresh_process, in_turns, ratio, spread
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,11 @@ nanoGPT's README run for a CPU and our config/shakespeare_char.toml, each from c
 Then the loss of both on the whole validation split (the last tenth of the text), in nats a character.
 """
 
-import contextlib
-import io
 import json
 import math
-import multiprocessing
-import os
-import runpy
 import shlex
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +16,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
-from settings import RunError, UserError
+from measure import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, spread, timed
 
 README_RUN = shlex.split(
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
@@ -100,71 +89,6 @@ def nanogpt_result(checkout: Path) -> dict:
     with torch.no_grad():
         total = sum(model(part[:, :-1], part[:, 1:].contiguous())[1].item() * len(part) for part in windows.split(64))
     return {"loss": total / len(windows), "parameters": sum(p.numel() for p in model.parameters())}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Running and timing, for the other benchmarks too
-
-
-def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
-    """A copy of a checkout, which nothing is written to, with `text` prepared by its data/shakespeare_char/prepare.py."""
-    if not (Path(checkout) / "data/shakespeare_char/prepare.py").exists():
-        raise UserError(f"--nanogpt={checkout} is no checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
-    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
-    data = folder / "data/shakespeare_char"
-    (data / "input.txt").write_text(text)
-    timed(["prepare.py"], data)
-    return folder
-
-
-def nanogpt_train(checkout: Path, *flags: str) -> dict:
-    """Run nanoGPT's train.py in this process; returns its variables and functions."""
-    os.chdir(checkout)
-    sys.path.insert(0, str(checkout))
-    sys.argv = ["train.py", *flags]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return runpy.run_path("train.py", run_name="__main__")
-
-
-def in_fresh_process(function: Callable, *arguments):
-    """`function(*arguments)` in a new interpreter, where no other module or setting is in its way."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def environment() -> dict[str, str]:
-    """This process's, where nothing says how many threads to take."""
-    return {key: value for key, value in machine.environment().items() if key != "OMP_NUM_THREADS"}
-
-
-def timed(command: list, cwd: Path) -> float:
-    """Seconds that `python COMMAND` takes. Raises RunError with its last lines if it fails."""
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment(), capture_output=True, text=True)
-    seconds = time.perf_counter() - began
-    if done.returncode:
-        raise RunError(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    return seconds
-
-
-def in_turns(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Measure all contenders one after the other, `rounds` times, so that other work on the machine meets them alike."""
-    measured = {name: [] for name in contenders}
-    for number in range(1, rounds + 1):
-        for name, measure in contenders.items():
-            measured[name].append(measure())
-            print(f"{number}/{rounds}  {name:<40} {measured[name][-1]:,.4g}", flush=True)
-    return measured
-
-
-def spread(values: list[float]) -> dict:
-    """Median, extremes and all of the measurements."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
-
-
-def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median over the rounds of the ratio within each."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from measure import copy_of_nanogpt, environment, in_fresh_process, in_turns, ratio, run_until, spread
 from settings import ModelConfig, RunError
-from startup import run_until
-from time_to_loss import copy_of_nanogpt, environment, in_fresh_process, in_turns, ratio, spread
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65

@@ -1,0 +1,109 @@
+"""What the benchmarks that compare share: contenders measured in turns, other programs and train.py as contenders."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import runpy
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+from settings import RunError, UserError
+
+
+def in_turns(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Measure all contenders one after the other, `rounds` times, so that other work on the machine meets them alike."""
+    measured = {name: [] for name in contenders}
+    for number in range(1, rounds + 1):
+        for name, measure in contenders.items():
+            measured[name].append(measure())
+            print(f"{number}/{rounds}  {name:<40} {measured[name][-1]:,.4g}", flush=True)
+    return measured
+
+
+def spread(values: list[float]) -> dict:
+    """Median, extremes and all of the measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
+
+
+def ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Median over the rounds of the ratio within each."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def in_fresh_process(function: Callable, *arguments):
+    """`function(*arguments)` in a new interpreter, where no other module or setting is in its way."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def environment() -> dict[str, str]:
+    """This process's, where nothing says how many threads to take."""
+    return {key: value for key, value in machine.environment().items() if key != "OMP_NUM_THREADS"}
+
+
+def timed(command: list, cwd: Path) -> float:
+    """Seconds that `python COMMAND` takes. Raises RunError with its last lines if it fails."""
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment(), capture_output=True, text=True)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise RunError(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return seconds
+
+
+def run_until(step: int, preset: str, **flags) -> tuple[float, list[dict]]:
+    """Train until the line of `step` is in metrics.jsonl, then kill the run, which thus saves and evaluates nothing.
+
+    Returns the seconds from the command on and the lines. Raises RunError if the run ends before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"out_dir": folder, "name": "run", "log_every": 1, "eval_every": 0, "save_every": 0} | flags
+        command = [sys.executable, "train.py", preset, *(f"--{name}={value}" for name, value in flags.items())]
+        metrics, output = Path(folder) / "run/metrics.jsonl", Path(folder) / "output"
+        began = time.perf_counter()
+        with open(output, "w") as file:
+            process = subprocess.Popen(command, cwd=machine.ROOT, stdout=file, stderr=file, env=environment())
+        try:
+            while True:
+                ended = process.poll() is not None
+                lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+                if len(lines) >= step:
+                    return time.perf_counter() - began, [json.loads(line) for line in lines[:step]]
+                if ended:
+                    raise RunError(f"train.py {preset} ended before step {step}:\n{output.read_text()[-2000:]}")
+                time.sleep(0.005 if step == 1 else 0.25)  # looking disturbs what is measured
+        finally:
+            machine.kill(process)
+
+
+def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
+    """A copy of a checkout, which nothing is written to, with `text` prepared by its data/shakespeare_char/prepare.py."""
+    if not (Path(checkout) / "data/shakespeare_char/prepare.py").exists():
+        raise UserError(f"--nanogpt={checkout} is no checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
+    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
+    data = folder / "data/shakespeare_char"
+    (data / "input.txt").write_text(text)
+    timed(["prepare.py"], data)
+    return folder
+
+
+def nanogpt_train(checkout: Path, *flags: str) -> dict:
+    """Run nanoGPT's train.py in this process; returns its variables and functions."""
+    os.chdir(checkout)
+    sys.path.insert(0, str(checkout))
+    sys.argv = ["train.py", *flags]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return runpy.run_path("train.py", run_name="__main__")
