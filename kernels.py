@@ -58,6 +58,11 @@ def on_eager_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def on_compiled_cpu(x: Tensor) -> bool:
+    """Where the compiler's own choices of what to fuse cost more than they save."""
+    return x.device.type == "cpu" and torch.compiler.is_compiling()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., C] over its root mean square (Zhang & Sennrich 2019), times `weight` [C]; on a CPU in autocast's dtype.
 
@@ -171,3 +176,25 @@ class Gelu(torch.autograd.Function):
         gate = torch.sigmoid(wide * (1.5957691216 + 0.0713548163 * square))
         slope = wide * (1.5957691216 + 0.2140644488 * square)
         return (grad.float() * (gate + slope * gate * (1 - gate))).to(grad.dtype)
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """`x` [N, C] plus `bias` [C], in the dtype of `x`; for compiled code on a CPU.
+
+    There a linear layer's own addition copies the bias to every row before the product, and the gradient of the bias, a sum
+    over columns, computes anew, column by column, what the gradient of `x` was computed from.
+    """
+    return AddBias.apply(x, bias)
+
+
+class AddBias(torch.autograd.Function):
+    """See `add_bias`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
+        return (x + bias).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad, grad.sum(0, dtype=torch.float32)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import gelu, linear_cross_entropy, norm_and_rotate, rms_norm, rotate
+from kernels import add_bias, gelu, linear_cross_entropy, norm_and_rotate, on_compiled_cpu, rms_norm, rotate
 from settings import ModelConfig
 
 SHORT = 512  # up to so long a context attention on a CPU holds the whole matrix of weights
@@ -90,10 +90,10 @@ class Attention(nn.Module):
         self.head_dim = config.n_embd // config.n_head
         self.gqa = config.n_kv_head != config.n_head
         self.dropout = config.dropout
-        self.q = nn.Linear(config.n_embd, config.n_embd, bias=bias)
-        self.k = nn.Linear(config.n_embd, config.n_kv_head * self.head_dim, bias=bias)
-        self.v = nn.Linear(config.n_embd, config.n_kv_head * self.head_dim, bias=bias)
-        self.o = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+        self.q = Linear(config.n_embd, config.n_embd, bias=bias)
+        self.k = Linear(config.n_embd, config.n_kv_head * self.head_dim, bias=bias)
+        self.v = Linear(config.n_embd, config.n_kv_head * self.head_dim, bias=bias)
+        self.o = Linear(config.n_embd, config.n_embd, bias=bias)
         qwen3 = config.architecture == "qwen3"
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
@@ -142,9 +142,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         gpt2 = config.architecture == "gpt2"
-        self.gate = None if gpt2 else nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.up = nn.Linear(config.n_embd, config.d_ff, bias=gpt2)
-        self.down = nn.Linear(config.d_ff, config.n_embd, bias=gpt2)
+        self.gate = None if gpt2 else Linear(config.n_embd, config.d_ff, bias=False)
+        self.up = Linear(config.n_embd, config.d_ff, bias=gpt2)
+        self.down = Linear(config.d_ff, config.n_embd, bias=gpt2)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
@@ -178,6 +178,16 @@ def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device |
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
     angles = torch.outer(torch.arange(seq_len, device=device).float(), frequencies)
     return torch.stack((angles.cos(), angles.sin()))[:, :, None]
+
+
+class Linear(nn.Linear):
+    """torch's, with `kernels.add_bias` where that is faster."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [B, T, in] to [B, T, out]."""
+        if self.bias is None or not on_compiled_cpu(x):
+            return super().forward(x)
+        return add_bias(F.linear(x.flatten(0, 1), self.weight), self.bias).view(*x.shape[:2], -1)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from model import Linear
 
 
 def check(ours, reference, *inputs: torch.Tensor, atol: float = 1e-5) -> None:
@@ -96,3 +97,15 @@ def test_the_logits_are_never_whole():
 
 def test_gelu():
     check(kernels.Gelu.apply, lambda x: F.gelu(x, approximate="tanh"), torch.linspace(-12, 12, 501))
+
+
+def test_add_bias():
+    check(kernels.add_bias, torch.add, random(30, 12), random(12))
+
+
+def test_a_compiled_linear_layer_has_the_gradients_of_torchs():
+    ours, torchs = Linear(12, 7), torch.nn.Linear(12, 7)
+    torchs.load_state_dict(ours.state_dict())
+    check(torch.compile(ours, backend="aot_eager"), torchs, random(3, 5, 12))
+    torch.testing.assert_close(ours.bias.grad, torchs.bias.grad)
+    torch.testing.assert_close(ours.weight.grad, torchs.weight.grad)
