@@ -25,7 +25,6 @@ import settings
 from measure import environment, in_fresh_process, in_turns, ratio, spread
 from settings import RunError, UserError
 
-
 METHODS = ("encode_ordinary_batch", "encode_to_numpy")  # tiktoken's own threads; its fastest call in threads of ours
 
 
