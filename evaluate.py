@@ -61,11 +61,16 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset. Raises UserError."""
+    for name in ("eval_tokens", "seq_len", "micro_batch_size"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name} must not be negative")
     directory = hf.find_model(config.run)
     model_config, weights = hf.read_model(directory)
     dataset = data.open_dataset(config.tokens or trained_on(directory), model_config.vocab_size)
     if dataset.vocab_size > model_config.vocab_size:
         raise UserError(f"{dataset.directory} has a vocabulary of {dataset.vocab_size}, the model of {model_config.vocab_size}")
+    if config.seq_len > model_config.seq_len:
+        raise UserError(f"--seq_len={config.seq_len}: the model's context is {model_config.seq_len}")
     world = connect(config.device)
     model_config = replace(model_config, dropout=0.0)
     model = GPT(model_config).eval()

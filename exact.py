@@ -52,6 +52,7 @@ class Exact(ScratchDataParallel):
         Raises RunError on every rank, naming the parameter, where the sum might not fit.
         """
         if self.world_size > 1:
+            self.largest.nan_to_num_(nan=float("inf"))  # the larger of a number and NaN may be either
             dist.all_reduce(self.total)
             dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         largest = self.largest.tolist()

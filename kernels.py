@@ -12,9 +12,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     The logits never exist as a whole: they are made for some rows at a time, and with them at once their part of the
     gradients, as in Liger Kernel (Hsu et al. 2024). Products are in autocast's dtype, sums in float32.
     """
-    # A CPU's caches hold four megabytes of logits; a GPU wants large products.
-    rows = max(1, (1 << 20 if x.device.type == "cpu" else 1 << 27) // len(weight))
+    rows = rows_at_a_time(len(weight), x.device)
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
+
+
+def rows_at_a_time(vocab_size: int, device: torch.device) -> int:
+    """Of the logits: a CPU's caches hold four megabytes of them, but each part reads all weights; a GPU wants more."""
+    return max(256, (1 << 20 if device.type == "cpu" else 1 << 27) // vocab_size)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -64,7 +68,7 @@ def on_compiled_cpu(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., C] over its root mean square (Zhang & Sennrich 2019), times `weight` [C]; on a CPU in autocast's dtype.
+    """`x` [..., C] over its root mean square (Zhang & Sennrich 2019), times `weight` [C]; on an eager CPU in autocast's dtype.
 
     torch has a fused kernel for GPUs, and its compiler makes one; on an eager CPU its backward is a dozen passes over memory.
     """

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter, check_replicas
 from exact import Exact
+from kernels import rows_at_a_time
+from model import flops_per_token
 from optim import Optimizers
 from settings import Config, ModelConfig, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
@@ -141,15 +143,20 @@ class Engine:
 def use_float8(module: nn.Module, world: World) -> None:
     """Let the linear layers of the blocks multiply in float8 (Micikevicius et al. 2022); their weights stay as they are.
 
-    Raises UserError where the device has no such products or torchao is not installed.
+    Raises UserError where the device has no such products, a width does not fit them or torchao is not installed.
     """
     if world.device.type != "cuda" or torch.cuda.get_device_capability(world.device) < (8, 9):
         raise UserError(f"--fp8=true: this {world.device.type} device has no float8 products; use an H100 or newer")
+    if odd := [name for name, p in module.blocks.named_parameters() if p.ndim == 2 and any(n % 16 for n in p.shape)]:
+        raise UserError(
+            f"--fp8=true multiplies matrices whose sides are multiples of 16; {odd[0]} is not; change --n_embd, --d_ff"
+        )
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
         raise UserError("--fp8=true is done by torchao, which is not installed: pip install torchao") from None
     convert_to_float8_training(module.blocks)
+    torch._dynamo.config.optimize_ddp = False  # which cannot cut a graph of torchao's tensors into buckets
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -252,19 +259,21 @@ def choose_compile(asked: str, device: torch.device, run_flops: float) -> str:
 def fit_micro_batch(asked: int | str, model: ModelConfig, sequences: int, strategy: str, world: World) -> int:
     """Sequences of a micro-batch: as asked, or the largest equal share of the update's `sequences` whose activations fit.
 
-    The estimate counts what backward keeps: per layer about 14 widths and 3 MLP widths of two bytes a token, and, as a margin,
-    the logits, which are made in parts.
+    The estimate counts what backward keeps: per layer about 14 widths and 3 MLP widths of two bytes a token, and the logits
+    that are made at a time. All ranks must call it: what fits is what fits on the rank with the least memory.
     Under `exact` the cut must not depend on the number of ranks; it is made for up to 8.
     """
     if asked != "auto":
         return int(asked)
-    layer = 14 * model.n_embd + 3 * model.d_ff
-    bytes_per_sequence = model.seq_len * (2 * model.n_layer * layer + 10 * model.vocab_size)
+    bytes_per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
+    logits = 10 * model.vocab_size * rows_at_a_time(model.vocab_size, world.device)
     budget = 1 << 28  # on a CPU, small enough for caches to matter and large enough to hide Python
     if world.device.type == "cuda":
-        budget = 0.7 * torch.cuda.mem_get_info(world.device)[0]
+        weights = flops_per_token(model) / 6  # a few more than there are
+        state = weights * (24 if strategy == "exact" else 16) / (world.size if strategy == "fsdp" else 1)
+        budget = 0.7 * (world.least(torch.cuda.mem_get_info(world.device)[0]) - state)
     share = math.gcd(sequences, sequences // min(8, sequences)) if strategy == "exact" else sequences // world.size
-    fitting = [n for n in range(1, share + 1) if share % n == 0 and n * bytes_per_sequence <= budget]
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and n * bytes_per_sequence + logits <= budget]
     return max(fitting, default=1)
 
 

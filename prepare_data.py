@@ -8,7 +8,6 @@ kill, it goes on behind the last finished shard.
 
 import io
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from tqdm import tqdm
 
 import settings
 from data import token_dtype, write_shard
-from settings import UserError
+from settings import UserError, cores
 from sources import Block, embedded_corpus, parsed, place, read_units, source_files
 from tokenizer import Tokenizer, load, resolve, write_text
 
@@ -203,7 +202,10 @@ def read_progress(directory: Path, request: dict) -> dict | None:
         if directory.exists() and any(not p.name.startswith(".") for p in directory.iterdir()):
             raise UserError(f"{directory} holds other files; choose another --out, or remove it")
         return None
-    told = json.loads(path.read_text())
+    try:
+        told = json.loads(path.read_text())
+    except ValueError:
+        raise UserError(f"{path} is damaged; remove {directory}, or choose another --out") from None
     needed = ["tokenizer.json"] + [row["file"] for done in told["splits"].values() for row in done["finished"]]
     whole = told["request"] == request and all((directory / name).exists() for name in needed)
     return told["splits"] if whole else None
@@ -281,11 +283,6 @@ def encode_files(splits: dict[str, Shards], split: Split, files: list[Path], wor
             save_progress(train.directory, request, splits)
         if not shards.finished:
             raise UserError(f"--val_fraction={split.val_fraction} leaves no document for {shards.split}; try another")
-
-
-def cores() -> int:
-    """Those this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(config: PrepareConfig) -> None:

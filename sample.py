@@ -1,6 +1,5 @@
 """Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`."""
 
-import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -58,9 +57,8 @@ def main(config: SampleConfig) -> None:
     model.to(device)
     asked = "float32" if config.dtype == "auto" and device.type == "cpu" else config.dtype  # for one token no slower
     dtype = parallel.DTYPES[parallel.choose_dtype(asked, device)]
-    autocast = contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
     generator = torch.Generator().manual_seed(config.seed)
-    with autocast:
+    with parallel.autocast(device, dtype):
         for _ in range(config.num_samples):
             new = generate(
                 model,

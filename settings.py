@@ -7,6 +7,7 @@ imports neither torch nor numpy. Reading it is reading the reference of all sett
 import contextlib
 import dataclasses
 import difflib
+import errno
 import io
 import math
 import os
@@ -15,7 +16,7 @@ import time
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 HERE = Path(__file__).parent
 # What users of nanoGPT and Hugging Face may type first.
@@ -53,6 +54,16 @@ def user_errors():
             time.sleep(3)
         print(f"error: {error}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr, flush=True)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+    except OSError as error:  # of a path that cannot be what it is asked to be, or a full disk
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -447,8 +458,3 @@ def toml(value: str | bool | int | float) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
     return repr(value)
-
-
-def choices(cls, name: str) -> tuple:
-    """The values that a flag with fixed choices takes."""
-    return get_args(flat_fields(cls)[name].type)

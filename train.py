@@ -258,7 +258,7 @@ def prepare(config: Config, world: World) -> Run:
     source, notes = world.from_master(find_source(config, directory) if world.is_master else None)
     state = checkpoint.load_state(source) if source else TrainState()
     pretrained = hf.find_model(config.model.init_from) if config.model.init_from != "scratch" and not source else None
-    config = resolve(config, dataset, world, pretrained)
+    config = resolve(config, dataset, world, pretrained, state)
     notes += check_changes(state, config, dataset, own=source and source.parent.parent == directory)
 
     module = GPT(config.model)
@@ -306,8 +306,11 @@ def find_source(config: Config, directory: Path) -> tuple[Path | None, list[str]
     return source, [f"starting from {source}"]
 
 
-def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Path | None) -> Config:
-    """`config` with every choice made that it left to us. Raises UserError where it does not fit dataset or ranks."""
+def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Path | None, state: TrainState) -> Config:
+    """`config` with every choice made that it left to us. Raises UserError where it does not fit dataset or ranks.
+
+    What a run chose once it keeps, for bits depend on it: the size of its micro-batches, where the ranks can share those.
+    """
     model = config.model
     if pretrained:
         keep = {"seq_len": model.seq_len, "dropout": model.dropout, "init_from": model.init_from}
@@ -320,6 +323,9 @@ def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Pat
     micro_batch_size = parallel.fit_micro_batch(
         config.train.micro_batch_size, model, sequences, config.parallel.strategy, world
     )
+    if (then := state.settings.get("micro_batch_size")) and config.train.micro_batch_size == "auto":
+        shared = world.size if config.parallel.strategy != "exact" else 1
+        micro_batch_size = micro_batch_size if sequences % (then * shared) else then
     parallel.check_share(sequences // micro_batch_size, config.parallel.strategy, world)
     run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
     train = dataclasses.replace(

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from settings import RunError, UserError
+from settings import RunError, UserError, cores
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class World:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def least(self, value: float) -> float:
+        """The smallest of the ranks' values."""
+        if self.size > 1:
+            dist.all_reduce(value := torch.tensor(value, dtype=torch.float64), op=dist.ReduceOp.MIN)
+        return float(value)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
@@ -67,7 +73,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if self.store is None:
+            if self.store is None or not is_communication(error):
                 raise
             self.store.set(f"failed/{self.rank}", "")
             keys, deadline = [f"failed/{rank}" for rank in range(self.size)], time.monotonic() + 5
@@ -77,6 +83,12 @@ class World:
             if not missing:
                 raise
             raise RunError(f"rank(s) {missing} no longer answer: {str(error).splitlines()[0]}") from None
+
+
+def is_communication(error: RuntimeError) -> bool:
+    """Whether a collective failed, not this rank's own computation. gloo's errors are plain RuntimeErrors."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout")
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(w in str(error).lower() for w in words))
 
 
 def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.0) -> World:
@@ -90,8 +102,7 @@ def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     shared = os.environ.get("LOCKSTEP_SHARE_GPU") == "1"  # to try several ranks on one GPU, which NCCL refuses
     place = _place(device, local_rank, shared)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or max(1, cores // local_size))
+    torch.set_num_threads(threads or max(1, cores() // local_size))
     if place.type == "cuda":
         torch.cuda.set_device(place)
     elif sys.platform == "linux":
@@ -151,7 +162,8 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: take up to so much from the heap
+        # M_MMAP_THRESHOLD: take up to so much from the heap; before 2.35 glibc refuses more than 32 MB
+        libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: do not shrink it
         libc.mallopt(-2, 1 << 30)  # M_TOP_PAD: let it grow by so much at once; it takes memory only where it is used
         for function in (libc.sbrk, libc.malloc):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from settings import RunError
+from settings import RunError, cores
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -99,12 +99,16 @@ def describe() -> dict:
     """This machine and the versions of what ran on it."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = said(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {
-        "machine": {"cpu": (models or [platform.processor()])[0], "cores": cores, "memory_gib": round(memory, 1), "gpus": gpus},
+        "machine": {
+            "cpu": (models or [platform.processor()])[0],
+            "cores": cores(),
+            "memory_gib": round(memory, 1),
+            "gpus": gpus,
+        },
         "versions": {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}", **versions},
         "commit": said(["git", "describe", "--always", "--dirty"]),
         "load": [round(load, 2) for load in os.getloadavg()],

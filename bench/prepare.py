@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 import machine
 import settings
 from measure import environment, in_fresh_process, in_turns, ratio, spread
-from settings import RunError, UserError
+from settings import RunError, UserError, cores
 
 METHODS = ("encode_ordinary_batch", "encode_to_numpy")  # tiktoken's own threads; its fastest call in threads of ours
 
@@ -127,7 +127,6 @@ def our_run(text: Path, tokenizer: Path) -> tuple[float, float]:
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
     """Of tiktoken's threads for the texts, which are in memory."""
-    from prepare_data import cores
     from tokenizer import load
 
     documents, encoding = texts(path), load(tokenizer).fast

@@ -237,6 +237,24 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, stra
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
+POISONED_PARAMETER = """
+from exact import Exact
+seen = []
+def poisoned(self, parameter, ready=Exact.gradient_ready):
+    seen.extend([parameter] * (parameter is self.trainable[0]))
+    if os.environ["RANK"] == "1" and parameter is self.trainable[0] and len(seen) == 15:
+        parameter.grad[0] = float("nan")
+    ready(self, parameter)
+Exact.gradient_ready = poisoned
+"""
+
+
+def test_one_number_that_is_not_finite_on_one_rank_is_seen_by_exact(train):
+    done = train.changed(POISONED_PARAMETER, "nan", 2, strategy="exact", steps=6)
+    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
+
+
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
     done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
     assert "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr

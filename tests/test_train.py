@@ -244,6 +244,36 @@ def test_tokens_beyond_the_end_of_an_epoch(train):
     assert float(re.search(r"reads them ([\d.]+) times", done.stdout)[1]) > 1
 
 
+def test_a_run_keeps_the_micro_batches_it_chose(train):
+    def chosen():
+        return re.search(r"micro_batch_size = (\d+)", (train.runs / "auto" / "config.toml").read_text())[1]
+
+    train("auto", steps=3, micro_batch_size="auto")
+    assert chosen() == "24"
+    train.changed("import parallel\nparallel.fit_micro_batch = lambda *_: 1", "auto", steps=5, micro_batch_size="auto")
+    assert chosen() == "24"
+
+
+def test_compiled_ddp_on_two_ranks_is_eager_up_to_rounding(train):
+    # more than the first bucket of gradients, so that the graph is cut; biases and GELU have a backward of their own
+    flags = dict(GENTLE, architecture="gpt2", n_embd=128, n_head=2, steps=3, eval_every=0, micro_batch_size=6)
+    train("eager", ranks=2, **flags)
+    execute(train.command("compiled", ranks=2, **(flags | {"compile": "on"})), timeout=400)
+    assert largest_difference(train.weights("eager"), train.weights("compiled")) < 5e-5  # a wrong gradient moves them by 3e-4
+
+
+def test_evaluate_refuses_what_the_model_cannot(shared):
+    for flag in ("--seq_len=17", "--micro_batch_size=-1", "--eval_tokens=-5"):
+        done = execute([sys.executable, "evaluate.py", shared.runs / "plain", flag], status=2)
+        assert done.stderr.startswith("error: ") and flag.split("=")[0] in done.stderr
+
+
+def test_an_out_dir_that_is_a_file_is_an_error_of_one_line(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = execute(train.command("plain", out_dir=tmp_path / "file"), status=2)
+    assert done.stderr.startswith("error: ") and str(tmp_path / "file") in done.stderr
+
+
 def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
     out = tmp_path / "curves.png"
     same = ["--eval_tokens=640", "--dtype=float32"]
