@@ -5,7 +5,6 @@ on the same tokens, each trained by its own train.py in turns: milliseconds of a
 steps left out. Between them the fastest bfloat16 matrix product, which our model FLOPs are a share of.
 """
 
-import os
 import re
 import statistics
 import subprocess
@@ -37,14 +36,10 @@ class TokensPerSecondConfig:
     """Steps of each run that are not counted."""
     compile: bool = True
     """Measure both programs compiled too. (On a CPU nanoGPT's README turns it off.)"""
-    isa: str = ""
-    """The instructions that oneDNN may use, as AVX512_CORE_BF16 for a processor without a matrix unit (empty: all)."""
 
 
 def main(config: TokensPerSecondConfig) -> None:
     """Measure all in turns; print and write tokens/s, the share of the peak and the ratios."""
-    if config.isa:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = config.isa  # for every process that is started here
     with tempfile.TemporaryDirectory() as folder:
         peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", random_text(2_000_000))
 
@@ -73,7 +68,7 @@ def main(config: TokensPerSecondConfig) -> None:
         if name.startswith("ours")
     }
     result = {name: spread(values) for name, values in measured.items()} | shares | ratios | {"flops_per_token": flops}
-    print(machine.write("_".join(["tokens_per_second", *config.isa.lower().split()]), result))
+    print(machine.write("tokens_per_second", result))
     for name, value in shares.items():
         print(f"{name}: {value:.1%}")
     for name, value in ratios.items():
