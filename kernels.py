@@ -62,11 +62,6 @@ def on_eager_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def on_compiled_cpu(x: Tensor) -> bool:
-    """Where the compiler's own choices of what to fuse cost more than they save."""
-    return x.device.type == "cpu" and torch.compiler.is_compiling()
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., C] over its root mean square (Zhang & Sennrich 2019), times `weight` [C]; on an eager CPU in autocast's dtype.
 
@@ -182,17 +177,19 @@ class Gelu(torch.autograd.Function):
         return (grad.float() * (gate + slope * gate * (1 - gate))).to(grad.dtype)
 
 
-def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """`x` [N, C] plus `bias` [C], in the dtype of `x`; for compiled code on a CPU.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of `x` [B, T, in], but in compiled code on a CPU the bias is added behind the product.
 
-    There a linear layer's own addition copies the bias to every row before the product, and the gradient of the bias, a sum
-    over columns, computes anew, column by column, what the gradient of `x` was computed from.
+    There the product's own addition copies the bias to every row before, and the gradient of the bias, a sum over columns,
+    computes anew, column by column, what the gradient of `x` was computed from.
     """
-    return AddBias.apply(x, bias)
+    if bias is None or x.device.type != "cpu" or not torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return AddBias.apply(F.linear(x.flatten(0, 1), weight), bias).view(*x.shape[:2], -1)
 
 
 class AddBias(torch.autograd.Function):
-    """See `add_bias`."""
+    """`x` [N, C] plus `bias` [C], in the dtype of `x`; see `linear`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:

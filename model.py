@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import add_bias, gelu, linear_cross_entropy, norm_and_rotate, on_compiled_cpu, rms_norm, rotate
+from kernels import gelu, linear, linear_cross_entropy, norm_and_rotate, rms_norm, rotate
 from settings import ModelConfig
 
 SHORT = 512  # up to so long a context attention on a CPU holds the whole matrix of weights
@@ -181,13 +181,11 @@ def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device |
 
 
 class Linear(nn.Linear):
-    """torch's, with `kernels.add_bias` where that is faster."""
+    """torch's, by way of `kernels.linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [B, T, in] to [B, T, out]."""
-        if self.bias is None or not on_compiled_cpu(x):
-            return super().forward(x)
-        return add_bias(F.linear(x.flatten(0, 1), self.weight), self.bias).view(*x.shape[:2], -1)
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -256,15 +256,20 @@ def choose_compile(asked: str, device: torch.device, run_flops: float) -> str:
         return "off"
 
 
-def fit_micro_batch(asked: int | str, model: ModelConfig, sequences: int, strategy: str, world: World) -> int:
+def fit_micro_batch(
+    asked: int | str, before: int | None, model: ModelConfig, sequences: int, strategy: str, world: World
+) -> int:
     """Sequences of a micro-batch: as asked, or the largest equal share of the update's `sequences` whose activations fit.
 
+    A run keeps what it had `before`, for bits depend on it, where the ranks can share that.
     The estimate counts what backward keeps: per layer about 14 widths and 3 MLP widths of two bytes a token, and the logits
     that are made at a time. All ranks must call it: what fits is what fits on the rank with the least memory.
     Under `exact` the cut must not depend on the number of ranks; it is made for up to 8.
     """
     if asked != "auto":
         return int(asked)
+    if before and sequences % (before * (1 if strategy == "exact" else world.size)) == 0:
+        return before
     bytes_per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
     logits = 10 * model.vocab_size * rows_at_a_time(model.vocab_size, world.device)
     budget = 1 << 28  # on a CPU, small enough for caches to matter and large enough to hide Python

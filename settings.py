@@ -58,7 +58,7 @@ def user_errors():
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        raise SystemExit(1 if error.errno == errno.ENOSPC else 2) from None
 
 
 def cores() -> int:

@@ -307,10 +307,7 @@ def find_source(config: Config, directory: Path) -> tuple[Path | None, list[str]
 
 
 def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Path | None, state: TrainState) -> Config:
-    """`config` with every choice made that it left to us. Raises UserError where it does not fit dataset or ranks.
-
-    What a run chose once it keeps, for bits depend on it: the size of its micro-batches, where the ranks can share those.
-    """
+    """`config` with every choice made that it left to us. Raises UserError where it does not fit dataset or ranks."""
     model = config.model
     if pretrained:
         keep = {"seq_len": model.seq_len, "dropout": model.dropout, "init_from": model.init_from}
@@ -320,12 +317,10 @@ def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Pat
         model = dataclasses.replace(found, **keep)
     model = settings.resolve_model(model, dataset.vocab_size)
     sequences = config.train.tokens_per_update // model.seq_len
+    before = state.settings.get("micro_batch_size")
     micro_batch_size = parallel.fit_micro_batch(
-        config.train.micro_batch_size, model, sequences, config.parallel.strategy, world
+        config.train.micro_batch_size, before, model, sequences, config.parallel.strategy, world
     )
-    if (then := state.settings.get("micro_batch_size")) and config.train.micro_batch_size == "auto":
-        shared = world.size if config.parallel.strategy != "exact" else 1
-        micro_batch_size = micro_batch_size if sequences % (then * shared) else then
     parallel.check_share(sequences // micro_batch_size, config.parallel.strategy, world)
     run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
     train = dataclasses.replace(

@@ -158,7 +158,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep the memory of large tensors for the next ones, in huge pages where Linux grants them.
 
     By default it returns it to the kernel at every free, and the page faults of taking it again are a tenth of an eager
-    training step on a CPU; looking up small pages is another 3 %.
+    training step on a CPU; looking up small pages is another 1.5 % of a compiled one.
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         libc = ctypes.CDLL(None)

@@ -25,8 +25,6 @@ import settings
 from measure import environment, in_fresh_process, in_turns, ratio, spread
 from settings import RunError, UserError, cores
 
-METHODS = ("encode_ordinary_batch", "encode_to_numpy")  # tiktoken's own threads; its fastest call in threads of ours
-
 
 @dataclass(frozen=True)
 class PrepareConfig:
@@ -62,14 +60,16 @@ def main(config: PrepareConfig) -> None:
             return size / in_fresh_process(build_nanogpt_seconds, script, text, tokenizer) / 1e6
 
         contenders = {"ours, MB/s": ours}
-        for method in METHODS:
+        for method in ("encode_ordinary_batch", "encode_to_numpy"):  # its own threads; its fastest call in ours
             contenders[f"tiktoken {method}, MB/s"] = lambda method=method: (
                 size / in_fresh_process(tiktoken_seconds, method, text, tokenizer) / 1e6
             )
         if config.build_nanogpt:
             contenders["build-nanogpt, MB/s"] = peer
         measured = in_turns(config.rounds, contenders)
-    ratios = {f"ours / {name[:-6]}": ratio(measured["ours, MB/s"], measured[name]) for name in list(contenders)[1:]}
+    ratios = {
+        f"ours / {name.removesuffix(', MB/s')}": ratio(measured["ours, MB/s"], measured[name]) for name in list(contenders)[1:]
+    }
     result = {name: spread(values) for name, values in measured.items()} | ratios | {"bytes": size, "peak_memory_mb": memory}
     print(machine.write("prepare", result))
     print(f"peak memory of prepare_data.py and its workers: {memory['ours']:,.0f} MB")
