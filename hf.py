@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from files import listing, read_json
 from model import GPT
 from settings import ModelConfig, UserError
 
@@ -311,26 +312,6 @@ def find_model(name: str) -> Path:
     except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{name} is neither a directory here nor to be had from the Hugging Face hub: {reason}") from None
-
-
-def listing(directory: Path) -> str:
-    """The first names in `directory`, for messages."""
-    names = sorted(path.name for path in directory.iterdir())
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises UserError where it cannot be read."""
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        there = f"only {listing(path.parent)}" if path.parent.is_dir() else "it is no directory"
-        raise UserError(f"{path.parent} has no {path.name}: {there}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
-    if not isinstance(told, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return told
 
 
 def write_json(path: Path, value: dict) -> None:

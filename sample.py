@@ -35,6 +35,7 @@ def main(config: SampleConfig) -> None:
     """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
     import torch
 
+    import files
     import hf
     import parallel
     import tokenizer
@@ -44,7 +45,7 @@ def main(config: SampleConfig) -> None:
     check(config)
     directory = hf.find_model(config.run)
     if not (directory / "tokenizer.json").exists():
-        raise UserError(f"{directory} has no tokenizer.json, only {hf.listing(directory)}")
+        raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}")
     text = tokenizer.load(directory / "tokenizer.json")
     prompt = text.encode(read_prompt(config.prompt)).tolist() or [text.eot_token]
     model_config, state = hf.read_model(directory)

@@ -11,6 +11,7 @@ from conftest import ROOT
 # From the ground up: a module may import those before it.
 FLOORS = [
     "settings",
+    "files",
     "world",
     "data",
     "sources",
