@@ -247,7 +247,7 @@ def check_changes(state: TrainState, config: Config, dataset: Dataset, own: bool
     if refused:
         refused.append("restore these settings, or start another run with --name=...")
         raise UserError("\n       ".join(refused))
-    silent = {"name", "out_dir", "resume", "tokens", "threads"}
+    silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
     return [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
 
 

@@ -177,17 +177,19 @@ class Dataset:
         return loss / float(np.log(2)) * len(self.splits[split]) / self.bytes_of_text[split]
 
 
-def open_dataset(directory: str | Path, vocab_size: int = 0) -> Dataset:
+def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
     """Open a dataset directory, ours (dataset.json) or foreign token files, and check sizes, counts and token ids.
 
-    vocab_size: what foreign files, which do not say it, are held to (0: GPT-2's). Raises UserError.
+    vocab_size: what foreign files, which do not say it, are held to (0: GPT-2's). prepare_command: what makes the dataset, if
+    it names this directory as --out; the UserError for a missing directory prints it.
     """
     directory = Path(directory)
     if (directory / "dataset.json").exists():
         return _open_own(directory)
     if not directory.is_dir():
-        made = "python prepare_data.py" + ("" if directory == Path("tokens/python") else f" SOURCE --out={directory}")
-        raise UserError(f"--tokens={directory} does not exist; make it with: {made}")
+        if f"--out={directory}" not in prepare_command.split():
+            prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
+        raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")
     names = {split: _foreign_files(directory, split) for split in ("train", "val")}
     if not names["train"] or not names["val"]:
         raise UserError(

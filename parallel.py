@@ -243,16 +243,3 @@ def fit_micro_batch(config: Config, model: ModelConfig, previous: int | None, wo
     share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world.size
     fitting = [n for n in range(1, share + 1) if share % n == 0 and n * bytes_per_sequence + logits <= budget]
     return max(fitting, default=1)
-
-
-def check_share(micro_batches: int, strategy: str, world: World) -> None:
-    """Raise UserError unless the ranks get equal numbers of micro-batches, or under `exact` at least one each."""
-    if strategy == "exact" and micro_batches < world.size:
-        raise UserError(
-            f"{micro_batches} micro-batch(es) an update are too few for {world.size} ranks; lower --micro_batch_size"
-        )
-    if strategy != "exact" and micro_batches % world.size:
-        raise UserError(
-            f"{micro_batches} micro-batches an update cannot be shared equally by {world.size} ranks; change "
-            "--tokens_per_update, --micro_batch_size or the number of ranks, or use --strategy=exact, which shares unequally"
-        )

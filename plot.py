@@ -14,6 +14,7 @@ from statistics import median
 
 import tyro
 
+import cli
 import settings
 from settings import UserError
 
@@ -229,7 +230,7 @@ def main() -> None:
     with settings.user_errors():
         config = settings.parse(PlotConfig, sys.argv[1:], __doc__)
         if not config.runs:
-            raise UserError("name at least one run: python plot.py runs/NAME")
+            raise UserError(f"name at least one run: {cli.run_example()}")
         draw([Path(run) for run in config.runs], Path(config.out))
         print(config.out)
 

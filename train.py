@@ -89,7 +89,7 @@ def main(config: Config) -> int:
 
 def prepare(config: Config, world: World) -> Run:
     """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
-    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size)
+    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     if world.is_master:
@@ -239,7 +239,7 @@ def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Pat
         compile="off" if "off" in compiles else "on",
     )
     config = dataclasses.replace(config, model=model, train=train)
-    parallel.check_share(config.micro_batches, config.parallel.strategy, world)
+    settings.check(config, world.size)
     return config
 
 

@@ -10,6 +10,7 @@ from conftest import ROOT
 
 # From the ground up: a module may import those before it.
 FLOORS = [
+    "cli",
     "settings",
     "files",
     "device",
