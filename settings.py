@@ -229,11 +229,9 @@ def read_preset(path: Path) -> Config:
     """The `Config` in a TOML file with one table a group. Raises one UserError with all its mistakes."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        presets = ", ".join(f"config/{p.name}" for p in sorted((HERE / "config").glob("*.toml")))
-        raise UserError(f"no preset {path}; there are {presets}") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a directory; a preset is a file, such as {path}/config.toml") from None
+    except (FileNotFoundError, IsADirectoryError):
+        presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
+        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     groups = {group.name: flat_fields(group.type) for group in dataclasses.fields(Config)}

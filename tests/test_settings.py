@@ -66,7 +66,7 @@ def test_booleans(word, value):
         (["--strategy=magic"], "must be ddp|zero1|"),
         (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
         (["config/nothing.toml"], "config/laptop.toml"),
-        (["config"], "config is a directory"),
+        (["config"], "no preset config; there are config/gpt2_124m.toml, "),
         (["--lr=1", "config/laptop.toml"], "before all flags"),
         (
             ["--n_head=5"],
