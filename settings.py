@@ -257,7 +257,7 @@ def read_preset(path: Path) -> Config:
 def check(config: Config, world_size: int) -> None:
     """Raise one UserError that names every setting that does not work on `world_size` ranks, and values that do.
 
-    It is for a config as given, and again for one whose every `auto` is resolved.
+    It works for a config as given and for one with every `auto` resolved.
     """
     refuse(range_problems(config))  # the other checks calculate with these numbers
     refuse([*strategy_problems(config, world_size), *shape_problems(config.model), *share_problems(config, world_size)])
