@@ -1,28 +1,86 @@
-"""Pieces of the model with a backward written by hand, where autograd's would read and write memory needlessly."""
+"""Operations of the model that are faster here than in plain PyTorch: most have a backward pass written by hand.
+
+Autograd would read and write memory more often than these need. Each one is tested against the plain formula.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+SHORT = 512  # longest context whose whole matrix of attention weights is computed at once on a CPU
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """Causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]. Returns [B, H, T, D].
+
+    The T queries belong to the last T of the S tokens, so each of them sees S - T earlier tokens, and itself, and no later one.
+    Dropout acts on the attention weights.
+    """
+    T, S = q.shape[2], k.shape[2]
+    if q.device.type == "cpu" and q.dtype is torch.bfloat16 and T == S <= SHORT:
+        return short_attention(q, k, v, dropout_p)
+    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
+
+
+def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    """`attention` for S = T up to SHORT, as two matrix products and a softmax, with the [T, T] weights in memory.
+
+    For bfloat16 on a CPU, PyTorch's flash attention takes two to four times as long, because its backward pass does not use
+    the matrix unit.
+    """
+    B, H, T, D = q.shape
+    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] != H else x for x in (k, v))
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    if torch.compiler.is_compiling():  # the compiler fuses scale, mask and softmax into one pass over memory
+        scores = torch.bmm(q, k.transpose(1, 2)) * D**-0.5 + mask_table(T, q.dtype, q.device)
+    else:
+        scores = torch.baddbmm(causal_mask(T, q.dtype, q.device).expand(B * H, T, T), q, k.transpose(1, 2), alpha=D**-0.5)
+    return torch.bmm(F.dropout(scores.softmax(dim=-1), dropout_p), v).view(B, H, T, D)
+
+
+def causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What to add to attention scores [T, T]: 0, and -inf where the key is later than the query."""
+    return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1)
+
+
+@torch.library.custom_op("lockstep::causal_mask", mutates_args=())
+def mask_table(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`causal_mask` for compiled code, as an operation that the compiler does not look into.
+
+    It would fuse `causal_mask` into the softmax and compute it again for every score, which makes the softmax a third slower
+    than reading a table.
+    """
+    return causal_mask(length, dtype, device)
+
+
+@mask_table.register_fake
+def _(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((length, length), dtype=dtype, device=device)
+
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, a float32 scalar, of the logits `x` [N, C] @ `weight` [V, C] transposed, at `targets` [N] int64.
 
-    The logits never exist as a whole: they are made for some rows at a time, and with them at once their part of the
-    gradients, as in Liger Kernel (Hsu et al. 2024). Products are in autocast's dtype, sums in float32.
+    The whole [N, V] logits never exist. Some rows of them are computed at a time, and their share of the gradients right
+    after, as in Liger Kernel (Hsu et al. 2024). Matrix products are in autocast's dtype, sums in float32.
     """
     rows = rows_at_a_time(len(weight), x.device)
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
 
 
 def rows_at_a_time(vocab_size: int, device: torch.device) -> int:
-    """Of the logits: a CPU's caches hold four megabytes of them, but each part reads all weights; a GPU wants more."""
+    """How many rows of logits to compute at a time.
+
+    Four megabytes of logits fit a CPU's cache. Fewer rows would read the weights too often. A GPU needs more rows to be busy.
+    """
     return max(256, (1 << 20 if device.type == "cpu" else 1 << 27) // vocab_size)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """See `linear_cross_entropy`. Forward computes the gradients of the sum of the losses, backward scales them."""
+    """See `linear_cross_entropy`. The forward pass computes the gradients of the summed loss; backward only scales them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, with_gradients: bool) -> Tensor:
@@ -30,15 +88,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, weight = x.to(dtype), weight.to(dtype)
         loss = x.new_zeros((), dtype=torch.float32)
         x_grad, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
-        for part, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
-            logits = (part @ weight.T).float()
+        for x_rows, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
+            logits = (x_rows @ weight.T).float()  # [rows, V]
             log_probabilities = logits.log_softmax(1)
             loss = loss - log_probabilities.gather(1, target).sum()
-            if with_gradients:
+            if with_gradients:  # of each row's loss with respect to its logits: the probabilities, less 1 at the target
                 logits_grad = log_probabilities.exp_()
                 logits_grad = logits_grad.scatter_add_(1, target, logits_grad.new_full(target.shape, -1)).to(x.dtype)
                 x_grad.append(logits_grad @ weight)
-                weight_grad += logits_grad.T @ part
+                weight_grad += logits_grad.T @ x_rows
         if with_gradients:
             ctx.save_for_backward(torch.cat(x_grad), weight_grad)
         return loss / len(x)
@@ -52,20 +110,21 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """That of matrix products with `x`: autocast's, or its own."""
+    """The dtype of matrix products with `x`: autocast's where autocast is on, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def on_eager_cpu(x: Tensor) -> bool:
-    """Where neither a fused kernel nor the compiler saves what a backward by hand saves."""
+    """Whether a backward pass by hand pays for norms: a GPU has a fused kernel for them, and the compiler makes one."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., C] over its root mean square (Zhang & Sennrich 2019), times `weight` [C]; on an eager CPU in autocast's dtype.
+    """`x` [..., C] divided by its root mean square (Zhang & Sennrich 2019), times `weight` [C].
 
-    torch has a fused kernel for GPUs, and its compiler makes one; on an eager CPU its backward is a dozen passes over memory.
+    On an eager CPU the result is in autocast's dtype, and the backward pass is by hand: PyTorch's own needs a dozen passes
+    over memory there.
     """
     return RMSNorm.apply(x, weight, eps) if on_eager_cpu(x) else F.rms_norm(x, weight.shape, weight, eps)
 
@@ -85,7 +144,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight, scale = ctx.saved_tensors
         grad = grad.float()
-        # LayerNorm's fused backward for a mean of 0 is RMSNorm's but for the mean of the gradient, which it takes off.
+        # LayerNorm has a fused backward kernel. With a mean of 0 it computes RMSNorm's gradient, but also subtracts the mean
+        # of grad * weight, which the last line adds back.
         x_grad, weight_grad, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, (True, True, False)
         )
@@ -93,13 +153,17 @@ class RMSNorm(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / root mean square over the last dimension, which stays with size 1."""
+    """1 / root mean square of `x` [..., C] over its last dimension, as [..., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate the halves of `x` [B, T, H, D] by `rope` [2, T, 1, D / 2]; float32 because the table is."""
+    """Rotary positions (Su et al. 2021): rotate each pair of `x` [B, T, H, D] by the angle of its position and frequency.
+
+    A pair is element i of the first half of D and element i of the second. `rope` [2, T, 1, D / 2] holds cosines and sines in
+    float32, so the result is float32.
+    """
     cos, sin = rope
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -109,12 +173,12 @@ def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tens
     """`rotate(rms_norm(x))` for `x` [B, T, H, D] and `weight` [D], in the dtype of `x`."""
     if on_eager_cpu(x):
         return NormAndRotate.apply(x, weight, eps, rope)
-    # In the dtype of the weight: autocast alone would leave RMSNorm's fused kernel.
+    # F.rms_norm has a fused kernel only where x and weight have the same dtype.
     return rotate(rms_norm(x.to(weight.dtype), weight, eps), rope).to(x.dtype)
 
 
 class NormAndRotate(torch.autograd.Function):
-    """See `norm_and_rotate`. The result lies in memory as [B, H, T, D], which attention reads."""
+    """See `norm_and_rotate`. The result's memory is laid out as [B, H, T, D], the order in which attention reads it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
@@ -126,40 +190,40 @@ class NormAndRotate(torch.autograd.Function):
         out = torch.empty((B, H, T, D), dtype=x.dtype).transpose(1, 2)
         cos, sin = rope
         first, second = weight.chunk(2)
-        turn(normed, (cos * first, sin * second), (cos * second, sin * first), out)
+        rotate_into(out, normed, (cos * first, sin * second), (cos * second, sin * first))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         normed, weight, scale, (cos, sin) = ctx.saved_tensors
-        turned = torch.empty_like(normed)
-        turn(grad.float(), (cos, -sin), (cos, -sin), turned)
-        product = turned * normed
+        normed_grad = torch.empty_like(normed)  # before the weight: the gradient rotated back
+        rotate_into(normed_grad, grad.float(), (cos, -sin), (cos, -sin))
+        product = normed_grad * normed
         weight_grad = product.flatten(0, 2).sum(0)
         mean = (product @ weight)[..., None] / len(weight)
-        x_grad = turned.mul_(weight).addcmul_(normed, mean, value=-1).mul_(scale)
+        x_grad = normed_grad.mul_(weight).addcmul_(normed, mean, value=-1).mul_(scale)
         return x_grad.to(grad.dtype), weight_grad, None, None
 
 
-def turn(x: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """With the halves a, b of `x`: out = (a first[0] - b first[1], b second[0] + a second[1])."""
+def rotate_into(out: Tensor, x: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
+    """Write (a first[0] - b first[1], b second[0] + a second[1]) into the halves of `out`, where a, b are the halves of `x`."""
     (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     out_a.copy_((a * first[0]).addcmul_(b, first[1], value=-1))
     out_b.copy_((b * second[0]).addcmul_(a, second[1]))
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form (Hendrycks & Gimpel 2016), which is `x` times a sigmoid.
+    """GELU in its tanh form (Hendrycks & Gimpel 2016).
 
-    Of a sigmoid torch's compiler makes code for CPUs in less than half the time of its tanh, which takes as long as the matrix
-    product before it; left to its own it would also keep three tensors for backward in place of `x`.
+    Compiled code computes it with a sigmoid, which takes less than half the time of tanh on a CPU. tanh takes as long as the
+    matrix product before it. The backward pass by hand saves only `x`; the compiler would save three tensors.
     """
     return Gelu.apply(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
 
 
 class Gelu(torch.autograd.Function):
-    """See `gelu`: x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), for (1 + tanh u) / 2 = sigmoid(2 u)."""
+    """See `gelu`: x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), because (1 + tanh u) / 2 = sigmoid(2 u)."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -175,27 +239,3 @@ class Gelu(torch.autograd.Function):
         gate = torch.sigmoid(wide * (1.5957691216 + 0.0713548163 * square))
         slope = wide * (1.5957691216 + 0.2140644488 * square)
         return (grad.float() * (gate + slope * gate * (1 - gate))).to(grad.dtype)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of `x` [B, T, in], but in compiled code on a CPU the bias is added behind the product.
-
-    There the product's own addition copies the bias to every row before, and the gradient of the bias, a sum over columns,
-    computes anew, column by column, what the gradient of `x` was computed from.
-    """
-    if bias is None or x.device.type != "cpu" or not torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    return AddBias.apply(F.linear(x.flatten(0, 1), weight), bias).view(*x.shape[:2], -1)
-
-
-class AddBias(torch.autograd.Function):
-    """`x` [N, C] plus `bias` [C], in the dtype of `x`; see `linear`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
-        return (x + bias).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return grad, grad.sum(0, dtype=torch.float32)

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from settings import OptimConfig
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019): torch's fused kernel for all parameters.
+    """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), with PyTorch's fused kernel.
 
-    The kernel is called here because building a torch.optim.Optimizer imports torch's compiler, which takes a second.
+    It calls the function inside torch.optim.AdamW: constructing that class imports PyTorch's compiler, which takes a second.
     """
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8):
@@ -24,37 +25,34 @@ class AdamW:
     def step(self) -> None:
         """Update the weights from the gradients."""
         for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            if not given:
-                continue
-            for p in given:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
                 if p not in self.state:
                     step = torch.zeros((), device=p.device)
                     self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            averages, squares, steps = ([self.state[p][key] for p in given] for key in ("exp_avg", "exp_avg_sq", "step"))
-            torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(
-                given,
-                [p.grad for p in given],
-                averages,
-                squares,
+            adamw(
+                parameters,
+                [p.grad for p in parameters],
+                [self.state[p]["exp_avg"] for p in parameters],
+                [self.state[p]["exp_avg_sq"] for p in parameters],
                 [],  # AMSGrad's maxima
-                steps,
-                lr=group["lr"],
+                [self.state[p]["step"] for p in parameters],
+                fused=True,
+                amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
+                lr=group["lr"],
                 weight_decay=group["weight_decay"],
                 eps=self.eps,
-                amsgrad=False,
                 maximize=False,
             )
 
 
 class Muon:
-    """Muon (Jordan et al., 2024) with one batch of matrix products for all matrices of a shape.
+    """Muon (Jordan et al., 2024), which orthogonalizes all matrices of the same shape in one batch.
 
-    A transformer has a handful of shapes, and one of its matrices alone is too small to fill a GPU or to be worth a call. The
-    update is scaled to AdamW's RMS (Liu et al., "Muon is Scalable for LLM Training", 2025): one learning rate fits both.
+    A transformer's matrices have only a handful of shapes, and a single matrix is too small to keep a GPU busy. Updates are
+    scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits both.
     """
 
     def __init__(self, groups: list[dict], momentum: float):
@@ -65,26 +63,26 @@ class Muon:
     def step(self) -> None:
         """Update the weights from the gradients."""
         for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            for shape in dict.fromkeys(p.shape for p in given):
-                matrices = [p for p in given if p.shape == shape]
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for shape in dict.fromkeys(p.shape for p in parameters):
+                matrices = [p for p in parameters if p.shape == shape]
                 gradients = [p.grad for p in matrices]
                 for p in matrices:
                     if p not in self.state:
                         self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
                 momenta = [self.state[p]["momentum_buffer"] for p in matrices]
                 torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-                directions = orthogonalize(torch.stack(torch._foreach_lerp(gradients, momenta, self.momentum)))  # Nesterov's
+                nesterov = torch.stack(torch._foreach_lerp(gradients, momenta, self.momentum))  # [N, rows, columns]
+                updates = orthogonalize(nesterov).to(matrices[0].dtype)
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-                rate = 0.2 * group["lr"] * max(shape) ** 0.5
-                torch._foreach_add_(matrices, directions.to(matrices[0].dtype).unbind(), alpha=-rate)
+                torch._foreach_add_(matrices, updates.unbind(), alpha=-0.2 * group["lr"] * max(shape) ** 0.5)
 
 
 @dataclass(frozen=True)
 class Optimizers:
-    """One or two optimizers that together own every parameter: AdamW, or Muon with AdamW.
+    """The optimizers of a model, which together own every parameter: AdamW, or AdamW and Muon.
 
-    Each has `param_groups`, of which the rate of learning is set before a step, and `state`, tensors by parameter and name.
+    Each of the `parts` has `param_groups`, dictionaries with `params` and `lr`, and `state`: tensors by parameter and name.
     """
 
     parts: list[AdamW | Muon]
@@ -101,14 +99,14 @@ class Optimizers:
                 group["lr"] = lr
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """All state tensors, each with the parameter that it belongs to and its name there."""
+        """All state tensors: each with its parameter and its name, such as `exp_avg`."""
         for part in self.parts:
             for parameter, state in part.state.items():
                 for key, value in state.items():
                     yield parameter, key, value
 
     def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
-        """The inverse of `state`, by parameter."""
+        """Set the state tensors, given by parameter and name."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -117,10 +115,10 @@ class Optimizers:
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest (semi-)orthogonal matrix of each of `matrices` [N, rows, columns], nearly, in bfloat16.
+    """Approximate the nearest (semi-)orthogonal matrix to each of `matrices` [N, rows, columns], in bfloat16.
 
-    Newton and Schulz's iteration with the quintic polynomial of Muon (Jordan et al., 2024), of which every step is three
-    products of matrices; the wide way round, where these are smaller.
+    This is Muon's Newton-Schulz iteration with a quintic polynomial (Jordan et al., 2024). Each step takes three matrix
+    products. Tall matrices are transposed, because `gram` is then smaller.
     """
     a, b, c = 3.4445, -4.775, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
@@ -135,12 +133,12 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 def build(model: nn.Module, config: OptimConfig) -> Optimizers:
     """AdamW over all parameters, or Muon over the hidden matrices and AdamW over the rest.
 
-    Weight decay is for tensors of two and more dimensions.
+    Weight decay applies to tensors of two or more dimensions.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and name.startswith("blocks.")]
-    in_matrices = set(map(id, matrices))
-    others = [p for _, p in named if id(p) not in in_matrices]
+    matrices, others = [], []
+    for name, p in model.named_parameters():
+        hidden = p.ndim == 2 and name.startswith("blocks.")
+        (matrices if config.optimizer == "muon" and hidden else others).append(p)
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "lr": config.lr, "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "lr": config.lr, "weight_decay": 0.0},
@@ -154,7 +152,7 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
-    wsd: warmup, stable, decay (Hu et al., "MiniCPM", 2024), linear over the last `cooldown_fraction`.
+    wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). It decays linearly over the last `cooldown_fraction` of the run.
     """
     warmup = config.warmup_steps if config.warmup_steps >= 0 else math.ceil(steps / 50)
     if step < warmup:
@@ -163,7 +161,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         return config.lr
     floor = config.min_lr if config.min_lr >= 0 else (config.lr / 10 if config.schedule == "cosine" else 0.0)
     if config.schedule == "cosine":
-        done = (step - warmup) / max(1, steps - warmup)
-        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
-    left = (steps - step) / max(1, round(config.cooldown_fraction * steps))
-    return floor + (config.lr - floor) * min(1.0, left)
+        progress = (step - warmup) / max(1, steps - warmup)
+        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    remaining = (steps - step) / max(1, round(config.cooldown_fraction * steps))
+    return floor + (config.lr - floor) * min(1.0, remaining)

@@ -1,11 +1,10 @@
-"""The pieces with a backward of their own against autograd's."""
+"""The operations of kernels.py against plain PyTorch: values and gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import kernels
-from model import Linear
 
 
 def check(ours, reference, *inputs: torch.Tensor, atol: float = 1e-5) -> None:
@@ -23,6 +22,42 @@ def check(ours, reference, *inputs: torch.Tensor, atol: float = 1e-5) -> None:
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("queries", [1, 5, 12])
+def test_attention_is_causal_from_the_end(queries, heads, dtype):
+    """The last queries of a longer context see what the formula with an explicit mask sees; in bfloat16 roughly."""
+
+    def plain(q, k, v):
+        k, v = (x.repeat_interleave(4 // heads, dim=1) for x in (k, v))
+        later = torch.ones(queries, 12, dtype=torch.bool).triu(12 - queries + 1)
+        return (q @ k.mT * 8**-0.5).masked_fill(later, float("-inf")).softmax(-1) @ v
+
+    def ours(*inputs):
+        return kernels.attention(*(x.to(dtype) for x in inputs)).float()
+
+    inputs = random(2, 4, queries, 8), random(2, heads, 12, 8), random(2, heads, 12, 8, scale=2)
+    check(ours, plain, *inputs, atol=1e-5 if dtype is torch.float32 else 0.05)
+
+
+def test_dropout_of_attention_drops_weights():
+    ones = torch.ones(1, 1, 256, 16, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    dropped = kernels.attention(ones, ones, ones, dropout_p=0.5)
+    assert not torch.equal(dropped, ones)
+    assert dropped[:, :, 128:].float().mean().item() == pytest.approx(1, abs=0.05)
+
+
+def test_compiled_short_attention_reads_a_table():
+    """The mask is computed once by an operation of its own, not inside the softmax."""
+    from torch._inductor.utils import run_and_get_code
+
+    q, k, v = (random(2, 2, 32, 8, scale=scale).bfloat16() for scale in (1, 2, 3))
+    result, (code, *_) = run_and_get_code(torch.compile(kernels.attention), q, k, v)
+    assert "torch.ops.lockstep.causal_mask" in code
+    torch.testing.assert_close(result, kernels.attention(q, k, v), atol=0.1, rtol=0.02)
 
 
 @pytest.mark.parametrize("shape", [(5, 48), (2, 3, 16)])
@@ -97,15 +132,3 @@ def test_the_logits_are_never_whole():
 
 def test_gelu():
     check(kernels.Gelu.apply, lambda x: F.gelu(x, approximate="tanh"), torch.linspace(-12, 12, 501))
-
-
-def test_add_bias():
-    check(kernels.AddBias.apply, torch.add, random(30, 12), random(12))
-
-
-def test_a_compiled_linear_layer_has_the_gradients_of_torchs():
-    ours, torchs = Linear(12, 7), torch.nn.Linear(12, 7)
-    torchs.load_state_dict(ours.state_dict())
-    check(torch.compile(ours, backend="aot_eager"), torchs, random(3, 5, 12))
-    torch.testing.assert_close(ours.bias.grad, torchs.bias.grad)
-    torch.testing.assert_close(ours.weight.grad, torchs.weight.grad)
