@@ -255,7 +255,7 @@ def introduce(run: Run, notes: list[str]) -> None:
         f"{train.micro_batch_size} x {model.seq_len} on {run.world.size} rank(s), {config.parallel.strategy}, "
         f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank"
     )
-    epochs = train.steps * config.sequences_per_update / run.batches.stream.windows(model.seq_len)
+    epochs = train.steps * config.sequences_per_update / run.batches.stream.num_windows(model.seq_len)
     log.say(f"{len(run.batches.stream):,} train tokens in {config.data.tokens}; the run reads them {epochs:.2f} times")
     for note in notes:
         log.say(note)

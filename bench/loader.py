@@ -169,7 +169,7 @@ def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
     began = time.perf_counter()
     batches = our_batches(directory, config)
     opened = time.perf_counter() - began
-    steps = np.random.default_rng(0).integers(batches.stream.windows(config.seq_len) // 480, size=200).tolist()
+    steps = np.random.default_rng(0).integers(batches.stream.num_windows(config.seq_len) // 480, size=200).tolist()
     served = []
     for _ in range(2):
         began = time.perf_counter()

@@ -66,9 +66,9 @@ TOKENS = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(3))
 def test_transformers_opens_what_we_write(written, tokenizer_json):
     model, directory = written
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    other, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    other, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert type(other).__name__ == hf.ARCHITECTURES[model.config.architecture]
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     assert other.dtype == torch.float32
     torch.testing.assert_close(other(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
 
@@ -188,9 +188,9 @@ def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     ],
 )
 def test_what_is_not_exactly_ours_is_refused_by_name(shape, change, named, tmp_path):
-    told = hf.config_json(resolve_model(SHAPES[shape], 300), eot_token=0) | change
-    told = {key: value for key, value in told.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    config = hf.config_json(resolve_model(SHAPES[shape], 300), eot_token=0) | change
+    config = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=named):
         hf.read_config(tmp_path)
 
