@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_from_scratch import ScratchAllReduce, ScratchDataParallel, ScratchOverlap, ScratchReduceScatter
+from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 
 SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=64)  # nearly a bucket a parameter
 STRATEGIES = [
@@ -170,19 +170,19 @@ def test_trains_as_one_process_and_as_torch_ddp(start, strategy, world_size):
     start(world_size).run(check_lockstep, strategy)
 
 
-class AveragesWeights(ScratchDataParallel):
+class AveragesWeights(ScratchAllReduce):
     def average_gradients(self):
         for parameter in self.trainable:
             dist.all_reduce(parameter.data.div_(self.world_size))
 
 
-class ForgetsToDivide(ScratchDataParallel):
+class ForgetsToDivide(ScratchAllReduce):
     def average_gradients(self):
         for parameter in self.trainable:
             dist.all_reduce(parameter.grad)
 
 
-class ForgetsToSend(ScratchDataParallel):
+class ForgetsToSend(ScratchAllReduce):
     def average_gradients(self):
         pass
 
@@ -277,6 +277,7 @@ def test_no_sync_keeps_gradients_local_until_they_are_synced(start, strategy):
 
 
 def events_of_a_backward(strategy) -> list[str]:
+    torch.manual_seed(0)
     model, events = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), []
     for i, layer in enumerate(model):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(f"gradient {i}"))
