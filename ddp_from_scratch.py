@@ -284,11 +284,11 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError on all ranks if any parameter or buffer differs from that of rank 0 in a single bit.
+    """Raise ValueError on all ranks if any parameter or buffer is not the same on all of them, bit for bit.
 
-    The error names the first tensor that differs, and the ranks. The ranks exchange a sha256 of each tensor (32 bytes, over
-    its name, shape, dtype and bits), not the tensor itself. So models of different shapes are told apart, too, where a
-    comparison of tensors would hang.
+    The error names the first tensor that differs and, if more than half of the ranks agree on it, the ranks that do not. The
+    ranks exchange a sha256 of each tensor (32 bytes, over its name, shape, dtype and bits), not the tensor itself. So
+    models of different shapes are told apart, too, where a comparison of tensors would hang.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -302,12 +302,24 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
     hashes = hashes.to(device)
     hashes_of_ranks = [torch.empty_like(hashes) for _ in range(dist.get_world_size(group))]
     dist.all_gather(hashes_of_ranks, hashes, group=group)
-    differs = (torch.stack(hashes_of_ranks) != hashes_of_ranks[0]).any(dim=2).cpu()  # (W, tensors)
-    if differs.any():
-        first = int(differs.any(dim=0).nonzero()[0])
+    gathered = torch.stack(hashes_of_ranks).cpu()  # (W, tensors, 32)
+    differing = (gathered != gathered[0]).any(dim=2).any(dim=0).nonzero()
+    if len(differing):
+        first = int(differing[0])
         name = tensors[first][0] if first < len(tensors) else f"number {first}, which this rank does not have"
-        ranks = differs[:, first].nonzero().flatten().tolist()
-        raise ValueError(f"the replicas differ: parameter or buffer {name} of rank(s) {ranks} is not that of rank 0")
+        raise ValueError(f"the replicas differ: parameter or buffer {name} {vote(gathered[:, first].tolist())}")
+
+
+def vote(copies: list) -> str:
+    """Which ranks are outvoted, as the end of a sentence. `copies[rank]` is what that rank holds; they are not all equal."""
+    ranks_by_copy: dict[str, list[int]] = {}
+    for rank, copy in enumerate(copies):
+        ranks_by_copy.setdefault(str(copy), []).append(rank)
+    *others, most = sorted(ranks_by_copy.values(), key=len)
+    if 2 * len(most) > len(copies):
+        return f"of rank(s) {sorted(sum(others, []))} is not that of the other {len(most)} ranks"
+    groups = " and ".join(map(str, sorted(ranks_by_copy.values())))
+    return f"is not the same on ranks {groups}; no majority tells which is right"
 
 
 def digest(name: str, tensor: Tensor) -> bytes:
