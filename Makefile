@@ -2,13 +2,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 # One process for each GPU; two on a machine without.
 NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | wc -l); [ $$n -gt 0 ] && echo $$n || echo 2)
+THREADS = $(shell $(PYTHON) -c 'import os; print(max(1, os.cpu_count() // $(NPROC)))')
 
 .PHONY: train test lint bench setup
 .DELETE_ON_ERROR:
 
 train: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
-	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py
 	$(BIN)/python sample.py runs/laptop --prompt="def " --max_new_tokens=200
 
 test: .venv/dev

@@ -1,26 +1,32 @@
-"""Checkpoints: what a run needs to go on, published so that a kill at any instant leaves the last one or the new one whole.
+"""Checkpoints: everything a run needs to continue, and the whole policy of saving, keeping and finding it.
 
 A checkpoint is a Hugging Face model directory with optimizer.safetensors and trainer_state.json beside the model, and
-manifest.json (size and sha256 of every file), written last. It is written under a hidden name, flushed to disk and renamed.
+manifest.json (size and sha256 of every file), written last. It appears by rename: a kill at any instant leaves the last
+checkpoint or the new one, complete.
 """
 
-import hashlib
 import json
-import os
-import shutil
+import math
 import threading
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+import time
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import files
 import hf
+import settings
 from data import Dataset
-from settings import ModelConfig, UserError
+from log import Log
+from model import GPT
+from settings import Config, ModelConfig, RunError, UserError
+from world import World
 
 MANIFEST = "manifest.json"
+# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
+FIXED = [*settings.flat_fields(ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
 
 
 @dataclass
@@ -42,9 +48,90 @@ class TrainState:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
-    def add_evaluation(self, val_loss: float, step: int, keep: int) -> None:
-        """Remember an evaluated checkpoint if it is among the best `keep` (at least the best is always known)."""
-        self.best = sorted([*self.best, (val_loss, step)])[: max(1, keep)]
+
+class Checkpoints:
+    """The checkpoints of a run: when one is saved, in the background or not, and which ones stay.
+
+    All ranks call the methods; only the master writes and removes files.
+    """
+
+    def __init__(self, directory: Path, config: Config, dataset: Dataset, world: World, log: Log, start_step: int):
+        self.directory, self.config, self.model, self.dataset = directory, config.checkpoint, config.model, dataset
+        self.world, self.log = world, log
+        self.saved_at = start_step  # step of the newest checkpoint, published or being written
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, state: TrainState, engine, optimizers, now: bool) -> None:
+        """Save a checkpoint if one is due at this step, or if `now`; a step is saved once.
+
+        Training waits until the tensors are copied to the master's memory. With async_save the rest runs in the background.
+        """
+        due = self.config.save_every > 0 and state.step % self.config.save_every == 0
+        if state.step == self.saved_at or not (due or now):
+            return
+        began = time.perf_counter()
+        self.finish(state)  # one save at a time: two would need the memory of two
+        model, optimizer = engine.gather(optimizers)
+        self.saved_at = state.step
+        if not self.world.is_master:
+            return
+        state.grad_scaler = engine.scaler.state_dict()
+        snapshot = replace(state, best=list(state.best))
+        if self.config.async_save:
+            self._thread = threading.Thread(target=self._write, args=(snapshot, model, optimizer))
+            self._thread.start()
+        else:
+            self._write(snapshot, model, optimizer)
+        self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
+
+    def _write(self, state: TrainState, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+        try:
+            write(self.directory, state, model, self.model, optimizer, self.dataset)
+        except Exception as error:  # a full disk, a directory that may not be written, ...: the run can go on
+            self._error = error
+
+    def wait(self) -> Exception | None:
+        """Wait for the save under way, if any. Returns its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def finish(self, state: TrainState, final: bool = False) -> None:
+        """Wait for the save under way and remove what retention does not keep.
+
+        A failed save is a warning while there will be another; at the end of the run (`final`) it is a RunError.
+        """
+        if not self.world.is_master:
+            return
+        if error := self.wait():
+            intact, _ = newest(self.directory)
+            message = f"the checkpoint of step {self.saved_at} could not be written: {error}; the newest intact one is {intact}"
+            if final:
+                raise RunError(f"{message}; make room there and run the same command again")
+            self.log.warn(f"{message}; training goes on to the next save")
+        self.prune(state)
+
+    def evaluated(self, state: TrainState, val_loss: float) -> None:
+        """Remember the validation loss of the weights at `state.step` if they are saved and among the best."""
+        if self.saved_at == state.step and math.isfinite(val_loss):
+            state.best = sorted([*state.best, (val_loss, state.step)])[: max(1, self.config.keep_best)]
+        self.prune(state)
+
+    def prune(self, state: TrainState) -> None:
+        """Point `best` at the best evaluated checkpoint and remove those that are neither new nor good enough to keep."""
+        if not self.world.is_master:
+            return
+        best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
+        if best and self.config.keep_best:
+            files.link(self.directory / "best", best[0])
+        if self.config.keep_last:
+            existing = published(self.directory)  # listed once: a save that is published meanwhile must not look old
+            for path in existing[: -self.config.keep_last]:
+                if path not in best[: self.config.keep_best]:
+                    files.retire(path)
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
@@ -52,12 +139,12 @@ def step_directory(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def steps(checkpoints: Path) -> list[Path]:
-    """The published checkpoints, oldest first, whole or not."""
+def published(checkpoints: Path) -> list[Path]:
+    """The published checkpoints, oldest first, intact or not."""
     return sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
 
 
-def save(
+def write(
     checkpoints: Path,
     state: TrainState,
     model: dict[str, Tensor],
@@ -66,111 +153,33 @@ def save(
     dataset: Dataset,
 ) -> Path:
     """Publish the checkpoint of `state.step` and point `latest` at it."""
-    final = step_directory(checkpoints, state.step)
-    with published(final) as directory:
+    path = step_directory(checkpoints, state.step)
+    with files.publish_directory(path) as directory:
         hf.write_model(directory, model, model_config, dataset.tokenizer, dataset.eot_token)
         save_file({name: value.contiguous() for name, value in optimizer.items()}, directory / "optimizer.safetensors")
-        told = asdict(state) | {"best_val_loss": state.best_val_loss}
-        (directory / "trainer_state.json").write_text(json.dumps(told, indent=2) + "\n")
-    link(checkpoints / "latest", final)
-    return final
+        record = asdict(state) | {"best_val_loss": state.best_val_loss}
+        (directory / "trainer_state.json").write_text(json.dumps(record, indent=2) + "\n")
+        write_manifest(directory)
+    files.link(checkpoints / "latest", path)
+    return path
 
 
-class Saver:
-    """Runs one save at a time, in the background if asked. An error of a save is kept until `wait` hands it out."""
-
-    def __init__(self, in_background: bool, step: int):
-        self.in_background = in_background
-        self.step = step  # of the newest checkpoint, published or on its way
-        self._thread, self._error = None, None
-
-    def start(self, step: int, write) -> None:
-        """Call `write()`, which publishes the checkpoint of `step`; the one before must have been waited for."""
-        self.step = step
-        if self.in_background:
-            self._thread = threading.Thread(target=self._run, args=(write,))
-            self._thread.start()
-        else:
-            self._run(write)
-
-    def _run(self, write) -> None:
-        try:
-            write()
-        except Exception as error:  # a full disk, a directory that may not be written, ...: the run can go on
-            self._error = error
-
-    def wait(self) -> Exception | None:
-        """Wait for the save under way. Returns its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
-
-
-@contextmanager
-def published(final: Path):
-    """A temporary directory to fill, which becomes `final` whole or not at all."""
-    temporary = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        seal(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its space is needed
-        raise
-    if final.exists():  # one that does not match its manifest: a whole one is never written again
-        old = final.with_name(f".{final.name}.old.tmp")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
-        shutil.rmtree(old)
-    os.rename(temporary, final)
-    sync(final.parent)
-
-
-def seal(directory: Path) -> None:
-    """Write the manifest and flush everything to disk."""
-    files = sorted(directory.iterdir())
-    manifest = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in files}
+def write_manifest(directory: Path) -> None:
+    """Write the size and sha256 of every file in `directory`."""
+    paths = sorted(directory.iterdir())
+    manifest = {path.name: {"size": path.stat().st_size, "sha256": files.sha256(path)} for path in paths}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in [*files, directory / MANIFEST, directory]:
-        sync(path)
-
-
-def link(name: Path, target: Path) -> None:
-    """Point the symbolic link `name` at its sibling `target`, atomically."""
-    temporary = name.with_name(f".{name.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    os.replace(temporary, name)
-    sync(name.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fault(directory: Path) -> str | None:
-    """Why the checkpoint is not whole, or None if every file matches its manifest."""
+    """What is wrong with a checkpoint, or None if every file matches its manifest."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        for name, told in manifest.items():
+        for name, record in manifest.items():
             size = (directory / name).stat().st_size
-            if size != told["size"]:
-                return f"{name} has {size} bytes instead of {told['size']}"
-            if sha256(directory / name) != told["sha256"]:
+            if size != record["size"]:
+                return f"{name} has {size} bytes instead of {record['size']}"
+            if files.sha256(directory / name) != record["sha256"]:
                 return f"{name} does not match its sha256"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -180,64 +189,97 @@ def fault(directory: Path) -> str | None:
 
 
 def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint, and what was passed over on the way to it and why."""
-    passed = []
-    for path in reversed(steps(checkpoints)):
-        if (why := fault(path)) is None:
-            return path, passed
-        passed.append(f"passed over {path}: {why}")
-    return None, passed
+    """The newest intact checkpoint, and a line for each newer one that is damaged."""
+    damaged = []
+    for path in reversed(published(checkpoints)):
+        if (reason := fault(path)) is None:
+            return path, damaged
+        damaged.append(f"passed over {path}: {reason}")
+    return None, damaged
 
 
-def sweep(checkpoints: Path) -> None:
-    """Remove what a killed process left half written."""
-    for path in checkpoints.glob(".*.tmp"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def prune(checkpoints: Path, state: TrainState, keep_last: int, keep_best: int) -> None:
-    """Point `best` at the best evaluated checkpoint and remove what retention does not keep (keep_last=0: nothing)."""
-    best = [path for _, step in state.best if (path := step_directory(checkpoints, step)).exists()]
-    if best and keep_best:
-        link(checkpoints / "best", best[0])
-    if not keep_last:
-        return
-    existing = steps(checkpoints)  # once: what a save publishes meanwhile must not be taken for old
-    for path in existing[:-keep_last]:
-        if path not in best[:keep_best]:
-            doomed = path.with_name(f".{path.name}.tmp")
-            os.rename(path, doomed)  # a kill while removing must not leave something that looks like a checkpoint
-            shutil.rmtree(doomed)
-
-
-def find(name: str) -> Path:
-    """The checkpoint directory that a user means: itself, or the newest whole one of a run directory.
+def find(name: str) -> tuple[Path, list[str]]:
+    """The checkpoint that a user means by the path of a checkpoint or of a run (its newest intact one), and warnings.
 
     Raises UserError where there is none.
     """
     path = Path(name)
-    if (path / "trainer_state.json").exists():
-        if why := fault(path):
-            raise UserError(f"{path} is not whole: {why}")
-        return path
-    found, passed = newest(path / "checkpoints")
+    if (path / MANIFEST).exists():
+        if reason := fault(path):
+            raise UserError(f"{path} is damaged: {reason}")
+        return path, []
+    found, damaged = newest(path / "checkpoints")
     if found is None:
-        raise UserError(
-            "\n       ".join([f"{path} is neither a run with a whole checkpoint nor a checkpoint directory", *passed])
-        )
-    return found
+        raise UserError("\n       ".join([f"{path} is neither a run with an intact checkpoint nor a checkpoint", *damaged]))
+    return found, damaged
+
+
+def find_start(run: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint that a run starts from (None: from scratch), and what the user should know about the choice.
+
+    resume: auto, off, or the path of a run or checkpoint. Raises UserError.
+    """
+    existing = published(run / "checkpoints")
+    if resume == "off" and existing:
+        raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
+    if existing:
+        start, damaged = newest(run / "checkpoints")
+        if start is None:
+            raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
+        return start, [*damaged, f"continuing from {start}"]
+    if resume in ("auto", "off"):
+        return None, []
+    start, damaged = find(resume)
+    return start, [*damaged, f"starting from {start}"]
+
+
+def check_changes(state: TrainState, config: Config, dataset: Dataset, own: bool) -> list[str]:
+    """A line for each setting that differs from the checkpoint's. Raises UserError for one that may not.
+
+    own: the checkpoint is of this very run, whose model and data are fixed. A new run from it may change the data.
+    """
+    now, before = settings.flat_values(config), state.settings
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    fixed = FIXED if own else [*settings.flat_fields(ModelConfig), "optimizer"]
+    refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
+    if own and state.dataset and state.dataset != dataset.identity:
+        refused.append(f"--tokens={config.data.tokens} holds other tokens than the run was trained on")
+    if refused:
+        refused.append("restore these settings, or start another run with --name=...")
+        raise UserError("\n       ".join(refused))
+    silent = {"name", "out_dir", "resume", "tokens", "threads"}
+    return [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
 
 
 def load_state(directory: Path) -> TrainState:
-    """The trainer state of a whole checkpoint."""
-    told = json.loads((directory / "trainer_state.json").read_text())
-    told.pop("best_val_loss")
-    return TrainState(**told | {"best": [tuple(pair) for pair in told["best"]]})
+    """The trainer state of an intact checkpoint."""
+    record = json.loads((directory / "trainer_state.json").read_text())
+    record.pop("best_val_loss")
+    return TrainState(**record | {"best": [tuple(pair) for pair in record["best"]]})
 
 
 def load_optimizer(directory: Path) -> dict[str, Tensor]:
     """Optimizer state by "parameter.key"."""
     return load_file(directory / "optimizer.safetensors")
+
+
+def find_model(name: str) -> tuple[Path, list[str]]:
+    """The model directory that a user means, and warnings: a run, a checkpoint, any Hugging Face directory or hub id.
+
+    Raises UserError.
+    """
+    path = Path(name)
+    if (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
+        return find(name)
+    return hf.find_model(name), []
+
+
+def load_model(name: str) -> tuple[Path, GPT]:
+    """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`."""
+    directory, warnings = find_model(name)
+    for warning in warnings:
+        print(f"warning: {warning}", flush=True)
+    config, weights = hf.read_model(directory)
+    model = GPT(config).eval()
+    model.load_state_dict(weights)
+    return directory, model

@@ -1,21 +1,19 @@
 """Validation loss: `python evaluate.py runs/NAME`, and the function that training calls."""
 
-import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
 
+import checkpoint
 import data
-import hf
-import parallel
+import device
 import settings
 from data import Batches
-from model import GPT
 from settings import UserError
 from world import World, connect
 
@@ -40,7 +38,7 @@ def evaluate(model, batches: Batches, tokens: int, world: World, autocast) -> fl
             loss = model(batch[:, :-1], batch[:, 1:])
         if turn < len(mine):
             sums[at] = loss.to(sums.dtype) * len(groups[at])
-    return world.sum_(sums).sum().item() / windows
+    return world.sum_over_ranks(sums).sum().item() / windows
 
 
 @dataclass(frozen=True)
@@ -64,22 +62,18 @@ def main(config: EvaluateConfig) -> None:
     for name in ("eval_tokens", "seq_len", "micro_batch_size"):
         if getattr(config, name) < 0:
             raise UserError(f"--{name} must not be negative")
-    directory = hf.find_model(config.run)
-    model_config, weights = hf.read_model(directory)
-    dataset = data.open_dataset(config.tokens or trained_on(directory), model_config.vocab_size)
-    if dataset.vocab_size > model_config.vocab_size:
-        raise UserError(f"{dataset.directory} has a vocabulary of {dataset.vocab_size}, the model of {model_config.vocab_size}")
-    if config.seq_len > model_config.seq_len:
-        raise UserError(f"--seq_len={config.seq_len}: the model's context is {model_config.seq_len}")
+    directory, model = checkpoint.load_model(config.run)
+    dataset = data.open_dataset(config.tokens or trained_on(directory), model.config.vocab_size)
+    if dataset.vocab_size > model.config.vocab_size:
+        raise UserError(f"{dataset.directory} has a vocabulary of {dataset.vocab_size}, the model of {model.config.vocab_size}")
+    if config.seq_len > model.config.seq_len:
+        raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
     world = connect(config.device)
-    model_config = replace(model_config, dropout=0.0)
-    model = GPT(model_config).eval()
-    model.load_state_dict(weights)
     model.to(world.device)
-    dtype = parallel.DTYPES[parallel.choose_dtype(config.dtype, world.device)]
-    seq_len = config.seq_len or model_config.seq_len
+    dtype = device.choose_dtype(config.dtype, world.device)
+    seq_len = config.seq_len or model.config.seq_len
     batches = Batches(dataset.splits["val"], seq_len, 1, config.micro_batch_size or max(1, 8192 // seq_len), seed=0)
-    loss = evaluate(model, batches, config.eval_tokens, world, lambda: parallel.autocast(world.device, dtype))
+    loss = evaluate(model, batches, config.eval_tokens, world, lambda: device.autocast(world.device, dtype))
     bits = dataset.bits_per_byte(loss)
     print(f"{directory} on {dataset.directory}: {len(dataset.splits['val']):,} validation tokens")
     print(f"loss {loss:.4f}  perplexity {math.exp(loss):.3f}" + (f"  bits per byte {bits:.4f}" if bits else ""))
@@ -87,12 +81,9 @@ def main(config: EvaluateConfig) -> None:
 
 def trained_on(directory: Path) -> str:
     """The dataset directory that a checkpoint's settings name. Raises UserError where it has none."""
-    try:
-        return json.loads((directory / "trainer_state.json").read_text())["settings"]["tokens"]
-    except (OSError, ValueError, KeyError):
-        raise UserError(
-            f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on"
-        ) from None
+    if not (directory / "trainer_state.json").exists():
+        raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
+    return checkpoint.load_state(directory).settings["tokens"]
 
 
 if __name__ == "__main__":

@@ -293,15 +293,15 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def find_model(name: str) -> Path:
-    """The model directory that `name` means: one itself, the newest checkpoint of a run directory, or a model of the
-    Hugging Face hub, downloaded or from its cache. Raises UserError.
+    """The model directory that `name` means: one itself, or a model of the Hugging Face hub, downloaded or from its cache.
+
+    Raises UserError.
     """
     path = Path(name)
     if path.is_dir():
-        for directory in (path, path / "checkpoints" / "latest"):
-            if (directory / "config.json").exists():
-                return directory
-        raise UserError(f"{name} is no model directory: it has no config.json and no checkpoints/latest, only {listing(path)}")
+        if (path / "config.json").exists():
+            return path
+        raise UserError(f"{name} is neither a run nor a model directory: it has no config.json, only {listing(path)}")
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
         parent = next(p for p in path.absolute().parents if p.is_dir())
         raise UserError(f"{name} is not a directory; {parent} has {listing(parent)}")

@@ -1,14 +1,11 @@
-"""What a run tells: console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
+"""What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
 
 import json
-import os
-import re
 import sys
 import time
 from pathlib import Path
 
-import torch
-
+from files import publish_text
 from settings import Config, UserError, flat_values
 
 try:
@@ -16,41 +13,21 @@ try:
 except ImportError:  # not on Windows, where two runs in one directory are not noticed
     fcntl = None
 
-# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets.
-GPU_PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-
 
 class Log:
-    """The run directory's text: opened once it is sure that no other process uses the directory."""
+    """The text files of a run directory. Raises UserError if another process uses the directory."""
 
-    def __init__(self, directory: Path, active: bool):
-        self.directory, self.active = directory, active
+    def __init__(self, directory: Path, is_master: bool):
+        self.directory, self.is_master = directory, is_master
         self.bar = self.wandb = self._lock = None
-        if active:
+        if is_master:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = lock(directory)
             self._text = open(directory / "train.log", "a", buffering=1)  # noqa: SIM115 (open as long as the run)
 
     def say(self, message: str) -> None:
-        """A line on the console and in train.log."""
-        if self.active:
+        """Write a line to the console and to train.log."""
+        if self.is_master:
             self._text.write(message + "\n")
             if self.bar is None:
                 print(message, flush=True)
@@ -58,13 +35,13 @@ class Log:
                 self.bar.write(message)
 
     def warn(self, message: str) -> None:
-        """A line that asks for attention."""
+        """Write a line that asks for attention."""
         self.say(f"warning: {message}")
 
     def rewind(self, step: int) -> dict | None:
-        """Cut metrics.jsonl back to `step`, so that no step is told twice; returns the evaluation already made at it."""
+        """Cut metrics.jsonl back to `step`, so that no step is recorded twice. Returns the evaluation recorded at `step`."""
         path = self.directory / "metrics.jsonl"
-        if not self.active:
+        if not self.is_master:
             return None
         kept, evaluation = [], None
         for line in path.read_text().splitlines() if path.exists() else []:
@@ -76,15 +53,13 @@ class Log:
                 kept.append(line + "\n")
                 if record["step"] == step and "val_loss" in record:
                     evaluation = record
-        temporary = path.with_name(".metrics.jsonl.tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, path)
+        publish_text(path, "".join(kept))
         self._metrics = open(path, "a", buffering=1)  # noqa: SIM115
         return evaluation
 
     def start_wandb(self, config: Config, run_id: str) -> str:
-        """Start wandb if it is on, continuing run `run_id` if there is one. Returns the run id to remember."""
-        if not self.active or config.log.wandb == "off":
+        """Start wandb if it is on, and continue its run `run_id` if there is one. Returns the id of the run."""
+        if not self.is_master or config.log.wandb == "off":
             return run_id
         import wandb
 
@@ -103,7 +78,7 @@ class Log:
 
     def start_bar(self, steps: int, step: int) -> None:
         """Show a progress bar if the console is a terminal."""
-        if self.active and sys.stderr.isatty():
+        if self.is_master and sys.stderr.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True)
@@ -114,15 +89,15 @@ class Log:
             self.bar.update(step - self.bar.n)
 
     def metrics(self, record: dict) -> None:
-        """Write one record to metrics.jsonl and wandb; None values are left out."""
-        if self.active:
+        """Write one record to metrics.jsonl and wandb, without its None values."""
+        if self.is_master:
             record = {key: value for key, value in record.items() if value is not None}
             self._metrics.write(json.dumps(record) + "\n")
             if self.wandb is not None:
                 self.wandb.log(record)
 
     def close(self, status: int) -> None:
-        """End the bar and wandb, which is told the exit status."""
+        """End the bar, and wandb with the exit status."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -131,29 +106,40 @@ class Log:
 
 
 class Meter:
-    """Adds up the time of updates between two reports."""
+    """The speed of training since the last report.
+
+    The first update is left out: it allocates memory, warms caches and may compile. `peak_flops` of all ranks is raised to
+    whatever is reached: a measured peak may have been taken while the machine was busy.
+    """
 
     def __init__(self, flops_per_token: float, peak_flops: float, tokens_per_update: int):
         self.flops_per_token, self.peak_flops, self.tokens_per_update = flops_per_token, peak_flops, tokens_per_update
-        self.updates, self.seconds, self.waited = 0, 0.0, 0.0
+        self.updates, self.seconds, self.waited = -1, 0.0, 0.0
 
     def add(self, seconds: float, waited: float) -> None:
-        """Count one update and the time in it that was spent waiting for data."""
+        """Count an update of `seconds`, in which training waited for data for `waited` seconds."""
         self.updates += 1
-        self.seconds += seconds
-        self.waited += waited
+        if self.updates:
+            self.seconds += seconds
+            self.waited += waited
 
     def report(self) -> dict:
-        """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and of data wait."""
+        """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and waiting for data.
+
+        Empty where nothing was counted.
+        """
+        if self.updates < 1:
+            return {}
         speed = self.updates * self.tokens_per_update / self.seconds
-        told = {
+        self.peak_flops = max(self.peak_flops, speed * self.flops_per_token)
+        report = {
             "tokens_per_second": round(speed, 1),
             "mfu": round(speed * self.flops_per_token / self.peak_flops, 4),
             "step_ms": round(1000 * self.seconds / self.updates, 2),
             "data_wait_ms": round(1000 * self.waited / self.updates, 3),
         }
         self.updates, self.seconds, self.waited = 0, 0.0, 0.0
-        return told
+        return report
 
 
 def lock(directory: Path):
@@ -168,35 +154,6 @@ def lock(directory: Path):
                 time.sleep(0.1)
         raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
     return file
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, elsewhere what a short matrix product reaches."""
-    if device.type == "cuda" and dtype is not torch.float32:
-        name = torch.cuda.get_device_name(device)
-        for known, peak in GPU_PEAK_FLOPS.items():
-            if all(re.search(rf"\b{word}", name) for word in known.split()):
-                return peak
-    size = 1024 if device.type == "cpu" else 4096
-    a = torch.randn(size, size, device=device).to(dtype)
-    best, deadline = float("inf"), time.perf_counter() + 0.15
-    while time.perf_counter() < deadline:
-        began = time.perf_counter()
-        product = a @ a
-        if device.type != "cpu":
-            product[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
-
-
-def memory_gb(device: torch.device) -> float:
-    """Peak memory of this process in GB: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def duration(seconds: float) -> str:

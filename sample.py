@@ -35,31 +35,28 @@ def main(config: SampleConfig) -> None:
     """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
     import torch
 
+    import checkpoint
+    import device
     import files
-    import hf
-    import parallel
     import tokenizer
-    from model import GPT, generate
+    from model import generate
     from world import connect
 
     check(config)
-    directory = hf.find_model(config.run)
+    directory, model = checkpoint.load_model(config.run)
     if not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}")
     text = tokenizer.load(directory / "tokenizer.json")
     prompt = text.encode(read_prompt(config.prompt)).tolist() or [text.eot_token]
-    model_config, state = hf.read_model(directory)
-    if max(prompt) >= model_config.vocab_size:
-        raise UserError(f"{directory}: tokenizer.json has tokens beyond the model's {model_config.vocab_size}")
+    if max(prompt) >= model.config.vocab_size:
+        raise UserError(f"{directory}: tokenizer.json has tokens beyond the model's {model.config.vocab_size}")
 
-    device = connect(config.device).device
-    model = GPT(model_config).eval()
-    model.load_state_dict(state)
-    model.to(device)
-    asked = "float32" if config.dtype == "auto" and device.type == "cpu" else config.dtype  # for one token no slower
-    dtype = parallel.DTYPES[parallel.choose_dtype(asked, device)]
+    own_device = connect(config.device).device
+    model.to(own_device)
+    for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
+    dtype = device.choose_dtype(for_one_token, own_device)
     generator = torch.Generator().manual_seed(config.seed)
-    with parallel.autocast(device, dtype):
+    with device.autocast(own_device, dtype):
         for _ in range(config.num_samples):
             new = generate(
                 model,

@@ -219,6 +219,16 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences of the global batch."""
+        return self.train.tokens_per_update // self.model.seq_len
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an update, over all ranks, once --micro_batch_size is a number."""
+        return self.sequences_per_update // self.train.micro_batch_size
+
 
 def flat_fields(cls) -> dict[str, dataclasses.Field]:
     """The flags of a config dataclass by name; groups (nested dataclasses) are opened."""

@@ -1,9 +1,10 @@
 """Pretrain a GPT: `python train.py [config/NAME.toml] [--flag=value ...]`, or the same under torchrun.
 
-One update, the loop around it, and what is made once before. The same command again continues the run. Exit status: 0
-complete, 2 bad input, 1 the run cannot go on, 75 stopped with the state saved (run the same command again).
+Read from top to bottom: what is made, the loop, one update, then the helpers in the order of their use. The same command again
+continues the run. Exit status: 0 complete, 2 bad input, 1 the run cannot go on, 75 stopped with the state saved.
 """
 
+import os
 import sys
 
 import settings
@@ -11,12 +12,12 @@ import settings
 if __name__ == "__main__":  # --help and bad flags are answered before torch, which takes seconds, is imported
     with settings.user_errors():
         CONFIG = settings.load(sys.argv[1:], __doc__)
+    # Read when torch is imported. Threads that spin while they wait take the cores that other ranks and programs need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import dataclasses
-import functools
 import itertools
 import math
-import os
 import platform
 import time
 import traceback
@@ -28,13 +29,15 @@ import torch
 
 import checkpoint
 import data
+import device
+import files
 import hf
 import optim
 import parallel
 import plot
-from checkpoint import TrainState
+from checkpoint import Checkpoints, TrainState
 from evaluate import evaluate
-from log import Log, Meter, duration, memory_gb, peak_flops
+from log import Log, Meter, duration
 from model import GPT, flops_per_token, initialize
 from parallel import Engine
 from settings import Config, RunError, UserError
@@ -42,13 +45,11 @@ from world import Stop, World, connect
 
 EX_TEMPFAIL = 75
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
-# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
-FIXED = [*settings.flat_fields(settings.ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
 
 
 @dataclass
 class Run:
-    """What the loop works with."""
+    """What the loop works with. Only `state` resumes; the rest is made anew."""
 
     config: Config  # as resolved
     world: World
@@ -57,84 +58,124 @@ class Run:
     engine: Engine
     optimizers: optim.Optimizers
     state: TrainState
-    saver: checkpoint.Saver
+    checkpoints: Checkpoints
     log: Log
+    meter: Meter
+    evaluated_at: int  # step of the last evaluation; -1: none yet
     drawn_at: float = field(default_factory=time.monotonic)  # when curves.png was last drawn
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where this run's checkpoints are."""
-        return self.log.directory / "checkpoints"
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one update, over all ranks."""
-        return self.batches.sequences_per_update // self.batches.micro_batch_size
+def main(config: Config) -> int:
+    """Train as `config` says. Returns the exit status."""
+    exact = config.parallel.strategy == "exact"
+    world = connect(
+        config.train.device,
+        threads=config.train.threads or (1 if exact else 0),  # sums inside a rank depend on its threads
+        timeout_minutes=config.parallel.timeout_minutes,
+        deterministic=config.train.deterministic or exact,
+        integers_only=exact,
+    )
+    run = prepare(config, world)
+    status = 1
+    try:
+        with world.naming_missing_ranks():
+            status = train(run)
+    finally:
+        run.checkpoints.wait()  # a save that is half written when training fails is still worth finishing
+        run.log.close(status)
+        world.leave(failed=status not in (0, EX_TEMPFAIL))
+    return status
 
 
-def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
-    """One optimizer step over the whole global batch. Returns the losses [micro-batches of the update], of which each rank
-    knows its own and leaves the others 0, and the gradient norm.
-    """
-    config, engine, model, state = run.config, run.engine, run.engine.model, run.state
-    run.optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
-    losses = run.world.zeros(run.micro_batches)
-    mine = run.world.share(run.micro_batches)
-    for micro_step, micro_batch in enumerate(mine):
-        # Read in the forward: only the last backward of the update needs to reduce the gradients.
-        model.require_backward_grad_sync = micro_step == len(mine) - 1
-        inputs, targets = prefetcher.next()
-        if config.model.dropout:
-            torch.manual_seed(dropout_seed(config.run.seed, state.step, micro_batch))
-        with engine.autocast():
-            loss = model(inputs, targets)
-        engine.backward(loss, len(mine))
-        losses[micro_batch] = loss.detach()
-    grad_norm = engine.update(run.optimizers, config.optim.grad_clip)
-    state.skipped += not math.isfinite(grad_norm)
-    state.step += 1
-    state.tokens += config.train.tokens_per_update
-    return losses, grad_norm
+def prepare(config: Config, world: World) -> Run:
+    """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
+    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size)
+    directory = Path(config.run.out_dir) / config.run.name
+    log = Log(directory, world.is_master)
+    if world.is_master:
+        files.remove_unfinished(directory / "checkpoints")
+    start, notes = world.from_master(checkpoint.find_start(directory, config.run.resume) if world.is_master else None)
+    continues = start is not None and start.parent.parent == directory
+    state = checkpoint.load_state(start) if start else TrainState()
+    pretrained = None
+    if start is None and config.model.init_from != "scratch":
+        pretrained, warnings = world.from_master(checkpoint.find_model(config.model.init_from) if world.is_master else None)
+        notes += [*warnings, f"starting with the weights of {pretrained}"]
+    config = resolve(config, dataset, world, pretrained, state)
+    notes += checkpoint.check_changes(state, config, dataset, continues)
+
+    module = GPT(config.model)
+    if start or pretrained:
+        module.load_state_dict(hf.read_model(start or pretrained, config.model.seq_len)[1])
+    else:
+        initialize(module, config.run.seed)
+    engine = Engine(module, config, world)
+    optimizers = engine.build_optimizers(config.optim)
+    if start:
+        engine.scatter(optimizers, checkpoint.load_optimizer(start))
+        engine.scaler.load_state_dict(state.grad_scaler)
+    batches = data.Batches(
+        dataset.splits["train"],
+        config.model.seq_len,
+        config.sequences_per_update,
+        config.train.micro_batch_size,
+        config.run.seed,
+        shuffled=config.data.order == "shuffled",
+    )
+    state.dataset, state.settings = dataset.identity, settings.flat_values(config)
+    state.versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+
+    checkpoints = Checkpoints(directory / "checkpoints", config, dataset, world, log, start_step=state.step)
+    evaluation = world.from_master(log.rewind(state.step))  # metrics.jsonl may be ahead of the checkpoint
+    if evaluation:
+        checkpoints.evaluated(state, evaluation["val_loss"])
+    meter = Meter(
+        flops_per_token(config.model),
+        device.peak_flops(world.device, config.train.dtype) * world.size,
+        config.train.tokens_per_update,
+    )
+    evaluated_at = state.step if evaluation else -1
+    run = Run(config, world, dataset, batches, engine, optimizers, state, checkpoints, log, meter, evaluated_at)
+    if world.is_master:
+        files.publish_text(directory / "config.toml", settings.dumps(config))
+        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "")
+        introduce(run, notes)
+    return run
 
 
 def train(run: Run) -> int:
-    """Update from the state's step to the last, evaluating, saving and logging on the way. Returns the exit status."""
-    config, world, state, log = run.config, run.world, run.state, run.log
-    steps, saved_at, evaluated_at, skipped_in_a_row = config.train.steps, state.step, restore_evaluation(run), 0
-    if state.step == steps and evaluated_at == steps:
+    """Update until the last step; save, evaluate and log on the way. Returns the exit status."""
+    config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
+    steps, skipped_in_a_row = config.train.steps, 0
+    if state.step == steps and run.evaluated_at == steps:
         log.say(f"{log.directory} is complete at step {steps}; --steps=N goes further")
         return 0
-    places = itertools.product(range(state.step, steps), world.share(run.micro_batches))
-    prefetcher = data.Prefetcher(run.batches, places, world.device)
-    meter = Meter(
-        flops_per_token(config.model),
-        peak_flops(world.device, run.engine.dtype) * world.size,
-        config.train.tokens_per_update,
-    )
+    upcoming = itertools.product(range(state.step, steps), world.share(config.micro_batches))
+    prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop = Stop(world, config.run.max_minutes)
+    warm_up(run)
     log.start_bar(steps, state.step)
     while True:
         last, stopping = state.step >= steps, stop.agreed()
-        if state.step != saved_at and (last or stopping or due(config.checkpoint.save_every, state.step)):
-            save(run)
+        run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
         if due(config.parallel.check_replicas_every, state.step):
-            run.engine.check_replicas()
-        if state.step != evaluated_at and (last or due(config.eval.eval_every, state.step)):
+            engine.check_replicas()
+        if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
         if last or stopping:
             break
         stop.ask()
         began, waited = time.perf_counter(), prefetcher.wait_seconds
         losses, grad_norm = update(run, prefetcher)
-        meter.add(time.perf_counter() - began, prefetcher.wait_seconds - waited)
+        run.meter.add(time.perf_counter() - began, prefetcher.wait_seconds - waited)
         log.progress(state.step)
         skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
         if skipped_in_a_row:
             note_skipped(run, skipped_in_a_row)
-        if due(config.log.log_every, state.step) or state.step == steps:
-            report(run, world.sum_(losses).mean().item(), grad_norm, meter.report())
+        if due(config.log.log_every, state.step) or state.step in (1, steps):
+            report(run, world.sum_over_ranks(losses).mean().item(), grad_norm)
     prefetcher.close()
-    finish_save(run, final=True)
+    run.checkpoints.finish(state, final=True)
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
@@ -143,102 +184,121 @@ def train(run: Run) -> int:
     return 0
 
 
+def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
+    """One optimizer step over the global batch. Returns the losses [micro-batches of the update] and the gradient norm."""
+    config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.optimizers, run.state
+    optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
+    # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
+    # same order on any number of ranks.
+    losses = run.world.zeros(config.micro_batches)
+    mine = run.world.share(config.micro_batches)
+    for micro_step, micro_batch in enumerate(mine):
+        # The forward reads this: only the last backward of the update reduces the gradients over the ranks.
+        model.require_backward_grad_sync = micro_step == len(mine) - 1
+        inputs, targets = prefetcher.next()  # [micro_batch_size, seq_len] each
+        if config.model.dropout:
+            torch.manual_seed(dropout_seed(config.run.seed, state.step, micro_batch))
+        with engine.autocast():
+            loss = model(inputs, targets)
+        # Backward adds to the gradients, and we want their mean. (exact adds integers and divides them at the end.)
+        engine.scaler.scale(loss / engine.loss_divisor).backward()
+        losses[micro_batch] = loss.detach()
+    grad_norm = engine.clip(config.optim.grad_clip)
+    if math.isfinite(grad_norm):  # all ranks see the same norm, so all step or none does
+        optimizers.step()
+    engine.scaler.update()
+    engine.drop_gradients()
+    state.skipped += not math.isfinite(grad_norm)
+    state.step += 1
+    state.tokens += config.train.tokens_per_update
+    return losses, grad_norm
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Helpers, in the order of their use
+
+
+def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Path | None, state: TrainState) -> Config:
+    """`config` with every choice made that it left open, the same on all ranks. Raises UserError where it does not fit."""
+    model = config.model
+    if pretrained:
+        found = hf.read_config(pretrained)
+        if found.seq_len < model.seq_len:
+            raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
+        model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
+    model = settings.resolve_model(model, dataset.vocab_size)
+    micro_batch_size = parallel.fit_micro_batch(config, model, state.settings.get("micro_batch_size"), world)
+    run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
+    dtypes = world.all_gather(device.choose_dtype(config.train.dtype, world.device))
+    compiles = world.all_gather(device.choose_compile(config.train.compile, world.device, run_flops))
+    train = dataclasses.replace(
+        config.train,
+        micro_batch_size=micro_batch_size,
+        device=world.device.type,
+        dtype=min(dtypes, key=list(device.DTYPES).index),
+        compile="off" if "off" in compiles else "on",
+    )
+    config = dataclasses.replace(config, model=model, train=train)
+    parallel.check_share(config.micro_batches, config.parallel.strategy, world)
+    return config
+
+
+def introduce(run: Run, notes: list[str]) -> None:
+    """Say what is about to run."""
+    config, train, model, log = run.config, run.config.train, run.config.model, run.log
+    log.say(
+        f"{config.run.name}: {model.architecture}, {run.engine.module.parameter_count():,} parameters, "
+        f"{model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}"
+    )
+    log.say(
+        f"{train.steps} steps of {train.tokens_per_update:,} tokens = {config.micro_batches} micro-batches of "
+        f"{train.micro_batch_size} x {model.seq_len} on {run.world.size} rank(s), {config.parallel.strategy}, "
+        f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank"
+    )
+    epochs = train.steps * config.sequences_per_update / run.batches.stream.windows(model.seq_len)
+    log.say(f"{len(run.batches.stream):,} train tokens in {config.data.tokens}; the run reads them {epochs:.2f} times")
+    for note in notes:
+        log.say(note)
+
+
+def warm_up(run: Run) -> None:
+    """Compile, and settle how the ranks communicate: the first update is then like any other, also after a resume."""
+    began, compiles = time.monotonic(), run.config.train.compile == "on"
+    if compiles:
+        run.log.say("compiling ...")
+    if compiles or run.world.size > 1:
+        run.engine.warm_up(run.config.train.micro_batch_size, run.config.model.seq_len)
+    if compiles:
+        run.log.say(f"compiled in {duration(time.monotonic() - began)}")
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something done every `every` steps (0: never) is due after `step` updates."""
+    return every > 0 and step > 0 and step % every == 0
+
+
 def validate(run: Run) -> None:
-    """Evaluate on all ranks; log it, remember the best checkpoint and redraw the curves."""
-    config, state, engine = run.config, run.state, run.engine
+    """Evaluate on all ranks, log it, remember the best checkpoint and redraw the curves."""
+    config, state, engine, log = run.config, run.state, run.engine, run.log
     began = time.monotonic()
     batches = dataclasses.replace(run.batches, stream=run.dataset.splits["val"])
     engine.module.eval()
     val_loss = evaluate(engine.eval_model, batches, config.eval.eval_tokens, run.world, engine.autocast)
     engine.module.train()
-    if run.world.is_master:
-        bits = run.dataset.bits_per_byte(val_loss)
-        run.log.metrics({"step": state.step, "tokens": state.tokens, "val_loss": val_loss, "val_bpb": bits})
-        told = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
-        told += f"  {bits:.4f} bits per byte" if bits else ""
-        run.log.say(f"{told}  ({duration(time.monotonic() - began)})")
-        note_best(run, val_loss)
-        if state.step >= config.train.steps or time.monotonic() - run.drawn_at > DRAW_SECONDS:
-            plot.draw([run.log.directory], run.log.directory / "curves.png")
-            run.drawn_at = time.monotonic()
-
-
-def note_best(run: Run, val_loss: float) -> None:
-    """Count the evaluation towards the best if the weights it is of are saved."""
-    if run.saver.step == run.state.step:
-        run.state.add_evaluation(val_loss, run.state.step, run.config.checkpoint.keep_best)
-        prune(run)
-
-
-def restore_evaluation(run: Run) -> int:
-    """Rewind the metrics to the state's step. Returns that step if it has been evaluated already, else -1."""
-    val_loss = None
-    if run.world.is_master and (evaluation := run.log.rewind(run.state.step)):
-        val_loss = evaluation["val_loss"]
-        note_best(run, val_loss)
-    return run.state.step if run.world.from_master(val_loss) is not None else -1
-
-
-def note_skipped(run: Run, in_a_row: int) -> None:
-    """Say that an update was left out; raise RunError if too many were."""
-    step, limit = run.state.step, run.config.train.max_skipped_steps
-    run.log.warn(f"step {step}: the gradient is not finite, update left out ({in_a_row} in a row, {run.state.skipped} in all)")
-    if in_a_row > limit:
-        finish_save(run, final=False)
-        raise RunError(
-            f"{in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); the checkpoint of step "
-            f"{run.saver.step} is the newest; lower --lr, or try --dtype=float32"
-        )
-
-
-def save(run: Run) -> None:
-    """Publish a checkpoint: gathered from all ranks, written by the master, in the background if asked."""
-    began = time.perf_counter()
-    finish_save(run, final=False)  # frees what it holds before as much is gathered again
-    model, optimizer = run.engine.gather(run.optimizers)
+    run.evaluated_at = state.step
+    run.checkpoints.evaluated(state, val_loss)
     if not run.world.is_master:
         return
-    run.state.grad_scaler = run.engine.scaler.state_dict()
-    state = dataclasses.replace(run.state, best=list(run.state.best))
-    write = functools.partial(checkpoint.save, run.checkpoints, state, model, run.config.model, optimizer, run.dataset)
-    run.saver.start(state.step, write)
-    run.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
-
-
-def finish_save(run: Run, final: bool) -> None:
-    """Wait for the save under way, if any. Its error is a warning as long as there is a later save, else a RunError."""
-    if not run.world.is_master:
-        return
-    if error := run.saver.wait():
-        whole, _ = checkpoint.newest(run.checkpoints)
-        said = f"the checkpoint of step {run.saver.step} could not be written: {error}; the newest whole one is {whole}"
-        if final:
-            raise RunError(f"{said}; make room there and run the same command again")
-        run.log.warn(f"{said}; training goes on to the next save")
-    prune(run)
-
-
-def prune(run: Run) -> None:
-    """Keep the checkpoints that the settings ask for."""
-    checkpoint.prune(run.checkpoints, run.state, run.config.checkpoint.keep_last, run.config.checkpoint.keep_best)
-
-
-def report(run: Run, loss: float, grad_norm: float, speed: dict) -> None:
-    """Log the last update and the speed since the last report."""
-    config, state, step = run.config, run.state, run.state.step
-    lr = optim.learning_rate(step - 1, config.train.steps, config.optim)
-    told = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm}
-    run.log.metrics(told | speed | {"memory_gb": round(memory_gb(run.world.device), 3), "skipped": state.skipped or None})
-    run.log.say(
-        f"step {step:>6}/{config.train.steps}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.2f}  "
-        f"{speed['tokens_per_second']:,.0f} tok/s  mfu {speed['mfu']:.0%}  "
-        f"eta {duration((config.train.steps - step) * speed['step_ms'] / 1000)}"
-    )
-
-
-def due(every: int, step: int) -> bool:
-    """Whether what is done every `every` steps (0: never) is due after `step` updates."""
-    return every > 0 and step > 0 and step % every == 0
+    peak = device.peak_flops(run.world.device, config.train.dtype) * run.world.size
+    run.meter.peak_flops = max(run.meter.peak_flops, peak)  # measured again: the machine may have been busy before
+    bits = run.dataset.bits_per_byte(val_loss)
+    log.metrics({"step": state.step, "tokens": state.tokens, "val_loss": val_loss, "val_bpb": bits})
+    line = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
+    line += f"  {bits:.4f} bits per byte" if bits else ""
+    log.say(f"{line}  ({duration(time.monotonic() - began)})")
+    if state.step >= config.train.steps or time.monotonic() - run.drawn_at > DRAW_SECONDS:
+        plot.draw([log.directory], log.directory / "curves.png")
+        run.drawn_at = time.monotonic()
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -246,151 +306,32 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is made once
-
-
-def prepare(config: Config, world: World) -> Run:
-    """Open the dataset and the run directory; build the model and its optimizer, or restore them. Raises UserError."""
-    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size)
-    directory = Path(config.run.out_dir) / config.run.name
-    log = Log(directory, world.is_master)
-    source, notes = world.from_master(find_source(config, directory) if world.is_master else None)
-    state = checkpoint.load_state(source) if source else TrainState()
-    pretrained = hf.find_model(config.model.init_from) if config.model.init_from != "scratch" and not source else None
-    config = resolve(config, dataset, world, pretrained, state)
-    notes += check_changes(state, config, dataset, own=source and source.parent.parent == directory)
-
-    module = GPT(config.model)
-    if source or pretrained:
-        module.load_state_dict(hf.read_model(source or pretrained, config.model.seq_len)[1])
-    else:
-        initialize(module, config.run.seed)
-    micro_batches = config.train.tokens_per_update // config.model.seq_len // config.train.micro_batch_size
-    engine = Engine(module, config, world, micro_batches)
-    optimizers = engine.build_optimizers(config.optim)
-    if source:
-        engine.scatter(optimizers, checkpoint.load_optimizer(source))
-        engine.scaler.load_state_dict(state.grad_scaler)
-    batches = data.Batches(
-        dataset.splits["train"],
-        config.model.seq_len,
-        config.train.tokens_per_update // config.model.seq_len,
-        config.train.micro_batch_size,
-        config.run.seed,
-        shuffled=config.data.order == "shuffled",
+def note_skipped(run: Run, in_a_row: int) -> None:
+    """Say that an update was left out. Raises RunError if too many were."""
+    state, limit = run.state, run.config.train.max_skipped_steps
+    run.log.warn(
+        f"step {state.step}: the gradient is not finite, update left out ({in_a_row} in a row, {state.skipped} in all)"
     )
-    state.dataset, state.settings = dataset.identity, settings.flat_values(config)
-    state.versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    saver = checkpoint.Saver(config.checkpoint.async_save, state.step)
-    run = Run(config, world, dataset, batches, engine, optimizers, state, saver, log)
-    introduce(run, source, notes)
-    return run
+    if in_a_row > limit:
+        run.checkpoints.finish(state)
+        raise RunError(
+            f"{in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); the checkpoint of step "
+            f"{run.checkpoints.saved_at} is the newest; lower --lr, or try --dtype=float32"
+        )
 
 
-def find_source(config: Config, directory: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint to start from (None: from scratch) and what the user should know about the choice."""
-    checkpoints, resume = directory / "checkpoints", config.run.resume
-    checkpoint.sweep(checkpoints)
-    existing = checkpoint.steps(checkpoints)
-    if resume == "off" and existing:
-        raise UserError(f"--resume=off: {directory} has checkpoints; choose another --name, or delete the directory")
-    if existing:
-        source, passed = checkpoint.newest(checkpoints)
-        if source is None:
-            raise UserError("\n       ".join([f"no checkpoint in {directory} is whole; delete it to start over", *passed]))
-        return source, [*passed, f"continuing from {source}"]
-    if resume in ("auto", "off"):
-        return None, []
-    source = checkpoint.find(resume)
-    return source, [f"starting from {source}"]
-
-
-def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Path | None, state: TrainState) -> Config:
-    """`config` with every choice made that it left to us. Raises UserError where it does not fit dataset or ranks."""
-    model = config.model
-    if pretrained:
-        keep = {"seq_len": model.seq_len, "dropout": model.dropout, "init_from": model.init_from}
-        found = hf.read_config(pretrained)
-        if found.seq_len < model.seq_len:
-            raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
-        model = dataclasses.replace(found, **keep)
-    model = settings.resolve_model(model, dataset.vocab_size)
-    sequences = config.train.tokens_per_update // model.seq_len
-    before = state.settings.get("micro_batch_size")
-    micro_batch_size = parallel.fit_micro_batch(
-        config.train.micro_batch_size, before, model, sequences, config.parallel.strategy, world
-    )
-    parallel.check_share(sequences // micro_batch_size, config.parallel.strategy, world)
-    run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
-    train = dataclasses.replace(
-        config.train,
-        micro_batch_size=micro_batch_size,
-        device=world.device.type,
-        dtype=parallel.choose_dtype(config.train.dtype, world.device),
-        compile=parallel.choose_compile(config.train.compile, world.device, run_flops),
-    )
-    return dataclasses.replace(config, model=model, train=train)
-
-
-def check_changes(state: TrainState, config: Config, dataset: data.Dataset, own: bool) -> list[str]:
-    """Notes on settings that differ from the checkpoint's; UserError where they may not.
-
-    own: the checkpoint is of this very run, whose model and data are fixed. A new run from it may change the data.
-    """
-    now, then = settings.flat_values(config), state.settings
-    changed = [name for name in now if name in then and now[name] != then[name]]
-    fixed = FIXED if own else [*settings.flat_fields(settings.ModelConfig), "optimizer"]
-    refused = [f"--{name}={now[name]}, and the checkpoint has {then[name]}" for name in changed if name in fixed]
-    if own and state.dataset and state.dataset != dataset.identity:
-        refused.append(f"--tokens={config.data.tokens} holds other tokens than the run was trained on")
-    if refused:
-        refused.append("restore these settings, or start another run with --name=...")
-        raise UserError("\n       ".join(refused))
-    silent = {"name", "out_dir", "resume", "tokens", "threads"}
-    return [f"changed: {name} {then[name]} -> {now[name]}" for name in changed if name not in silent]
-
-
-def introduce(run: Run, source: Path | None, notes: list[str]) -> None:
-    """Write config.toml, start wandb and say what is about to run."""
-    config, world, log, module = run.config, run.world, run.log, run.engine.module
-    if not world.is_master:
-        return
-    (log.directory / "config.toml").write_text(settings.dumps(config))
-    same_run = source is not None and source.parent.parent == log.directory
-    run.state.wandb_run_id = log.start_wandb(config, run.state.wandb_run_id if same_run else "")
-    train, model = config.train, config.model
-    log.say(
-        f"{config.run.name}: {model.architecture}, {module.parameter_count():,} parameters, "
-        f"{model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}"
-    )
-    log.say(
-        f"{train.steps} steps of {train.tokens_per_update:,} tokens = {run.micro_batches} micro-batches of "
-        f"{train.micro_batch_size} x {model.seq_len} on {world.size} rank(s), {config.parallel.strategy}, "
-        f"{world.device.type}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank"
-    )
-    epochs = train.steps * run.batches.sequences_per_update / run.batches.stream.windows(model.seq_len)
-    log.say(f"{len(run.batches.stream):,} train tokens in {config.data.tokens}; the run reads them {epochs:.2f} times")
-    for note in notes:
-        log.say(note)
-
-
-def main(config: Config) -> int:
-    """Train as `config` says; returns the exit status."""
-    threads = config.train.threads or (1 if config.parallel.strategy == "exact" else 0)  # bits depend on the threads
-    world = connect(config.train.device, threads, config.parallel.timeout_minutes)
-    if config.train.deterministic or config.parallel.strategy == "exact":
-        parallel.make_deterministic(world)
-    run = prepare(config, world)
-    status = 1
-    try:
-        with world.naming_missing_ranks():
-            status = train(run)
-    finally:
-        run.saver.wait()  # what is half written when training fails is still worth finishing
-        run.log.close(status)
-    world.barrier()  # a rank that leaves while another still reads from it would fail that one
-    return status
+def report(run: Run, loss: float, grad_norm: float) -> None:
+    """Log the last update, and the speed since the last report."""
+    config, state, step, speed = run.config, run.state, run.state.step, run.meter.report()
+    lr = optim.learning_rate(step - 1, config.train.steps, config.optim)
+    memory = round(device.peak_memory_gb(run.world.device), 3)
+    record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
+    run.log.metrics(record | {"memory_gb": memory, "skipped": state.skipped or None})
+    line = f"step {step:>6}/{config.train.steps}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.2f}"
+    if speed:
+        eta = duration((config.train.steps - step) * speed["step_ms"] / 1000)
+        line += f"  {speed['tokens_per_second']:,.0f} tok/s  mfu {speed['mfu']:.0%}  eta {eta}"
+    run.log.say(line)
 
 
 if __name__ == "__main__":
@@ -403,6 +344,6 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
-    # All is on disk. Neither a finished run nor a failed one, for whose end others wait, may hang in the tear-down of the
-    # interpreter, where the threads of torch's libraries and the process group wait for one another.
+    # Everything is on disk. The tear-down of the interpreter may hang: threads of torch's libraries and the process group
+    # wait for one another, and other ranks wait for this process to end.
     os._exit(status)

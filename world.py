@@ -1,7 +1,9 @@
-"""Who am I: rank, world size, device and the reductions over ranks. A world of one works without torchrun."""
+"""This process among the others: rank, world size, device, and what the ranks say to one another.
+
+A world of one works without torchrun.
+"""
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -12,7 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from settings import RunError, UserError, cores
+import device
+from settings import RunError, cores
 
 
 @dataclass(frozen=True)
@@ -22,28 +25,28 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    store: dist.Store | None = None  # kept by torchrun, outlives the ranks
+    store: dist.Store | None = None  # held by torchrun, so it outlives the ranks
 
     @property
     def is_master(self) -> bool:
         """Only the master process prints, logs and writes."""
         return self.rank == 0
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def share(self, count: int) -> range:
+        """This rank's contiguous share of `count` pieces. Where shares are unequal the first ranks take one more."""
+        each, more = divmod(count, self.size)
+        first = self.rank * each + min(self.rank, more)
+        return range(first, first + each + (self.rank < more))
+
+    def zeros(self, count: int) -> torch.Tensor:
+        """Zeros [count] to sum over the ranks, in float64 (float32 on mps, which has no float64)."""
+        return torch.zeros(count, device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64)
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def zeros(self, count: int) -> torch.Tensor:
-        """float64 zeros [count] where sums over ranks are made (float32 on mps, which has no float64)."""
-        return torch.zeros(count, device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64)
-
-    def share(self, count: int) -> range:
-        """This rank's contiguous share of `count` pieces; the first ranks take one more where it is unequal."""
-        each, more = divmod(count, self.size)
-        first = self.rank * each + min(self.rank, more)
-        return range(first, first + each + (self.rank < more))
 
     def from_master(self, value):
         """The master's `value` (any picklable object) on every rank."""
@@ -53,22 +56,38 @@ class World:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def least(self, value: float) -> float:
-        """The smallest of the ranks' values."""
+    def all_gather(self, value) -> list:
+        """Every rank's `value` (any picklable object), by rank."""
+        values = [value] * self.size
         if self.size > 1:
-            dist.all_reduce(value := torch.tensor(value, dtype=torch.float64), op=dist.ReduceOp.MIN)
-        return float(value)
+            dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 
+    def leave(self, failed: bool) -> None:
+        """Wait until every rank is done: one that left earlier would fail those that still read from it.
+
+        There is no time limit, for the master may still be writing a large checkpoint. Nobody waits after a failure.
+        """
+        if self.size == 1:
+            return
+        keys = [f"left/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], "failed" if failed else "done")
+        while not failed and not self.store.check(keys):
+            time.sleep(0.05)
+            failed = any(self.store.check([key]) and self.store.get(key) == b"failed" for key in keys)
+        if not failed:
+            dist.barrier()  # the store ends with rank 0 where torchrun does not hold it
+
     @contextlib.contextmanager
     def naming_missing_ranks(self):
-        """Turn the failure of a collective into a RunError that names the ranks which no longer answer, if there are any.
+        """Turn a failed collective into a RunError that names the ranks which no longer answer, if there are any.
 
-        A rank whose collective failed or timed out says so in the store and looks who else does: who is hung or dead does not.
+        Each rank whose collective failed says so in the store, then looks who else did. A dead or hung rank did not.
         """
         try:
             yield
@@ -91,45 +110,53 @@ def is_communication(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(w in str(error).lower() for w in words))
 
 
-def connect(device: str = "auto", threads: int = 0, timeout_minutes: float = 10.0) -> World:
+def connect(
+    device_name: str = "auto",
+    threads: int = 0,
+    timeout_minutes: float = 10.0,
+    deterministic: bool = False,
+    integers_only: bool = False,
+) -> World:
     """Join the world that RANK and WORLD_SIZE describe (torchrun sets them), or be a world of one.
 
-    device: auto, cpu, cuda or mps; each rank takes cuda:LOCAL_RANK. threads: CPU threads of each rank (0: cores // local ranks;
-    more threads than cores spin against each other). timeout_minutes: after which a rank gives up waiting for another.
+    device_name: auto, cpu, cuda or mps; each rank takes cuda:LOCAL_RANK. threads: CPU threads of each rank (0: cores // local
+    ranks). timeout_minutes: how long a rank waits for another. deterministic, integers_only: see `device.make_deterministic`.
     Raises UserError where the device is not there.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    shared = os.environ.get("LOCKSTEP_SHARE_GPU") == "1"  # to try several ranks on one GPU, which NCCL refuses
-    place = _place(device, local_rank, shared)
+    share_gpus = os.environ.get("LOCKSTEP_SHARE_GPU") == "1"  # to try several ranks on one GPU
+    own = device.find_device(device_name, local_rank, share_gpus)
     torch.set_num_threads(threads or max(1, cores() // local_size))
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
     elif sys.platform == "linux":
-        keep_freed_memory()
+        device.keep_freed_memory()
+    if deterministic:
+        device.make_deterministic(own, integers_only)
     store = None
     if "RANK" in os.environ:
-        timeout = timedelta(minutes=timeout_minutes)
         # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
-        # What is about the run, not the model, goes through gloo, so that no GPU is waited for.
-        backend, device_id = ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" and not shared else ("gloo", None)
+        # CPU tensors, which carry what is about the run and not the model, go through gloo: no GPU is waited for.
+        backend, device_id = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" and not share_gpus else ("gloo", None)
+        timeout = timedelta(minutes=timeout_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
-    return World(rank, size, local_rank, local_size, place, store)
+    return World(rank, size, local_rank, local_size, own, store)
 
 
 class Stop:
-    """A request to stop, by SIGTERM, SIGINT, SIGUSR1 or after `max_minutes`, that all ranks agree on at a step boundary.
+    """A request to stop, by SIGTERM, SIGINT, SIGUSR1 or after `max_minutes`, that all ranks agree on between two updates.
 
-    A second SIGINT ends the process at once. `ask` starts the agreement before an update and `agreed` reads it after, so that
-    the exchange hides behind the update.
+    `ask` starts the agreement before an update and `agreed` reads it afterwards, so the exchange hides behind the update.
+    A second SIGINT ends the process at once.
     """
 
     def __init__(self, world: World, max_minutes: float):
         self.world, self.reason = world, ""
         self.deadline = time.monotonic() + 60 * max_minutes if max_minutes else float("inf")
-        self._asked = self._work = None
+        self._requested = self._work = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note)
 
@@ -141,52 +168,14 @@ class Stop:
         """Begin to exchange what each rank has seen so far."""
         if time.monotonic() > self.deadline:
             self.reason = self.reason or "--max_minutes"
-        self._asked = torch.tensor([float(bool(self.reason))])
+        self._requested = torch.tensor([float(bool(self.reason))])
         if self.world.size > 1:
-            self._work = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, async_op=True)
+            self._work = dist.all_reduce(self._requested, op=dist.ReduceOp.MAX, async_op=True)
 
     def agreed(self) -> bool:
-        """Whether any rank had been asked to stop at the last `ask`."""
+        """Whether any rank had a request to stop at the last `ask`."""
         if self._work is not None:
             self._work.wait()
-        stop = self._asked is not None and bool(self._asked.item())
+        stop = self._requested is not None and bool(self._requested.item())
         self.reason = self.reason or ("asked on another rank" if stop else "")
         return stop
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep the memory of large tensors for the next ones, in huge pages where Linux grants them.
-
-    By default it returns it to the kernel at every free, and the page faults of taking it again are a tenth of an eager
-    training step on a CPU; looking up small pages is another 1.5 % of a compiled one.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        libc = ctypes.CDLL(None)
-        # M_MMAP_THRESHOLD: take up to so much from the heap; before 2.35 glibc refuses more than 32 MB
-        libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
-        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: do not shrink it
-        libc.mallopt(-2, 1 << 30)  # M_TOP_PAD: let it grow by so much at once; it takes memory only where it is used
-        for function in (libc.sbrk, libc.malloc):
-            function.restype = ctypes.c_void_p
-        first = libc.sbrk(0)
-        libc.free(ctypes.c_void_p(libc.malloc(1 << 28)))
-        size = libc.sbrk(0) - first
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), 14)  # MADV_HUGEPAGE
-
-
-def _place(device: str, local_rank: int, shared: bool) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device=mps: this torch finds no Metal device; --device=cpu works everywhere")
-    if device != "cuda":
-        return torch.device(device)
-    count = torch.cuda.device_count()
-    if shared and count:
-        local_rank %= count
-    if local_rank >= count:
-        raise UserError(
-            f"--device=cuda: rank {local_rank} of this node needs a GPU of its own and torch sees {count}; start "
-            "torchrun with --nproc_per_node of at most that, or use --device=cpu"
-        )
-    return torch.device("cuda", local_rank)

@@ -70,7 +70,7 @@ def measure(config: GradSyncConfig) -> None:
     world = connect(config.device, threads=1)
     module = GPT(training.model)
     initialize(module, 0)
-    engine = Engine(module, training, world, config.micro_batches)
+    engine = Engine(module, training, world)
     optimizers = engine.build_optimizers(training.optim)
     generator = torch.Generator().manual_seed(0)
     shape = (config.micro_batches, config.micro_batch_size, config.seq_len + 1)
@@ -82,7 +82,7 @@ def measure(config: GradSyncConfig) -> None:
             engine.model.require_backward_grad_sync = sync and i == len(mine) - 1
             with engine.autocast():
                 loss = engine.model(tokens[micro_batch, :, :-1], tokens[micro_batch, :, 1:])
-            engine.backward(loss, len(mine))
+            (loss / engine.loss_divisor).backward()
         if world.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -92,9 +92,14 @@ def measure(config: GradSyncConfig) -> None:
         function(*args)
         return time.perf_counter() - began
 
+    def step(grad_clip: float) -> None:
+        engine.clip(grad_clip)
+        optimizers.step()
+        engine.drop_gradients()
+
     def update() -> None:
         accumulate(True)
-        engine.update(optimizers, 1.0)
+        step(1.0)
 
     for _ in range(2):
         update()
@@ -104,12 +109,11 @@ def measure(config: GradSyncConfig) -> None:
     full, parts = [], []
     for _ in range(config.updates):
         full.append(timed(accumulate, True))
-        engine.update(optimizers, 0.0)
+        step(0.0)
     weights, _ = engine.gather(optimizers)
     for _ in range(config.updates):
         parts.append(timed(accumulate, False))
-        for parameter in module.parameters():
-            parameter.grad = None
+        engine.drop_gradients()
     if world.is_master:
         save_file(weights, f"{out}.safetensors")
         state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]

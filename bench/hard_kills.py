@@ -9,16 +9,12 @@ are compared with those of a run that nobody disturbed. Exit status 1 unless no 
 bit for bit. About ten minutes for 200 kills on two cores.
 """
 
-import contextlib
 import functools
-import importlib
 import os
 import random
 import signal
-import socket
 import sys
 import time
-import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,49 +65,6 @@ class HardKillsConfig:
     """Directory for hard_kills.json."""
 
 
-def fork_life(config: Config, ranks: int, errors: Path) -> list[int]:
-    """Start the ranks of a life, in one process group whose leader is the first. Returns their process ids."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            if ranks > 1:
-                world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-                world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                os.environ.update({key: str(value) for key, value in world.items()})
-            live(config, pids[0] if pids else 0, errors)
-        pids.append(pid)
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pids[0])
-    return pids
-
-
-def live(config: Config, group: int, errors: Path) -> None:
-    """In a forked process: train until the end or the kill."""
-    status = 1
-    try:
-        os.setpgid(0, group)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        import train
-
-        status = train.main(config)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def end(pids: list[int]) -> list[int]:
-    """SIGKILL to the whole process group; returns the wait statuses: signal.SIGKILL where it was alive until then."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pids[0], signal.SIGKILL)
-    return [os.waitpid(pid, 0)[1] for pid in pids]
-
-
 def has_exited(pid: int) -> bool:
     """Whether a child has ended by itself; it can still be waited for."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -146,19 +99,18 @@ def place_of_death(checkpoints: Path) -> str:
     """What the run was doing to its checkpoints, from what it left behind."""
     names = os.listdir(checkpoints) if checkpoints.exists() else []
     newest, latest = newest_step(checkpoints), checkpoints / "latest"
-    hidden = [int(name.split(".")[1][5:]) for name in names if name.startswith(".step-")]
-    if any(step > newest for step in hidden):
+    if any(name.startswith(".step-") and not name.endswith(".old.tmp") for name in names):
         return "writing a checkpoint"
     if newest and (not latest.is_symlink() or int(os.readlink(latest)[5:]) < newest):
         return "between publishing and `latest`"
-    return "removing an old checkpoint" if hidden else "no checkpoint under way"
+    return "removing an old checkpoint" if any(name.endswith(".old.tmp") for name in names) else "no checkpoint under way"
 
 
 def examine(checkpoints: Path, step_before: int) -> list[str]:
     """What is unusable in the state that a kill left: nothing, if the run can go on from where it was."""
     import checkpoint
 
-    wrong = [f"{path.name}: {why}" for path in checkpoint.steps(checkpoints) if (why := checkpoint.fault(path))]
+    wrong = [f"{path.name}: {why}" for path in checkpoint.published(checkpoints) if (why := checkpoint.fault(path))]
     whole, _ = checkpoint.newest(checkpoints)
     step = int(whole.name[5:]) if whole else 0
     if step < step_before:
@@ -171,18 +123,15 @@ def kill_again_and_again(config: HardKillsConfig, training: Config, directory: P
     """`kills` lives and deaths; what was found after each."""
     from tqdm import tqdm
 
-    for name in ("train", "matplotlib.figure"):  # once, and not in every life
-        importlib.import_module(name)
-    tqdm.monitor_interval = 0  # its thread would not survive a fork
     checkpoints, errors = directory / "checkpoints", directory.with_suffix(".err")
     chance, places, unusable = random.Random(config.seed), Counter(), []
     for number in tqdm(range(1, config.kills + 1), unit="kill", dynamic_ncols=True):
         before = newest_step(checkpoints)
-        pids = fork_life(training, config.ranks, errors)
+        pids = machine.fork(training, config.ranks, errors)
         try:
             wait_for_instant(checkpoints, config.save_every, chance, functools.partial(has_exited, pids[0]))
         finally:
-            statuses = end(pids)
+            statuses = machine.end(pids)
         if any(status != signal.SIGKILL for status in statuses):
             said = errors.read_text() if errors.exists() else ""
             raise RunError(f"life {number} ended by itself, wait statuses {statuses}\n{said}")
@@ -216,7 +165,7 @@ def main(config: HardKillsConfig) -> int:
     """The command."""
     if min(config.kills, config.save_every, config.ranks) < 1:
         raise settings.UserError("--kills, --save_every and --ranks must be at least 1")
-    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread before the forks
+    machine.prepare_to_fork()
     machine.prepare_tokens(config.tokens)
     steps = (CHECKPOINTS_A_LIFE + 1) * config.kills * config.save_every + 10
     own = {name: getattr(config, name) for name in ("save_every", "strategy", "async_save", "keep_last", "tokens")}

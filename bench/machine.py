@@ -7,15 +7,18 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from settings import RunError, cores
+from files import publish_text
+from settings import Config, RunError, cores
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -64,6 +67,63 @@ def kill(process: subprocess.Popen) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def prepare_to_fork() -> None:
+    """Import what training imports once, before `fork`, and start no thread: it would not survive a fork."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    import matplotlib.figure  # noqa: F401
+    from tqdm import tqdm
+
+    import train  # noqa: F401
+
+    tqdm.monitor_interval = 0
+
+
+def fork(config: Config, ranks: int, errors: Path) -> list[int]:
+    """Train as `config` says in forks of this process, one a rank, without the seconds that importing takes.
+
+    Returns their process ids. They form one process group, led by the first. What they write to stderr goes to `errors`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            if ranks > 1:
+                world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+                world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                os.environ.update({key: str(value) for key, value in world.items()})
+            be_a_rank(config, pids[0] if pids else 0, errors)
+        pids.append(pid)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pids[0])
+    return pids
+
+
+def be_a_rank(config: Config, group: int, errors: Path) -> None:
+    """In a forked process: train until the end or the kill. Does not return."""
+    status = 1
+    try:
+        os.setpgid(0, group)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        import train
+
+        status = train.main(config)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def end(pids: list[int]) -> list[int]:
+    """SIGKILL to the process group of a `fork`. Returns the wait statuses: signal.SIGKILL of those alive until then."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pids[0], signal.SIGKILL)
+    return [os.waitpid(pid, 0)[1] for pid in pids]
 
 
 def metrics(run: Path) -> list[dict]:
@@ -126,10 +186,8 @@ def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
     """Publish `result` with the machine as DIRECTORY/NAME.json by rename."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    told = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), **describe(), **result}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(told, indent=2) + "\n")
-    os.replace(temporary, path)
+    record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), **describe(), **result}
+    publish_text(path, json.dumps(record, indent=2) + "\n")
     return path
 
 

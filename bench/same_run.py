@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 import machine
 import plot
 import settings
-from checkpoint import sha256
+from files import sha256
 
 # 0.5 million parameters with dropout; 12 micro-batches an update, which 1, 2, 3, 4 and 6 ranks share equally
 FLAGS = dict(

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import checkpoint
+import files
 from conftest import ROOT, environment
 
 
@@ -62,17 +63,18 @@ def test_hard_kills_sees_a_torn_checkpoint_a_lost_one_and_where_the_kill_fell(be
     hard_kills = bench("hard_kills")
     assert hard_kills.examine(tmp_path, 0) == [] and hard_kills.newest_step(tmp_path) == 0
     for step in (3, 4):
-        with checkpoint.published(tmp_path / f"step-{step:08d}") as directory:
+        with files.publish_directory(tmp_path / f"step-{step:08d}") as directory:
             (directory / "model.safetensors").write_bytes(b"weights")
-    checkpoint.link(tmp_path / "latest", tmp_path / "step-00000004")
+            checkpoint.write_manifest(directory)
+    files.link(tmp_path / "latest", tmp_path / "step-00000004")
     assert hard_kills.examine(tmp_path, 4) == [] and hard_kills.place_of_death(tmp_path) == "no checkpoint under way"
     assert "of step 5 and is of step 4" in hard_kills.examine(tmp_path, 5)[0]
 
     (tmp_path / ".step-00000005.tmp").mkdir()
     assert hard_kills.place_of_death(tmp_path) == "writing a checkpoint"
-    (tmp_path / ".step-00000005.tmp").rename(tmp_path / ".step-00000002.tmp")
+    (tmp_path / ".step-00000005.tmp").rename(tmp_path / ".step-00000002.old.tmp")
     assert hard_kills.place_of_death(tmp_path) == "removing an old checkpoint"
-    checkpoint.link(tmp_path / "latest", tmp_path / "step-00000003")
+    files.link(tmp_path / "latest", tmp_path / "step-00000003")
     assert hard_kills.place_of_death(tmp_path) == "between publishing and `latest`"
 
     (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"weighty")

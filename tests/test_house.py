@@ -12,6 +12,7 @@ from conftest import ROOT
 FLOORS = [
     "settings",
     "files",
+    "device",
     "world",
     "data",
     "sources",

@@ -115,7 +115,8 @@ def test_activation_checkpointing_keeps_less_for_backward():
             model=settings.ModelConfig(n_layer=4, n_head=2, n_embd=32, seq_len=16, vocab_size=64, d_ff=128)
         )
         config = settings.replace(config, activation_checkpointing=checkpointing, dtype="float32", n_kv_head=2, compile="off")
-        engine = Engine(GPT(config.model), config, connect("cpu", 1), micro_batches=1)
+        config = settings.replace(config, tokens_per_update=32, micro_batch_size=2)
+        engine = Engine(GPT(config.model), config, connect("cpu", 1))
         initialize(engine.module, 0)
         inputs, sizes = torch.arange(32).view(2, 16), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
@@ -140,7 +141,7 @@ def test_fsdp_in_bfloat16_stays_near_float32_and_saves_float32(train, one):
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_all_ranks(train, strategy):
-    third = POISONED.format(bad="os.environ['RANK'] == '0' and len(calls) == 3 * accumulation_steps")
+    third = POISONED.format(bad="os.environ['RANK'] == '0' and len(calls) == 3 * 6")
     done = train.changed(third, "nan", 2, strategy=strategy, steps=6, dtype="float16", **ADAMW)
     assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())

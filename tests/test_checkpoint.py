@@ -1,0 +1,80 @@
+"""Which checkpoint is meant, whoever asks; and runs that were copied, damaged or kept where there are no links."""
+
+import errno
+import os
+import re
+import shutil
+import sys
+
+import pytest
+
+import checkpoint
+import files
+from conftest import execute
+
+
+def damage(path):
+    """Change the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_copied_by_something_that_follows_links_continues_and_gets_its_links_back(train, shared):
+    train("first", steps=10)
+    shutil.copytree(train.runs / "first", train.runs / "copied")  # follows links, as scp -r and buckets do
+    checkpoints = train.runs / "copied" / "checkpoints"
+    assert (checkpoints / "latest").is_dir() and not (checkpoints / "latest").is_symlink()
+    train("copied", steps=20)
+    assert train.files("copied") == shared.files("plain")
+    assert os.readlink(checkpoints / "latest") == "step-00000020" and (checkpoints / "best").is_symlink()
+    assert not list(checkpoints.glob(".*"))
+
+
+def test_without_symbolic_links_latest_and_best_are_copies(train, shared):
+    refuse = f"os.symlink = lambda *args, **more: (_ for _ in ()).throw(OSError({errno.EPERM}, 'no links here'))"
+    train.changed(refuse, "nolinks")
+    latest, best = (train.runs / "nolinks" / "checkpoints" / name for name in ("latest", "best"))
+    assert latest.is_dir() and not latest.is_symlink() and checkpoint.fault(latest) is None
+    assert best.is_dir() and not best.is_symlink() and checkpoint.fault(best) is None
+    assert train.files("nolinks") == shared.files("plain")
+
+
+def test_everybody_takes_the_newest_intact_checkpoint_with_the_same_warning(train):
+    train("damaged", steps=10)
+    damage(train.latest("damaged") / "model.safetensors")
+    run, older = train.runs / "damaged", train.runs / "damaged" / "checkpoints" / "step-00000005"
+    commands = [
+        [sys.executable, "sample.py", run, "--max_new_tokens=2"],
+        [sys.executable, "evaluate.py", run, "--eval_tokens=64"],
+        train.command("tuned", init_from=run, steps=1, optimizer="adamw"),
+        train.command("branch", resume=run, steps=6),
+    ]
+    outputs = [execute(command).stdout for command in commands]
+    for output in outputs:
+        assert re.search(r"passed over .*step-00000010: model.safetensors does not match its sha256", output), output
+    assert str(older) in outputs[1] and f"weights of {older}" in outputs[2] and f"starting from {older}" in outputs[3]
+
+    named = execute([sys.executable, "evaluate.py", train.latest("damaged")], status=2)
+    assert named.stderr.startswith("error: ") and "is damaged: model.safetensors does not match" in named.stderr
+    shutil.rmtree(older)
+    assert "neither a checkpoint nor a run with an intact one" in execute(commands[0], status=2).stderr
+
+
+def test_what_is_published_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "file"
+    files.publish_text(target, "old")
+    with pytest.raises(RuntimeError), files.publish(target) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert target.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+    directory = tmp_path / "directory"
+    for content in ("old", "new"):
+        with files.publish_directory(directory) as temporary:
+            (temporary / "a").write_text(content)
+            assert not directory.exists() or (directory / "a").read_text() == "old"
+    with pytest.raises(RuntimeError), files.publish_directory(directory) as temporary:
+        (temporary / "a").write_text("half")
+        raise RuntimeError
+    assert (directory / "a").read_text() == "new" and sorted(os.listdir(tmp_path)) == ["directory", "file"]
