@@ -274,7 +274,7 @@ DRIFTING = """
 original = train.update
 def drifting(run, prefetcher):
     out = original(run, prefetcher)
-    if run.state.step == 3 and os.environ["RANK"] == "1":
+    if run.state.step == 3 and os.environ["RANK"] == "{rank}":
         with torch.no_grad():
             run.engine.module.blocks[1].mlp.down.weight.view(-1)[5] += 1e-7
     return out
@@ -282,9 +282,17 @@ train.update = drifting
 """
 
 
-def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train):
-    done = train.changed(DRIFTING, "drift", 2, status=1, check_replicas_every=2)
-    assert "blocks.1.mlp.down.weight of rank(s) [1] is not that of rank 0" in done.stderr
+@pytest.mark.parametrize(
+    "ranks, drifting, message",
+    [
+        (3, 0, "of rank(s) [0] is not that of the other 2 ranks"),
+        (3, 2, "of rank(s) [2] is not that of the other 2 ranks"),
+        (2, 1, "is not the same on ranks [0] and [1]; no majority tells which is right"),
+    ],
+)
+def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, ranks, drifting, message):
+    done = train.changed(DRIFTING.format(rank=drifting), "drift", ranks, status=1, check_replicas_every=2)
+    assert f"blocks.1.mlp.down.weight {message}" in done.stderr
     assert "step      5/20" not in done.stdout
 
 
