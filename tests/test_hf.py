@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import hf
+from checkpoint import find_model, write_manifest
 from model import GPT, initialize
 from settings import ModelConfig, UserError, resolve_model
 
@@ -218,13 +219,15 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
 
 def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     model = build("gpt2")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint.parent / "latest").symlink_to(checkpoint.name)
-    hf.write_model(checkpoint, model.state_dict(), model.config, None, eot_token=0)
-    assert hf.find_model(str(checkpoint)) == checkpoint
-    assert hf.find_model(str(tmp_path / "run")).resolve() == checkpoint
-    with pytest.raises(UserError, match="no config.json and no checkpoints/latest, only run"):
+    saved = tmp_path / "run" / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    hf.write_model(saved, model.state_dict(), model.config, None, eot_token=0)
+    assert hf.find_model(str(saved)) == saved
+    with pytest.raises(UserError, match="step-00000001: manifest.json is missing"):
+        find_model(str(tmp_path / "run"))
+    write_manifest(saved)
+    assert find_model(str(tmp_path / "run")) == find_model(str(saved)) == (saved, [])
+    with pytest.raises(UserError, match="neither a run nor a model directory: it has no config.json, only run"):
         hf.find_model(str(tmp_path))
     with pytest.raises(UserError, match=r"absent is not a directory; .* has run"):
         hf.find_model(str(tmp_path / "absent"))
