@@ -120,6 +120,11 @@ class Stream:
         """How many windows of `seq_len` inputs and as many targets the stream has."""
         return max(0, (len(self) - 1) // seq_len)
 
+    def locate(self, position: int) -> tuple[Path, int]:
+        """The shard that holds the token at `position` of the stream, and where in the shard it is."""
+        shard = int(np.searchsorted(self.starts, position, side="right")) - 1
+        return self.paths[shard], position - int(self.starts[shard])
+
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
