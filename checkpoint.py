@@ -262,6 +262,9 @@ def check_changes(state: TrainState, config: Config, dataset: Dataset, own: bool
     changed = [name for name in now if name in before and now[name] != before[name]]
     fixed = FIXED if own else [*settings.flat_fields(ModelConfig), "optimizer"]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
+    before_settings = settings.replace(Config(), **before) if before else config
+    if own and seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches):
+        refused.append(f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw")
     if own and state.dataset and state.dataset != dataset.identity:
         refused.append(f"--tokens={config.data.tokens} holds other tokens than the run was trained on")
     if refused:
@@ -269,6 +272,15 @@ def check_changes(state: TrainState, config: Config, dataset: Dataset, own: bool
         raise UserError("\n       ".join(refused))
     silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
     return [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
+
+
+def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
+    """The skipped batches among those that the first `steps` steps have passed."""
+    passed = []
+    for batch in skipped:
+        if batch < steps + len(passed):
+            passed.append(batch)
+    return passed
 
 
 def load_state(directory: Path) -> TrainState:

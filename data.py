@@ -293,6 +293,7 @@ class Batches:
     micro_batch_size: int
     seed: int
     shuffled: bool = True
+    skipped: tuple[int, ...] = ()  # batches that no step sees, in ascending order
 
     def __post_init__(self):
         if not self.stream.num_windows(self.seq_len):
@@ -325,8 +326,15 @@ class Batches:
 
     def batch(self, step: int, micro_batch: int) -> np.ndarray:
         """The tokens of a micro-batch of update `step`. Micro-batches are numbered over the whole update, not within a rank."""
-        first = step * self.sequences_per_update + micro_batch * self.micro_batch_size
+        first = self.first_sequence(step) + micro_batch * self.micro_batch_size
         return self.tokens(self.windows(first, self.micro_batch_size))
+
+    def first_sequence(self, step: int) -> int:
+        """The first sequence of update `step`, which takes the batch number `step` of those that are not skipped."""
+        batch = step
+        for skipped in self.skipped:
+            batch += skipped <= batch
+        return batch * self.sequences_per_update
 
 
 class Prefetcher:

@@ -210,7 +210,7 @@ def look_at_sequences(run: train.Run) -> list[dict]:
     if not run.world.is_master:
         return []
     text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
-    windows = batches.windows(step * len(losses), len(losses))
+    windows = batches.windows(batches.first_sequence(step), len(losses))
     rows = []
     for number, (loss, window, tokens) in enumerate(zip(losses, windows.tolist(), batches.tokens(windows), strict=True)):
         shard, position = batches.stream.locate(window * batches.seq_len)

@@ -146,6 +146,7 @@ def build(
         config.train.micro_batch_size,
         config.run.seed,
         shuffled=config.data.order == "shuffled",
+        skipped=config.skipped_batches,
     )
     return Run(config, world, dataset, batches, engine, optimizers, state)
 
