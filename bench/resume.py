@@ -32,7 +32,7 @@ FLAGS = machine.TINY | dict(
 )
 # FLAGS have all gradients in DDP's first bucket of 1 MB; 9 million parameters fill buckets of 1, 25 and 10 MB.
 SEVERAL_BUCKETS = dict(architecture="llama", n_layer=10, n_embd=256, vocab_size=4608)
-STRATEGIES = ("ddp", "zero1", "fsdp", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap")
+STRATEGIES = ("ddp", "zero1", "fsdp", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap", "exact")
 
 
 @dataclass(frozen=True)
