@@ -1,6 +1,7 @@
 """Kill a run hundreds of times, at random instants, and examine what is left each time.
 
 python bench/hard_kills.py --kills=200 --save_every=1
+python bench/hard_kills.py --kills=125 --strategy=fsdp --ranks=3
 
 After each kill the run is started again. Each attempt is a fork of this process (or --ranks=N of them), which has imported
 torch already, so an attempt is cheap. SIGKILL to its process group ends it at a random instant of its start, its steps or its
@@ -28,7 +29,7 @@ from settings import Config, ParallelConfig, RunError
 # A step of a tiny model is shorter than a save, so that many kills fall into one.
 FLAGS = machine.TINY | dict(
     dropout=0.1,
-    tokens_per_update=128,
+    tokens_per_update=192,  # 6 micro-batches, which 1, 2, 3 and 6 ranks share equally
     optimizer="adamw",  # which every strategy supports
     lr=1e-3,
     eval_every=100,
@@ -44,6 +45,7 @@ class HardKillsConfig:
     save_every: int = 1
     strategy: settings.flat_fields(ParallelConfig)["strategy"].type = "ddp"
     ranks: int = 1
+    """Under exact the most ranks: each attempt has a random number of them."""
     async_save: bool = True
     keep_last: int = 2
     seed: int = 0
@@ -51,7 +53,7 @@ class HardKillsConfig:
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
     out: str = str(machine.RESULTS)
-    """Directory for hard_kills.json."""
+    """Directory for hard_kills.json, or hard_kills_STRATEGY_RANKS.json."""
 
 
 def has_exited(pid: int) -> bool:
@@ -116,7 +118,8 @@ def kill_again_and_again(config: HardKillsConfig, training: Config, directory: P
     chance, moments, unusable = random.Random(config.seed), Counter(), []
     for number in tqdm(range(1, config.kills + 1), unit="kill", dynamic_ncols=True):
         before = newest_step(checkpoints)
-        pids = machine.fork(training, config.ranks, errors)
+        ranks = chance.randint(1, config.ranks) if config.strategy == "exact" else config.ranks
+        pids = machine.fork(training, ranks, errors)
         try:
             wait_for_instant(checkpoints, config.save_every, chance, functools.partial(has_exited, pids[0]))
         finally:
@@ -171,7 +174,8 @@ def main(config: HardKillsConfig) -> int:
         machine.run(config.ranks, name="killed", **flags)
         machine.run(config.ranks, name="undisturbed", **flags)
         result |= {"seconds": round(seconds, 1), "steps": steps, "same": compare(killed, undisturbed)}
-    print(machine.write("hard_kills", {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result}, Path(config.out)))
+    name = "hard_kills" + (f"_{config.strategy}_{config.ranks}" if config.ranks > 1 else "")
+    print(machine.write(name, {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result}, Path(config.out)))
     return report(result)
 
 
