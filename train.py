@@ -165,9 +165,9 @@ def train(run: Run) -> int:
     log.start_bar(steps, state.step)
     while True:
         last, stopping = state.step >= steps, stop.agreed()
-        run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
         if due(config.parallel.check_replicas_every, state.step):
-            engine.check_replicas()
+            engine.check_replicas()  # before a save: weights that went wrong must not be kept
+        run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
         if last or stopping:
