@@ -108,7 +108,9 @@ def parse(cls, args: list[str], description: str, default=None):
     for argument, following in pairwise([*args, "--"]):
         name = argument.removeprefix("--").replace("-", "_")
         ends = following == "--" or (following.startswith("-") and following.lstrip("-")[:1].isalpha())
-        if ends and argument.startswith("--") and name in flags:
+        if ends and argument.startswith("--") and name in flags and flags[name].type is bool:
+            complete.append(f"{argument}=true")
+        elif ends and argument.startswith("--") and name in flags:
             mistakes.append(f"--{name} needs a value, as in --{name}={syntax(flags[name].type)}")
         else:
             complete.append(argument)

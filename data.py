@@ -120,6 +120,11 @@ class Stream:
         """How many windows of `seq_len` inputs and as many targets the stream has."""
         return max(0, (len(self) - 1) // seq_len)
 
+    def locate(self, position: int) -> tuple[Path, int]:
+        """The shard that holds the token at `position` of the stream, and where in the shard it is."""
+        shard = int(np.searchsorted(self.starts, position, side="right")) - 1
+        return self.paths[shard], position - int(self.starts[shard])
+
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
@@ -288,6 +293,7 @@ class Batches:
     micro_batch_size: int
     seed: int
     shuffled: bool = True
+    skipped: tuple[int, ...] = ()  # batches that no step sees, in ascending order
 
     def __post_init__(self):
         if not self.stream.num_windows(self.seq_len):
@@ -320,8 +326,15 @@ class Batches:
 
     def batch(self, step: int, micro_batch: int) -> np.ndarray:
         """The tokens of a micro-batch of update `step`. Micro-batches are numbered over the whole update, not within a rank."""
-        first = step * self.sequences_per_update + micro_batch * self.micro_batch_size
+        first = self.first_sequence(step) + micro_batch * self.micro_batch_size
         return self.tokens(self.windows(first, self.micro_batch_size))
+
+    def first_sequence(self, step: int) -> int:
+        """The first sequence of update `step`, which takes the batch number `step` of those that are not skipped."""
+        batch = step
+        for skipped in self.skipped:
+            batch += skipped <= batch
+        return batch * self.sequences_per_update
 
 
 class Prefetcher:

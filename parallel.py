@@ -36,7 +36,7 @@ class Engine:
         # Ranks average their gradients; exact adds integers and divides them once, by the number of all micro-batches.
         self.loss_divisor = 1 if self.strategy == "exact" else len(world.share(config.micro_batches))
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == "float16")
-        compiled = config.train.compile == "on"
+        self.compiled = config.train.compile == "on"
         if config.train.fp8:
             use_float8(module, world)
         if config.train.activation_checkpointing:
@@ -45,15 +45,15 @@ class Engine:
         if self.strategy == "fsdp" and world.size > 1:
             from sharded import FullyShard  # here, because importing FSDP2 takes a second
 
-            for block in module.blocks if compiled else ():  # one by one: weights are gathered between them
+            for block in module.blocks if self.compiled else ():  # one by one: weights are gathered between them
                 block.forward = torch.compile(block.forward)
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
             self.eval_model = module
         else:
             replica = replicate(module.to(world.device), config.parallel, world, config.micro_batches)
-            self.model = torch.compile(replica) if compiled else replica
+            self.model = torch.compile(replica) if self.compiled else replica
             # Compiling the forward alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
-            self.eval_model = torch.compile(module) if compiled and world.device.type == "cuda" else module
+            self.eval_model = torch.compile(module) if self.compiled and world.device.type == "cuda" else module
         self.parameters = dict(module.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
 
@@ -67,12 +67,14 @@ class Engine:
         return optimizers
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
-        """Run a forward and a synchronized backward on dummy tokens, and drop the gradients. All ranks must call it.
+        """Run a forward and a synchronized backward on dummy tokens, and drop the gradients, where something starts with them.
 
         This compiles. It also lets torch's DDP settle its buckets: after the first backward it lays them out anew, in the
         order of arrival, and the order of a sum over ranks depends on the place in a bucket. Without it the first update
         of a resumed run would round differently from the same update of an undisturbed run.
         """
+        if self.world.size == 1 and not self.compiled:
+            return
         size = (micro_batch_size, seq_len + 1)
         tokens = torch.arange(size[0] * size[1], device=self.world.device).view(size) % self.module.config.vocab_size
         self.model.require_backward_grad_sync = True

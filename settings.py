@@ -58,6 +58,8 @@ class DataConfig:
     """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
+    skip_steps: str = ""
+    """Batches to leave out, named by the steps that would have seen them, as in 812-815,990. A run may add steps to come."""
     prepare_command: str = ""
     """The command that makes the dataset. It is printed where the dataset is missing."""
 
@@ -193,6 +195,12 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
+    def skipped_batches(self) -> tuple[int, ...]:
+        """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises ValueError."""
+        ranges = [part.split("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
+        return tuple(sorted({step - 1 for first, *last in ranges for step in range(int(first), int((last or [first])[0]) + 1)}))
+
+    @property
     def sequences_per_update(self) -> int:
         """Sequences in the global batch."""
         return self.train.tokens_per_update // self.model.seq_len
@@ -271,6 +279,12 @@ def range_problems(config: Config) -> Iterator[str]:
             yield f"--{name} must be {words}, not {value}"
     if config.optim.min_lr > config.optim.lr:
         yield f"--min_lr={config.optim.min_lr} must be at most --lr={config.optim.lr}"
+    try:
+        valid = all(batch >= 0 for batch in config.skipped_batches)
+    except ValueError:
+        valid = False
+    if not valid:
+        yield f"--skip_steps={config.data.skip_steps} must be steps and ranges of steps, such as 812-815,990"
     if config.run.name in (".", "..") or "/" in config.run.name:
         yield f"--name={config.run.name} must be a plain directory name; --out_dir says where the directory is"
 

@@ -33,6 +33,7 @@ FLOORS = [
     "sample",
     "prepare_data",
     "train",
+    "replay",
 ]
 MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
 

@@ -99,7 +99,10 @@ def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
 
 
 def test_more_ranks_than_micro_batches_and_float16_are_refused(train):
-    assert "too few for 3 ranks" in train("few", ranks=3, strategy="exact", micro_batch_size=12, status=1).stderr
+    assert (
+        "less than --seq_len=16 x --micro_batch_size=12 x 3 ranks; try 576"
+        in train("few", ranks=3, strategy="exact", micro_batch_size=12, status=1).stderr
+    )
     assert "bfloat16" in train("half", strategy="exact", dtype="float16", status=2).stderr
 
 

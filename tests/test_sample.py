@@ -25,6 +25,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     checkpoint = folder / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").symlink_to(checkpoint.name)
     text = tokenizer.resolve("train:300", lambda: [TEXT] * 3)
     text.save(folder / "tokenizer.json")
     model = GPT(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=32, seq_len=16), text.vocab_size))
