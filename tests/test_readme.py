@@ -83,7 +83,7 @@ def test_the_readme_begins_with_its_two_commands():
     assert list(commands())[:2] == ["make train", "make test"]
 
 
-@pytest.mark.parametrize("command", list(commands()))
+@pytest.mark.parametrize("command", list(commands()), ids=lambda command: command[:90])
 def test_command_of_the_readme(copy, command):
     if command.startswith("make"):
         run(command.replace("make", "make -n", 1), copy)
