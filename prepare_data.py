@@ -4,6 +4,8 @@ Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz
 Hugging Face hub; without one, the Python standard library. Text is read in units of about a megabyte. Worker threads split and
 encode them (the tokenizers release the interpreter's lock), and their tokens are written into shards in the order of the text,
 so the number of workers changes nothing. The same command again after a kill goes on where the last finished shard ends.
+
+Many machines share a corpus: each one makes --part=NUMBER/COUNT of it, and --join makes one dataset of the parts in --out.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ from tqdm import tqdm
 import files
 import hub
 import settings
-from encode import Split, choose_split, encode_all
+from encode import Split, by_hash, choose_split, encode_all
+from join import join, part_directory, part_files
 from settings import UserError, cores
 from shards import DatasetWriter, is_finished, read_progress
 from sources import SourceFile, embedded_corpus, fetch, fetch_ahead, hub_files, local_files, parse, read_units
@@ -59,6 +62,10 @@ class PrepareConfig:
     """Threads that encode (0: one per core)."""
     keep_downloads: bool = False
     """Keep the files of hf:// in OUT/downloads. Otherwise each one is deleted when it has been read."""
+    part: str = ""
+    """Make only a part of the dataset, such as 3/64, in OUT/part-0003-of-0064. All machines need the same sources and flags."""
+    join: bool = False
+    """Make one dataset of all parts in OUT: the one that a single machine would have made."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,8 +137,11 @@ def make_tokenizer(spec: str, source_files: list[SourceFile], column: str = "tex
 def prepare(config: PrepareConfig) -> None:
     """Make the dataset directory that `config` describes, finish it, or find it finished. Raises UserError."""
     began = time.perf_counter()
-    options = check(config)
-    directory = Path(config.out or f"tokens/{default_name(config.sources)}")
+    options, part = check(config), read_part(config)
+    directory = out_directory(config)
+    if part:
+        directory = part_directory(directory, *part)
+        options |= {"part": f"{part[0]}/{part[1]}", "shard_tokens": config.shard_tokens}  # what joining needs
     source_files, records = find_files(sorted(set(config.sources)) or [EMBEDDED], directory)
     request = {
         "source": records,
@@ -143,11 +153,14 @@ def prepare(config: PrepareConfig) -> None:
     if is_finished(directory, request):
         print(f"{directory} already holds this dataset")
         return
-    request["files"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
-    progress, downloads = read_progress(directory, request), directory / "downloads"
+    request["listing"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
+    progress, downloads = read_progress(directory, request, ignore="downloads"), directory / "downloads"
     hub.remove_unfinished(downloads)
-    if progress and not progress["by_tail"]:
-        split = Split(progress["val_fraction"])  # the beginning of the text, which tells this, may be far back on the hub
+    if part:
+        source_files = [source_files[i] for i in part_files(source_files, *part)]
+        split = by_hash(config.val_fraction)
+    elif progress and not progress["by_tail"]:
+        split = Split(progress["val_fraction"])  # the beginning of the text, which tells this, may have to be downloaded
     else:
         split = choose_split(map(fetch, source_files), config.column, config.val_fraction)
     if progress:
@@ -186,13 +199,40 @@ def check(config: PrepareConfig) -> dict:
     return options
 
 
-def default_name(sources: tuple[str, ...]) -> str:
-    """The name of the dataset if --out does not give one."""
-    if not sources:
-        return "python"
-    if sources[0].startswith(hub.SCHEME):
-        return hub.parse_address(sources[0]).repository.partition("/")[2]
-    return Path(sources[0]).resolve().name.split(".")[0]
+def read_part(config: PrepareConfig) -> tuple[int, int] | None:
+    """--part as (number, count), counted from 1. None without it. Raises UserError."""
+    if not config.part:
+        return None
+    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", config.part)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--part={config.part} is not NUMBER/COUNT; of three parts, --part=3/3 is the last")
+    if not config.tokenizer or config.tokenizer.startswith("train:"):
+        raise UserError(
+            "--part needs a --tokenizer that is the same on all machines: one by name, or the path of a tokenizer.json, which "
+            "train:N makes from any text on one machine"
+        )
+    return int(match[1]), int(match[2])
+
+
+def out_directory(config: PrepareConfig) -> Path:
+    """Where the dataset is made."""
+    if config.out:
+        return Path(config.out)
+    if not config.sources:
+        return Path("tokens/python")
+    if config.sources[0].startswith(hub.SCHEME):
+        return Path("tokens") / hub.parse_address(config.sources[0]).repository.partition("/")[2]
+    return Path("tokens") / Path(config.sources[0]).resolve().name.split(".")[0]
+
+
+def join_parts(config: PrepareConfig) -> None:
+    """Make one dataset of the parts in --out. Raises UserError."""
+    began, directory = time.perf_counter(), out_directory(config)
+    writer = join(directory)
+    if writer is None:
+        print(f"{directory} already holds this dataset")
+    else:
+        print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 
 def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceFile], config: PrepareConfig) -> None:
@@ -226,7 +266,7 @@ def main() -> None:
     with settings.user_errors():
         config = settings.parse(PrepareConfig, sys.argv[1:], "Turn text into a dataset directory of token shards.")
         try:
-            prepare(config)
+            (join_parts if config.join else prepare)(config)
         except KeyboardInterrupt:
             print("stopped; the same command goes on after the last finished shard", file=sys.stderr)
             raise SystemExit(75) from None

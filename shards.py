@@ -147,7 +147,7 @@ class DatasetWriter:
         for writer in self.splits.values():
             if writer.filled:
                 writer.publish()
-            if not writer.finished:
+            if not writer.finished and "part" not in self.request["options"]:
                 raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {writer.split}; try another")
         metadata = {
             "format": "lockstep-tokens",
@@ -159,7 +159,10 @@ class DatasetWriter:
             "source": self.request["source"],
             "val_fraction": self.val_fraction,
         }
-        metadata |= {"options": self.request["options"]} if self.request["options"] else {}
+        if options := self.request["options"]:
+            metadata["options"] = options
+        if "part" in options:
+            metadata["listing"] = self.request["listing"]  # all parts must have seen the same files
         metadata |= {"shards": self.records}
         files.publish_text(self.directory / "dataset.json", json.dumps(metadata, indent=1) + "\n")
         for path in [self.directory / "progress.json", *self.directory.glob("*.partial")]:
@@ -167,9 +170,9 @@ class DatasetWriter:
 
     def summary(self) -> str:
         """What has been written, in a line."""
-        tokens, text_bytes = (sum(record[key] for record in self.records) for key in ("tokens", "bytes_of_text"))
+        tokens, size = (sum(record[key] for record in self.records) for key in ("tokens", "bytes_of_text"))
         return (
-            f"{self.directory}: {tokens:,} tokens of {text_bytes:,} bytes of text, {text_bytes / tokens:.2f} bytes per token, "
+            f"{self.directory}: {tokens:,} tokens of {size:,} bytes of text, {size / max(1, tokens):.2f} bytes per token, "
             f"vocabulary {self.tokenizer.vocab_size:,}"
         )
 
@@ -205,14 +208,14 @@ def is_finished(directory: Path, request: dict) -> bool:
     return True
 
 
-def read_progress(directory: Path, request: dict) -> dict | None:
+def read_progress(directory: Path, request: dict, ignore: str) -> dict | None:
     """What an earlier run of this request has saved. None if there was no such run, or if its files are gone.
 
-    Raises UserError if the directory holds something else.
+    Raises UserError if the directory holds something else, apart from names like `ignore`.
     """
     path = directory / "progress.json"
     if not path.exists():
-        if directory.exists() and any(not p.name.startswith(".") for p in directory.iterdir()):
+        if directory.exists() and any(not p.match(".*") and not p.match(ignore) for p in directory.iterdir()):
             raise UserError(f"{directory} holds other files; choose another --out, or remove it")
         return None
     progress = files.read_json(path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import lzma
 import re
@@ -117,7 +118,7 @@ def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
         return in_background(hub.download, file.remote) if file and file.remote else None
 
     download = start(files[0]) if files else None
-    for file, following in zip(files, [*files[1:], None], strict=True):
+    for file, following in itertools.zip_longest(files, files[1:]):
         if download:
             download.result()
         download = start(following)

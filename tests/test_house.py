@@ -21,6 +21,7 @@ FLOORS = [
     "tokenizer",
     "shards",
     "encode",
+    "join",
     "kernels",
     "model",
     "optim",

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 
 import pyarrow
@@ -142,6 +143,36 @@ def test_killed_three_times_on_a_server_that_fails_one_request_in_five(server, t
     in_order, first = sorted(name for name in contents() if name != "README.md"), position[0]
     asked = {path.partition(f"/resolve/{server.sha}/")[2] for _, path in server.requests[before:]} - {""}
     assert first >= 3 and asked == set(in_order[first:])  # files that were done are not downloaded again
+
+
+def test_killed_in_the_first_download(server, tmp_path, whole):
+    reached = threading.Event()
+
+    def hang(number, method, path):
+        if method == "GET" and len(path) == 65:
+            reached.set()
+            time.sleep(30)
+
+    server.misbehave = hang
+    process = start(server, tmp_path, SOURCE, "out", "--shard_tokens=500000")
+    assert reached.wait(30)
+    process.kill()
+    process.communicate()
+    server.misbehave = lambda number, method, path: None
+    assert list((tmp_path / "out" / "downloads").rglob("*.incomplete"))
+    prepare(server, tmp_path, SOURCE, "out", "--shard_tokens=500000")
+    assert content(tmp_path / "out") == whole
+
+
+def test_three_machines_on_a_server_that_fails_make_the_same(server, tmp_path, whole):
+    chance, faults = random.Random(3), ["drop", "truncate", "corrupt", 500]
+    server.misbehave = lambda number, method, path: chance.choice(faults) if chance.random() < 0.2 else None
+    machines = [start(server, tmp_path, SOURCE, "out", "--shard_tokens=500000", f"--part={n}/3") for n in (1, 2, 3)]
+    for machine in machines:
+        out, errors = machine.communicate(timeout=120)
+        assert machine.returncode == 0, out + errors
+    prepare(server, tmp_path, SOURCE, "out", "--join", endpoint="http://127.0.0.1:9")
+    assert content(tmp_path / "out") == whole
 
 
 def test_a_dropped_connection_is_resumed_where_it_broke(server, tmp_path, whole):
