@@ -28,6 +28,7 @@ from tqdm import tqdm
 import files
 import hub
 import settings
+from check_data import check
 from encode import Split, by_hash, choose_split, encode_all
 from join import join, part_directory, part_files
 from settings import UserError, cores
@@ -66,6 +67,9 @@ class PrepareConfig:
     """Make only a part of the dataset, such as 3/64, in OUT/part-0003-of-0064. All machines need the same sources and flags."""
     join: bool = False
     """Make one dataset of all parts in OUT: the one that a single machine would have made."""
+    check: str = ""
+    """Make nothing; read all of this dataset directory, which may be another tool's, and say what it holds and what is wrong.
+    --tokenizer decodes another tool's tokens."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,7 +141,7 @@ def make_tokenizer(spec: str, source_files: list[SourceFile], column: str = "tex
 def prepare(config: PrepareConfig) -> None:
     """Make the dataset directory that `config` describes, finish it, or find it finished. Raises UserError."""
     began = time.perf_counter()
-    options, part = check(config), read_part(config)
+    options, part = read_options(config), read_part(config)
     directory = out_directory(config)
     if part:
         directory = part_directory(directory, *part)
@@ -182,7 +186,7 @@ def prepare(config: PrepareConfig) -> None:
     print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 
-def check(config: PrepareConfig) -> dict:
+def read_options(config: PrepareConfig) -> dict:
     """The settings that only matter if they are given, for dataset.json. Raises UserError for settings that cannot work."""
     if config.val_fraction == 0 or config.val_fraction >= 1:
         raise UserError(f"--val_fraction={config.val_fraction} leaves a split empty; more than 0 and less than 1 works, as 0.1")
@@ -266,7 +270,12 @@ def main() -> None:
     with settings.user_errors():
         config = settings.parse(PrepareConfig, sys.argv[1:], "Turn text into a dataset directory of token shards.")
         try:
-            (join_parts if config.join else prepare)(config)
+            if config.check:
+                check(Path(config.check), config.tokenizer)
+            elif config.join:
+                join_parts(config)
+            else:
+                prepare(config)
         except KeyboardInterrupt:
             print("stopped; the same command goes on after the last finished shard", file=sys.stderr)
             raise SystemExit(75) from None

@@ -22,6 +22,7 @@ FLOORS = [
     "shards",
     "encode",
     "join",
+    "check_data",
     "kernels",
     "model",
     "optim",
