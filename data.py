@@ -138,9 +138,12 @@ class Stream:
 
     def check(self, tokens: np.ndarray, where: str) -> None:
         """Raise UserError if a token id is outside the vocabulary. `where` names the tokens in the message."""
-        if len(tokens) and int(tokens.max()) >= self.vocab_size:
+        if not len(tokens):
+            return
+        lowest, highest = int(tokens.min()) if tokens.dtype.kind == "i" else 0, int(tokens.max())
+        if lowest < 0 or highest >= self.vocab_size:
             raise UserError(
-                f"{where}: token {int(tokens.max())} is outside the vocabulary of {self.vocab_size}; "
+                f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}; "
                 "--vocab_size=N says that it is larger, or the files are of another kind"
             )
 
@@ -216,6 +219,8 @@ def _open_own(directory: Path) -> Dataset:
         for split in ("train", "val"):
             rows = [row for row in metadata["shards"] if row["split"] == split]
             paths = [directory / row["file"] for row in rows]
+            if len({path.name for path in paths if path.parent == directory}) < len(rows):
+                raise UserError(f"{path}: the {split} shards are not different files of this directory")
             splits[split] = Stream(paths, open_shards(paths), metadata["vocab_size"])
             for row, shard in zip(rows, splits[split].shards, strict=True):
                 if len(shard) != row["tokens"]:

@@ -1,18 +1,23 @@
-"""Sources of text: files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), read in units of about a megabyte."""
+"""Sources of text: files and folders on this machine or the Hugging Face hub, read in units of about a megabyte."""
 
 import contextlib
 import hashlib
+import itertools
 import json
 import lzma
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
+import hub
 from settings import UserError
 
 UNIT_BYTES = 1 << 20  # how much is read at a time; a worker encodes one unit
@@ -23,7 +28,26 @@ OPENERS = {
     ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
     ".xz": lzma.LZMAFile,
 }
+HUB_SUFFIXES = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in OPENERS))  # .md is documentation there
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of text."""
+
+    path: Path  # on this machine; a file on the hub is there once it is downloaded
+    name: str  # relative to its source
+    size: int
+    remote: hub.HubFile | None = None
+
+
+class Lines(NamedTuple):
+    """Where lines of JSON come from."""
+
+    path: Path
+    first: int  # number of the first line
+    column: str  # key of the text
 
 
 @dataclass(frozen=True)
@@ -34,13 +58,17 @@ class Piece:
     data: bytes  # UTF-8
     starts_document: bool = True
     split_hash: float | None = None  # of the whole document, if this is a part of one
-    first_line: tuple[Path, int] | None = None  # of lines of JSON: their file and the number of the first
+    lines: Lines | None = None  # if these are lines of JSON
 
 
-def embedded_corpus() -> list[Path]:
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def embedded_corpus() -> list[SourceFile]:
     """The Python standard library's own source files, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    return sorted(p for p in root.rglob("*.py") if not NOT_EMBEDDED & set(p.relative_to(root).parts))
+    return listed(root, (path for path in root.rglob("*.py") if not NOT_EMBEDDED & set(path.relative_to(root).parts)))
 
 
 def text_format(path: Path) -> str:
@@ -49,18 +77,72 @@ def text_format(path: Path) -> str:
     return suffix if suffix in SUFFIXES else ""
 
 
-def source_files(source: str) -> list[Path]:
-    """The files of a source, in order. Raises UserError if there are none."""
-    if source.startswith("hf://"):
-        raise UserError(f"{source}: hf:// is not read yet; download its .parquet files and name their folder")
-    path = Path(source)
-    if not path.exists():
+def local_files(source: str) -> list[SourceFile]:
+    """The files of a file or folder on this machine, in order. Raises UserError if there are none."""
+    root = Path(source)
+    if not root.exists():
         raise UserError(f"{source}: no such file or folder")
-    candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
-    paths = [p for p in candidates if text_format(p) and p.is_file()]
-    if not paths:
+    found = listed(root, (path for path in (root.rglob("*") if root.is_dir() else [root]) if text_format(path)))
+    if not found:
         raise UserError(f"{source}: wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
-    return paths
+    return found
+
+
+def listed(root: Path, paths: Iterable[Path]) -> list[SourceFile]:
+    """The files among `paths`, which are `root` or under it, in the order of their names."""
+    return [SourceFile(p, p.relative_to(root).as_posix(), p.stat().st_size) for p in sorted(paths) if p.is_file()]
+
+
+def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
+    """The files of a source on the hub, in order. `downloads` is where they will be. Raises UserError."""
+    found = hub.list_files(source, commit, HUB_SUFFIXES, downloads)
+    if not found:
+        raise UserError(f"{source}: wanted {' '.join(HUB_SUFFIXES)}, and there are none")
+    return [SourceFile(file.local, file.path, file.size, file) for file in found]
+
+
+def fetch(file: SourceFile) -> Path:
+    """The path of a file, which is downloaded first if it is on the hub. Raises UserError."""
+    if file.remote:
+        hub.download(file.remote)
+    return file.path
+
+
+def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
+    """The paths of files in order. While one is read, the next one is downloaded.
+
+    A downloaded file is deleted as soon as the next one is asked for, unless `keep`: at most two are on the disk.
+    """
+
+    def start(file: SourceFile | None) -> Future | None:
+        return in_background(hub.download, file.remote) if file and file.remote else None
+
+    download = start(files[0]) if files else None
+    for file, following in itertools.zip_longest(files, files[1:]):
+        if download:
+            download.result()
+        download = start(following)
+        yield file.path
+        if file.remote and not keep:
+            file.path.unlink()
+
+
+def in_background(function: Callable, *arguments) -> Future:
+    """Call a function in a thread that does not keep the process from ending, as one of a ThreadPoolExecutor would."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
 
 
 def read_chunks(path: Path, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
@@ -101,29 +183,34 @@ def end_of_words(content: bytes) -> int:
     return incomplete.start() if incomplete else len(content)
 
 
-def parquet_documents(path: Path) -> Iterator[Piece]:
-    """The rows of the column "text" of a parquet file, one document each. Raises UserError."""
+def parquet_documents(path: Path, column: str) -> Iterator[Piece]:
+    """The rows of a column of a parquet file, one document each. Raises UserError."""
     try:
         file = pyarrow.parquet.ParquetFile(path, buffer_size=UNIT_BYTES)
-        names = file.schema_arrow.names
-        if "text" not in names or file.schema_arrow.field("text").type not in (pyarrow.string(), pyarrow.large_string()):
-            raise UserError(f'{path}: wanted a column "text" of strings; its columns are {", ".join(names)}')
+        schema = file.schema_arrow
+        if column not in schema.names or not is_text(schema.field(column).type):
+            raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {", ".join(schema.names)}')
         row_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
-        for batch in file.iter_batches(batch_size=256, columns=["text"]):
+        for batch in file.iter_batches(batch_size=256, columns=[column]):
             for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 yield Piece(row_bytes, text or b"")
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def read_pieces(path: Path) -> Iterator[Piece]:
+def is_text(data_type: pyarrow.DataType) -> bool:
+    """Whether a column has strings."""
+    return data_type in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+
+
+def read_pieces(path: Path, column: str) -> Iterator[Piece]:
     """Read a file in pieces of at most about UNIT_BYTES (a row of a parquet file is one piece)."""
     if text_format(path) == ".parquet":
-        yield from parquet_documents(path)
+        yield from parquet_documents(path, column)
     elif text_format(path) == ".jsonl":
         line = 1
         for size, data in read_chunks(path, end_of_lines):
-            yield Piece(size, data, first_line=(path, line))
+            yield Piece(size, data, lines=Lines(path, line, column))
             line += data.count(b"\n")
     else:
         document_hash = None
@@ -133,34 +220,46 @@ def read_pieces(path: Path) -> Iterator[Piece]:
             yield Piece(size, data, is_first, document_hash)
 
 
-def read_units(paths: list[Path]) -> Iterator[list[Piece]]:
-    """Read all files in order, in units of UNIT_BYTES or a little more."""
-    unit, filled = [], 0
-    for path in paths:
-        for piece in read_pieces(path):
+Position = tuple[int, int]  # of a unit: the file it was counted from, and its number since
+
+
+def read_units(paths: Iterable[Path], column: str, first_file: int = 0) -> Iterator[tuple[Position, list[Piece]]]:
+    """Read files in order, in units of about UNIT_BYTES, each with its position.
+
+    Units are counted from the last file at whose beginning one begins. Whoever starts to read at that file (its number
+    among all files is `first_file`) gets the same units from there on. So the end of a file that was cut ends a unit too.
+    """
+    unit, filled, counted_from, number = [], 0, first_file, 0
+    for index, path in enumerate(paths, first_file):
+        if not unit:
+            counted_from, number = index, 0
+        for piece in read_pieces(path, column):
             unit.append(piece)
             filled += len(piece.data)
             if filled >= UNIT_BYTES:
-                yield unit
-                unit, filled = [], 0
+                yield (counted_from, number), unit
+                unit, filled, number = [], 0, number + 1
+        if unit and number:
+            yield (counted_from, number), unit
+            unit, filled = [], 0
     if unit:
-        yield unit
+        yield (counted_from, number), unit
 
 
 def parse(unit: list[Piece]) -> Iterator[Piece]:
     """The pieces of a unit that hold text, with lines of JSON parsed. Raises UserError for a line without a text."""
     for piece in unit:
-        if piece.first_line is None:
+        if piece.lines is None:
             if piece.data:
                 yield piece
             continue
-        path, first = piece.first_line
+        path, first, column = piece.lines
         for number, line in enumerate(piece.data.split(b"\n"), first):
             try:
-                if line.strip() and (text := json.loads(line)["text"]):
+                if line.strip() and (text := json.loads(line)[column]):
                     yield Piece(0, text.encode("utf-8", "replace"))
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f'{path}: line {number} is not a JSON object with a string under "text"') from None
+                raise UserError(f'{path}: line {number} is not a JSON object with a string under "{column}"') from None
 
 
 def split_hash(data: bytes) -> float:

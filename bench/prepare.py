@@ -87,7 +87,7 @@ def make_text(path: Path, megabytes: int) -> int:
 
     from sources import embedded_corpus
 
-    files = [text for file in embedded_corpus() if (text := file.read_text(errors="replace"))]
+    files = [text for file in embedded_corpus() if (text := file.path.read_text(errors="replace"))]
     chance, size, schema = random.Random(0), 0, pyarrow.schema([("text", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         while size < megabytes * 1e6:

@@ -88,8 +88,8 @@ def test_the_command_makes_the_embedded_corpus(here):
     for row in made.metadata["shards"]:
         assert hashlib.sha256((made.directory / row["file"]).read_bytes()).hexdigest() == row["sha256"]
 
-    texts = [path.read_bytes().decode("utf-8", "replace") for path in sources.embedded_corpus()]
-    assert not any("/test/" in str(p) or "site-packages" in str(p) for p in sources.embedded_corpus())
+    texts = [file.path.read_bytes().decode("utf-8", "replace") for file in sources.embedded_corpus()]
+    assert not any("/test/" in str(f.path) or "site-packages" in str(f.path) for f in sources.embedded_corpus())
     assert set(made.documents("val")) < set(texts)
     assert sum(row["documents"] for row in made.metadata["shards"]) == len([text for text in texts if text])
     assert sum(row["bytes_of_text"] for row in made.metadata["shards"]) == sum(len(text.encode()) for text in texts)
@@ -173,7 +173,7 @@ def test_a_tail_that_begins_with_a_piece_begins_with_end_of_text(here, monkeypat
     monkeypatch.setattr(sources, "UNIT_BYTES", 64)
     text = "".join(DOCUMENTS[:50])
     (here / "a.txt").write_bytes(text.encode())
-    piece = next(sources.read_pieces(here / "a.txt")).data.decode()
+    piece = next(sources.read_pieces(here / "a.txt", "text")).data.decode()
     made = make("a.txt", val_fraction=1 - (len(piece) + 0.5) / len(text))
     assert made.documents("train") == [piece] and made.documents("val") == [text[len(piece) :]]
 
@@ -225,19 +225,63 @@ def test_a_killed_run_goes_on_behind_its_finished_shards(here):
     kept = {}
     for target in (2, 5, shards - 2):
         process = command(*flags, "--out=killed")
-        while len(finished := sorted((here / "killed").glob("train_*.bin"))) < target:
+        while len(list((here / "killed").glob("train_*.bin"))) < target:
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
         assert all(path.stat().st_mtime_ns == when for path, when in kept.items())  # shards of the last life, untouched
-        kept = {path: path.stat().st_mtime_ns for path in finished[:-1]}  # the newest may not be in the record yet
+        progress = json.loads((here / "killed" / "progress.json").read_text())
+        finished = [here / "killed" / record["file"] for record in progress["splits"]["train"]["finished"]]
+        kept = {path: path.stat().st_mtime_ns for path in finished}
         assert not (here / "killed" / "dataset.json").exists()
     process = command(*flags, "--out=killed")
     output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    assert kept and all(path.stat().st_mtime_ns == when for path, when in kept.items())
     assert content("killed") == content("whole")
+
+
+@pytest.mark.parametrize("sizes", [[20, 900, 2500, 30, 30, 1000, 1100], [1000, 1000, 1000], [5, 5], [3000, 10, 10, 3000]])
+def test_reading_from_where_a_unit_is_counted_gives_the_same_units(here, monkeypatch, sizes):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+    paths = [here / f"{i}.txt" for i in range(len(sizes))]
+    for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        path.write_text(f"word{i} " * (size // 6))
+    units = list(sources.read_units(paths, "text"))
+    assert b"".join(piece.data for _, unit in units for piece in unit) == b"".join(path.read_bytes() for path in paths)
+    assert [position for position, _ in units] == sorted({position for position, _ in units})
+    for first in {position[0] for position, _ in units}:
+        assert list(sources.read_units(paths[first:], "text", first)) == [u for u in units if u[0][0] >= first]
+
+
+@pytest.mark.parametrize("total", ["100", "3K", "0.005M"])
+def test_max_tokens_is_the_beginning_of_both_splits(here, total):
+    write_lines(here / "a.jsonl")
+    whole, cut = make("a.jsonl", out="whole", val_fraction=0.2), make("a.jsonl", out="cut", val_fraction=0.2, max_tokens=total)
+    count = {"100": 100, "3K": 3000, "0.005M": 5000}[total]
+    assert cut.metadata["options"] == {"max_tokens": count} and "options" not in whole.metadata
+    for split, share in (("train", count * 4 // 5), ("val", count // 5)):
+        assert cut.tokens(split).tolist() == whole.tokens(split)[:share].tolist()
+        assert sum(row["tokens"] for row in cut.rows(split)) == share
+
+
+def test_another_column_is_read(here):
+    (here / "a.jsonl").write_text("".join(json.dumps({"text": "no", "body": text}) + "\n" for text in DOCUMENTS))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["no"] * 150, "body": DOCUMENTS}), here / "b.parquet")
+    one, two = make("a.jsonl", out="one", column="body"), make("b.parquet", out="two", column="body")
+    assert one.documents("train") == two.documents("train") and len(one.documents("train")) > 100
+    assert one.metadata["options"] == {"column": "body"}
+    with pytest.raises(settings.UserError, match="--column body, not None"):
+        make("a.jsonl", out="one")
+
+
+def test_the_order_of_the_sources_does_not_matter(here):
+    write_lines(here / "a.jsonl", DOCUMENTS[:80])
+    write_lines(here / "b.jsonl", DOCUMENTS[80:])
+    make("a.jsonl", "b.jsonl", out="one")
+    make("b.jsonl", "a.jsonl", "b.jsonl", out="two")
+    assert content("one") == content("two")
 
 
 def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
@@ -327,7 +371,7 @@ def broken(here):
         ("cut.txt.gz", "cut.txt.gz"),
         ("cut.txt.xz", "cut.txt.xz"),
         ("not.txt.zst", "not.txt.zst"),
-        ("hf://datasets/a/b", "hf://"),
+        ("hf://models/a/b", "hf://datasets/OWNER/NAME"),
     ],
 )
 def test_a_bad_source_is_refused(here, source, message):
@@ -351,7 +395,16 @@ def test_a_bad_line_far_in_is_named_by_a_worker(here):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"val_fraction": 0.0}, {"val_fraction": 1.0}, {"shard_tokens": 0}, {"workers": -1}, {"tokenizer": "nonsense"}],
+    [
+        {"val_fraction": 0.0},
+        {"val_fraction": 1.0},
+        {"shard_tokens": 0},
+        {"workers": -1},
+        {"tokenizer": "nonsense"},
+        {"max_tokens": "10X"},
+        {"max_tokens": "1"},
+        {"max_tokens": "-5"},
+    ],
 )
 def test_a_bad_flag_is_refused(here, flags):
     write_lines(here / "a.jsonl")
