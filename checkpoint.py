@@ -55,11 +55,16 @@ class TrainState:
     def begin(self, config: Config, dataset: Dataset, world: World, continues: bool) -> None:
         """Note how the run goes on from this step. A run that starts from another's checkpoint has a history of its own."""
         self.dataset, self.settings = dataset.identity, settings.flat_values(config)
-        self.versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        self.versions = versions()
         self.history = list(self.history) if continues else []
         now = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **now} != self.history[-1]:
             self.history.append({"step": self.step, **now})
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a run depend on besides its settings and the hardware."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
 
 
 class Checkpoints:

@@ -73,7 +73,7 @@ class Replayed:
     @property
     def same(self) -> bool | None:
         """Whether loss and gradient norm have the recorded bits; None without a record."""
-        return self.recorded and (self.recorded["loss"], self.recorded["grad_norm"]) == (self.loss, self.grad_norm)
+        return self.recorded and repr([self.recorded["loss"], self.recorded["grad_norm"]]) == repr([self.loss, self.grad_norm])
 
 
 def main(config: ReplayConfig) -> int:
@@ -156,6 +156,9 @@ def open_before(
     pretrained = None
     if start is None and training.model.init_from != "scratch":
         pretrained, _ = checkpoint.find_model(training.model.init_from)
+    ours = checkpoint.versions()
+    if world.is_master and ours != era["versions"]:
+        print(f"warning: the step was computed with {era['versions']}; here are {ours}", file=sys.stderr)
     run = train.build(training, world, dataset, before, start, pretrained)
     run.engine.warm_up(training.train.micro_batch_size, training.model.seq_len)
     return run
@@ -167,7 +170,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
     prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
     norms, clip = {}, run.engine.clip
 
-    def clip_and_note_norms(limit: float) -> float:
+    def clip_and_note_norms(limit: float) -> float:  # an update calls it when the gradients are complete
         for name, parameter in run.engine.parameters.items():
             if parameter.grad is not None:
                 norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item()
