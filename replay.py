@@ -32,6 +32,7 @@ import files
 import tokenizer
 import train
 from checkpoint import TrainState
+from dataset import read_windows
 from parallel import whole
 from settings import Config, UserError
 from world import World
@@ -148,11 +149,9 @@ def open_before(
             f"step {step} was computed on {era['world_size']} ranks, and its bits depend on that; use torchrun --standalone "
             f"--nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
         )
-    dataset = data.open_dataset(training.data.tokens, training.model.vocab_size)
+    dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
-        raise UserError(
-            f"{dataset.directory} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are"
-        )
+        raise UserError(f"{dataset} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are")
     pretrained = None
     if start is None and training.model.init_from != "scratch":
         pretrained, _ = checkpoint.find_model(training.model.init_from)
@@ -213,15 +212,16 @@ def look_at_sequences(run: train.Run) -> list[dict]:
     if not run.world.is_master:
         return []
     text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
-    windows = batches.windows(batches.first_sequence(step), len(losses))
+    datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))
+    sequences = read_windows(batches.streams, datasets, windows, batches.seq_len)
     rows = []
-    for number, (loss, window, tokens) in enumerate(zip(losses, windows.tolist(), batches.tokens(windows), strict=True)):
-        shard, position = batches.stream.locate(window * batches.seq_len)
+    for number, (loss, dataset, window, tokens) in enumerate(zip(losses, datasets, windows, sequences, strict=True)):
+        shard, position = batches.streams[dataset].locate(int(window) * batches.seq_len)
         rows.append(
             {
                 "sequence": number,
                 "loss": loss,
-                "dataset": str(run.dataset.directory),
+                "dataset": str(run.dataset.datasets[dataset].directory),
                 "shard": shard.name,
                 "position": position,
                 "documents_begin": [i for i, token in enumerate(tokens[:-1].tolist()) if token == run.dataset.eot_token],

@@ -55,7 +55,8 @@ class RunConfig:
 @dataclass(frozen=True)
 class DataConfig:
     tokens: str = "tokens/python"
-    """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files."""
+    """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files. Or several with
+    their weights: a mixture, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
     skip_steps: str = ""
@@ -254,6 +255,8 @@ def read_preset(path: Path) -> Config:
                 hint = f"; it belongs in [{home[key]}]" if key in home else suggestion(key, home)
                 mistakes.append(f"unknown key {key} in [{table}]{hint}")
             else:
+                if key == "tokens" and isinstance(value, list):
+                    value = ",".join(map(str, value))
                 kind = groups[table][key].type
                 values[key] = read_value(kind, str(value))
                 if values[key] != value:  # such as a number in quotes

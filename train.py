@@ -52,7 +52,7 @@ class Run:
 
     config: Config  # as resolved
     world: World
-    dataset: data.Dataset
+    dataset: data.Mixture
     batches: data.Batches
     engine: Engine
     optimizers: optim.Optimizers
@@ -94,7 +94,7 @@ def join(config: Config) -> World:
 
 def prepare(config: Config, world: World) -> Run:
     """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
-    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
+    dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     if world.is_master:
@@ -126,7 +126,7 @@ def prepare(config: Config, world: World) -> Run:
 
 
 def build(
-    config: Config, world: World, dataset: data.Dataset, state: TrainState, start: Path | None, pretrained: Path | None = None
+    config: Config, world: World, dataset: data.Mixture, state: TrainState, start: Path | None, pretrained: Path | None = None
 ) -> Run:
     """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
     module = GPT(config.model)
@@ -140,7 +140,8 @@ def build(
         engine.scatter(optimizers, checkpoint.load_optimizer(start))
         engine.scaler.load_state_dict(state.grad_scaler)
     batches = data.Batches(
-        dataset.splits["train"],
+        dataset.streams("train"),
+        dataset.shares,
         config.model.seq_len,
         config.sequences_per_update,
         config.train.micro_batch_size,
@@ -226,7 +227,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
 # Helpers, in the order of their use
 
 
-def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Path | None, state: TrainState) -> Config:
+def resolve(config: Config, dataset: data.Mixture, world: World, pretrained: Path | None, state: TrainState) -> Config:
     """`config` with every choice made that it left open, the same on all ranks. Raises UserError where it does not fit."""
     model = config.model
     if pretrained:
@@ -263,8 +264,8 @@ def introduce(run: Run, notes: list[str]) -> None:
         f"{train.micro_batch_size} x {model.seq_len} on {run.world.size} rank(s), {config.parallel.strategy}, "
         f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank"
     )
-    epochs = train.steps * config.sequences_per_update / run.batches.stream.num_windows(model.seq_len)
-    log.say(f"{len(run.batches.stream):,} train tokens in {config.data.tokens}; the run reads them {epochs:.2f} times")
+    for dataset, stream, epochs in zip(run.dataset.datasets, run.batches.streams, run.batches.epochs(train.steps), strict=True):
+        log.say(f"{len(stream):,} train tokens in {dataset.directory}; the run reads them {epochs:.2f} times")
     for note in notes:
         log.say(note)
 
@@ -288,18 +289,20 @@ def validate(run: Run) -> None:
     """Evaluate on all ranks, log it, remember the best checkpoint and redraw the curves."""
     config, state, engine, log = run.config, run.state, run.engine, run.log
     began = time.monotonic()
-    batches = dataclasses.replace(run.batches, stream=run.dataset.splits["val"])
+    streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
+    tokens = -(-config.eval.eval_tokens // len(streams))  # of each dataset; the mixture weighs their losses
     engine.module.eval()
-    val_loss = evaluate(engine.eval_model, batches, config.eval.eval_tokens, run.world, engine.autocast)
+    losses = [evaluate(engine.eval_model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     engine.module.train()
+    validation = run.dataset.validation(losses)
+    val_loss, bits = validation["val_loss"], validation["val_bpb"]
     run.evaluated_at = state.step
     run.checkpoints.evaluated(state, val_loss)
     if not run.world.is_master:
         return
     peak = device.peak_flops(run.world.device, config.train.dtype) * run.world.size
     run.meter.peak_flops = max(run.meter.peak_flops, peak)  # measured again: the machine may have been busy before
-    bits = run.dataset.bits_per_byte(val_loss)
-    log.metrics({"step": state.step, "tokens": state.tokens, "val_loss": val_loss, "val_bpb": bits})
+    log.metrics({"step": state.step, "tokens": state.tokens, **validation})
     line = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
     line += f"  {bits:.4f} bits per byte" if bits else ""
     log.say(f"{line}  ({duration(time.monotonic() - began)})")

@@ -15,6 +15,7 @@ FLOORS = [
     "files",
     "device",
     "world",
+    "dataset",
     "data",
     "hub",
     "sources",

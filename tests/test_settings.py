@@ -275,7 +275,7 @@ def test_every_preset_knows_the_command_that_makes_its_dataset(preset, tmp_path)
     command = config.data.prepare_command
     assert command.startswith("python prepare_data.py ") and f"--out={config.data.tokens}" in command.split()
     with pytest.raises(UserError) as error:
-        data.open_dataset(tmp_path / "mine", 0, command)
+        data.open_mixture(str(tmp_path / "mine"), 0, command)
     assert f"make it with: python prepare_data.py [SOURCE ...] --out={tmp_path}/mine" in str(error.value)
 
 
