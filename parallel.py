@@ -21,6 +21,8 @@ from optim import Optimizers
 from settings import Config, ModelConfig, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
 
+STAGING_BYTES = 1 << 26  # of page-locked memory, through which checkpoints leave a GPU
+
 
 class Engine:
     """A model as it is trained here: replicated or sharded, compiled, in mixed precision.
@@ -56,6 +58,7 @@ class Engine:
             self.eval_model = torch.compile(module) if self.compiled and world.device.type == "cuda" else module
         self.parameters = dict(module.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
+        self.staging: Tensor | None = None
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
         """The optimizers of the model. The strategy may share their state out over the ranks."""
@@ -120,8 +123,11 @@ class Engine:
     def gather_into(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         """Add the whole `tensor` to the master's `copies`, in host memory, where training does not change it any more."""
         tensor = whole(tensor.detach())
-        if self.world.is_master:
-            copies[name] = tensor.to("cpu", copy=True)
+        if not self.world.is_master:
+            return
+        if self.staging is None and tensor.device.type == "cuda":
+            self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        copies[name] = tensor.to("cpu", copy=True) if self.staging is None else copy_through(self.staging, tensor)
 
     def scatter(self, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
         """Give `optimizers` this rank's part of the state that `gather` returned, from any strategy and number of ranks."""
@@ -169,6 +175,23 @@ def use_float8(module: nn.Module, world: World) -> None:
         raise UserError("--fp8=true is done by torchao, which is not installed: pip install torchao") from None
     convert_to_float8_training(module.blocks)
     torch._dynamo.config.optimize_ddp = False  # it cannot cut a graph of torchao's tensors into buckets
+
+
+def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of `tensor` in ordinary host memory. It passes piece by piece through `staging` [bytes], page-locked memory.
+
+    A GPU writes only to page-locked memory at the full speed of its bus. For other memory the driver copies a second time,
+    on one core. torch uses all cores for that.
+    """
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    staging = staging.view(tensor.dtype)
+    for source, target in zip(tensor.reshape(-1).split(len(staging)), copy.view(-1).split(len(staging)), strict=True):
+        piece = staging[: len(source)]
+        piece.copy_(source, non_blocking=True)
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+        target.copy_(piece)
+    return copy
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -181,8 +181,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
         step = run.state.step + 1
         sequences = look_at_sequences(run) if step in wanted else []
         before = {n: p.detach().clone() for n, p in run.engine.parameters.items()} if step in wanted else {}
-        losses, grad_norm = train.update(run, prefetcher)
-        loss = run.world.sum_over_ranks(losses).mean().item()
+        loss, grad_norm = train.update(run, prefetcher)
         updates = {n: relative_change(old, run.engine.parameters[n].detach()) for n, old in before.items()}
         replayed.append(Replayed(step, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
     prefetcher.close()

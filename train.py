@@ -175,14 +175,14 @@ def train(run: Run) -> int:
             break
         stop.ask()
         began, waited = time.perf_counter(), prefetcher.wait_seconds
-        losses, grad_norm = update(run, prefetcher)
+        loss, grad_norm = update(run, prefetcher)
         run.meter.add(time.perf_counter() - began, prefetcher.wait_seconds - waited)
         log.progress(state.step)
         skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
         if skipped_in_a_row:
             note_skipped(run, skipped_in_a_row)
         if due(config.log.log_every, state.step) or state.step in (1, steps):
-            report(run, world.sum_over_ranks(losses).mean().item(), grad_norm)
+            report(run, loss, grad_norm)
     prefetcher.close()
     run.checkpoints.finish(state, final=True)
     if not last:
@@ -193,8 +193,8 @@ def train(run: Run) -> int:
     return 0
 
 
-def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
-    """One optimizer step over the global batch. Returns the losses [micro-batches of the update] and the gradient norm."""
+def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
+    """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
     # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
@@ -212,6 +212,8 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
         # Backward adds to the gradients, and we want their mean. (exact adds integers and divides them at the end.)
         engine.scaler.scale(loss / engine.loss_divisor).backward()
         losses[micro_batch] = loss.detach()
+    # It travels to the host while the gradients are computed. `clip` waits for them, and for nothing after them.
+    loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
     grad_norm = engine.clip(config.optim.grad_clip)
     if math.isfinite(grad_norm):  # all ranks see the same norm, so all step or none does
         optimizers.step()
@@ -220,7 +222,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
     state.skipped += not math.isfinite(grad_norm)
     state.step += 1
     state.tokens += config.train.tokens_per_update
-    return losses, grad_norm
+    return loss.item(), grad_norm
 
 
 # ---------------------------------------------------------------------------------------------------------------------
