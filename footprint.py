@@ -1,0 +1,146 @@
+"""The size of a model and the memory that training it takes on one rank, part by part, calculated from the settings alone.
+
+`--micro_batch_size=auto` and `--plan` both use it. It imports no torch. bench/memory.py holds it against measured peaks.
+
+Shapes in comments: C = n_embd, F = d_ff, K = width of the keys, V = vocab_size, N = tokens of a micro-batch.
+"""
+
+from settings import Config, ModelConfig
+
+SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
+
+
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """The number of parameters of the resolved `model`, by part. Tied embeddings count once."""
+    C, F, layers, gpt2 = model.n_embd, model.d_ff, model.n_layer, model.architecture == "gpt2"
+    K = C // model.n_head * model.n_kv_head
+    norm = 2 * C if gpt2 else C  # LayerNorm has a bias
+    head_norms = 2 * C // model.n_head if model.architecture == "qwen3" else 0
+    biases = gpt2 * (2 * C + 2 * K), gpt2 * (F + C)
+    return {
+        "token embedding": model.vocab_size * C,
+        "position embedding": model.seq_len * C if gpt2 else 0,
+        "attention": layers * (2 * C * C + 2 * C * K + biases[0] + head_norms),
+        "MLP": layers * ((2 if gpt2 else 3) * C * F + biases[1]),
+        "norms": (2 * layers + 1) * norm,
+        "output layer": 0 if model.tie_embeddings else model.vocab_size * C,
+    }
+
+
+def of_rank(config: Config, world_size: int, device: str, logits_rows: int) -> dict[str, float]:
+    """The bytes of each part of one rank's memory at the moment of an update when it holds most.
+
+    config: resolved, with numbers and names in place of `auto`. device: the type of the device, such as cuda.
+    logits_rows: how many rows of logits are computed at a time. Not counted: what CUDA and NCCL take for themselves.
+    """
+    return max(moments(config, world_size, device, logits_rows).values(), key=lambda parts: sum(parts.values()))
+
+
+def moments(config: Config, world_size: int, device: str, logits_rows: int) -> dict[str, dict[str, float]]:
+    """The bytes of each part at the four moments of an update of which one is the peak.
+
+    `loss`: the forward of the last micro-batch ends. `backward`: its backward has begun. `reduction`: the gradients are
+    complete and the ranks add them up. `step`: the optimizer updates the weights.
+    """
+    model, strategy = config.model, config.parallel.strategy if world_size > 1 or config.parallel.strategy == "exact" else "none"
+    P = sum(parameters(model).values())
+    shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
+    embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
+    activation, recomputed = activations(config, device, strategy)
+    loss, loss_backward = loss_buffers(config, logits_rows)
+    casts, block_casts = weight_copies(config, strategy)
+    accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
+    # exact turns each gradient into integers as soon as it is complete, and scratch_overlap moves it into its bucket.
+    between = 4.0 * P if accumulating and strategy not in ("exact", "scratch_overlap") else 0.0
+    buckets = 4.0 * P if strategy in ("ddp", "zero1", "scratch_overlap") else 0.0
+    always = {
+        "weights": 4.0 * P / shards,
+        "optimizer state": optimizer_state(config) / (world_size if strategy == "zero1" else shards),
+        "gradient buckets": buckets,
+        "exact's integers": 8.0 * P if strategy == "exact" else 0.0,
+    }
+    # After the reduction DDP's gradients are views of its buckets, and those of fsdp are shards.
+    reduced = 0.0 if buckets else 4.0 * P / shards
+    # Backward adds the embedding's two gradients, those of its lookup and of its product, before they join the others.
+    tied = embedding * (1 + accumulating) if model.tie_embeddings else 0.0
+    flat = {"scratch_reduce_scatter": 8.0 * P, "fsdp": 4.0 * P / model.n_layer}.get(strategy, tied)
+    backward = {"gradients": between, "weights for backward": block_casts if recomputed else casts}
+    return {
+        "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
+        "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
+        "reduction": always | {"gradients": max(between, 4.0 * P if not buckets else 0.0), "temporary": flat},
+        "step": always | {"gradients": reduced, "temporary": muon_buffers(config)},
+    }
+
+
+def activations(config: Config, device: str, strategy: str) -> tuple[float, float]:
+    """The bytes that the forward of a micro-batch keeps for backward, and those of one block that is computed again.
+
+    They are counted in the blocks, tensor by tensor; eager and compiled code keep different ones.
+    """
+    model, compiled = config.model, config.train.compile == "on"
+    C, F, K = model.n_embd, model.d_ff, model.n_embd // model.n_head * model.n_kv_head
+    gpt2, qwen3 = model.architecture == "gpt2", model.architecture == "qwen3"
+    s = 4 if config.train.dtype == "float32" else 2  # bytes of an element in matrix products
+    residual = s if strategy == "fsdp" else 4  # bytes of one of the residual stream
+    block = 2 * C * (residual if gpt2 or compiled else 4)  # the inputs of the two norms
+    block += s * (2 * C + 2 * K)  # queries, keys, values and what attention returns
+    block += s * F * ((2 if gpt2 else 3) if compiled else (2 if gpt2 else 4))
+    # The products' inputs. Autocast converts LayerNorm's float32 once for each product that reads it.
+    block += s * C * (4 if gpt2 and residual != s and not compiled else 2)
+    if qwen3:  # queries and keys before their norms, in float32 in eager code; and a copy of what attention returns
+        block += s * (C + K) if compiled else 4 * (C + K) + s * C
+    if device == "cpu" and s == 2 and model.seq_len <= SHORT:
+        block += s * model.n_head * model.seq_len
+    N = config.train.micro_batch_size * model.seq_len
+    ends = N * C * residual * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
+    if not config.train.activation_checkpointing:
+        return N * model.n_layer * block + ends, 0.0
+    return N * model.n_layer * C * residual + ends, N * block
+
+
+def loss_buffers(config: Config, logits_rows: int) -> tuple[float, float]:
+    """The bytes that the loss takes while it is computed, and those that it takes when its backward begins."""
+    C, V, N = config.model.n_embd, config.model.vocab_size, config.train.micro_batch_size * config.model.seq_len
+    s = 4 if config.train.dtype == "float32" else 2
+    logits, weight, x = min(logits_rows, N) * V, V * C, s * N * C
+    # Logits in both dtypes, probabilities and the gradient of the rows before and of these; a part of the weight's gradient.
+    rows = max((12 if s == 4 else 16) * logits, (8 if s == 4 else 10) * logits + s * weight)
+    return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
+
+
+def weight_copies(config: Config, strategy: str) -> tuple[float, float]:
+    """The bytes of weights in the dtype of the matrix products: those of all blocks, and those of one block.
+
+    Autocast keeps its copies until backward. fsdp gathers two blocks at a time, and the embeddings for the whole update.
+    """
+    sizes = parameters(config.model)
+    blocks = sizes["attention"] + sizes["MLP"]
+    block = blocks / config.model.n_layer
+    s = 4 if config.train.dtype == "float32" else 2
+    if strategy == "fsdp":
+        gathered = s * (sum(sizes.values()) - blocks + 2 * block)
+        return gathered, gathered
+    return (2.0 * blocks, 2.0 * block) if s == 2 else (0.0, 0.0)
+
+
+def optimizer_state(config: Config) -> float:
+    """The bytes of the optimizer's state: two float32 numbers a parameter for AdamW, one for a matrix of Muon."""
+    sizes = parameters(config.model)
+    muon = sizes["attention"] + sizes["MLP"] if config.optim.optimizer == "muon" else 0
+    return 8.0 * (sum(sizes.values()) - muon) + 4.0 * muon
+
+
+def muon_buffers(config: Config) -> float:
+    """The bytes that Muon takes to orthogonalize the matrices of one shape: float32 momenta and bfloat16 iterates."""
+    if config.optim.optimizer != "muon":
+        return 0.0
+    model = config.model
+    C, F, K = model.n_embd, model.d_ff, model.n_embd // model.n_head * model.n_kv_head
+    shapes = [(C, C)] * 2 + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
+    return max(model.n_layer * shapes.count((a, b)) * (8.0 * a * b + 4.0 * min(a, b) ** 2) for a, b in set(shapes))
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """The bytes of a checkpoint: the weights and the optimizer's state. The master holds a copy in host memory as it saves."""
+    return 4.0 * sum(parameters(config.model).values()) + optimizer_state(config)
