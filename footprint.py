@@ -1,13 +1,20 @@
-"""The size of a model and the memory that training it takes on one rank, part by part, calculated from the settings alone.
+"""What a model takes: parameters, operations, and the memory of one rank part by part, calculated from the settings alone.
 
 `--micro_batch_size=auto` and `--plan` both use it. It imports no torch. bench/memory.py holds it against measured peaks.
 
 Shapes in comments: C = n_embd, F = d_ff, K = width of the keys, V = vocab_size, N = tokens of a micro-batch.
 """
 
+import dataclasses
+import math
+
 from settings import Config, ModelConfig
 
 SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
+# Of a GPU's memory. The rest is for CUDA and NCCL (1 to 2 GB), for what the caching allocator cannot reuse (some 5 %), and for
+# the error of the estimate (bench/memory.py: at most 7 %). Running out of memory costs more than a smaller micro-batch does.
+USABLE = 0.9
+CPU_BYTES = 1 << 28  # of activations on a CPU: small enough for caches to matter, large enough to hide Python
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
@@ -27,27 +34,69 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def of_rank(config: Config, world_size: int, device: str, logits_rows: int) -> dict[str, float]:
+def flops_per_token(model: ModelConfig) -> int:
+    """Floating-point operations of forward and backward for one token of a full context, as MFU counts them (PaLM, appendix B).
+
+    6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 C T a
+    layer for attention. The half of attention that the causal mask leaves out is counted; what is recomputed is not.
+    """
+    C, kv_width = model.n_embd, model.n_embd // model.n_head * model.n_kv_head
+    layer = 2 * C * (C + kv_width) + (2 if model.architecture == "gpt2" else 3) * C * model.d_ff
+    return 6 * (model.n_layer * layer + model.vocab_size * C) + 12 * model.n_layer * C * model.seq_len
+
+
+def rows_at_a_time(vocab_size: int, device: str) -> int:
+    """How many rows of logits to compute at a time.
+
+    Four megabytes of logits fit a CPU's cache. Fewer rows would read the weights too often. A GPU needs more rows to be busy.
+    """
+    return max(256, (1 << 20 if device == "cpu" else 1 << 27) // vocab_size)
+
+
+def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
+    """The most sequences in a micro-batch that the ranks can share equally and that fit into `budget` bytes; at least 1.
+
+    Under `exact` the choice must not depend on the number of ranks: it allows eight. On a CPU the budget is not for the memory,
+    which is seldom short, but for activations and logits, counted roughly: 14 widths and 3 MLP widths of two bytes.
+    """
+    model, sequences = config.model, config.sequences_per_update
+    exact = config.parallel.strategy == "exact"
+    share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world_size
+    logits = 10 * model.vocab_size * rows_at_a_time(model.vocab_size, device)
+    per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
+
+    def size(micro_batch: int) -> float:
+        if device != "cuda":
+            return micro_batch * per_sequence + logits
+        train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
+        return sum(of_rank(dataclasses.replace(config, train=train), world_size, device).values())
+
+    return max((n for n in range(1, share + 1) if share % n == 0 and size(n) <= budget), default=1)
+
+
+def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     """The bytes of each part of one rank's memory at the moment of an update when it holds most.
 
-    config: resolved, with numbers and names in place of `auto`. device: the type of the device, such as cuda.
-    logits_rows: how many rows of logits are computed at a time. Not counted: what CUDA and NCCL take for themselves.
+    config: resolved, with numbers and names in place of `auto`. device: the type of the device, such as cuda. Not counted: what
+    CUDA and NCCL take for themselves.
     """
-    return max(moments(config, world_size, device, logits_rows).values(), key=lambda parts: sum(parts.values()))
+    return max(moments(config, world_size, device).values(), key=lambda parts: sum(parts.values()))
 
 
-def moments(config: Config, world_size: int, device: str, logits_rows: int) -> dict[str, dict[str, float]]:
+def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str, float]]:
     """The bytes of each part at the four moments of an update of which one is the peak.
 
     `loss`: the forward of the last micro-batch ends. `backward`: its backward has begun. `reduction`: the gradients are
     complete and the ranks add them up. `step`: the optimizer updates the weights.
     """
-    model, strategy = config.model, config.parallel.strategy if world_size > 1 or config.parallel.strategy == "exact" else "none"
+    model, strategy = config.model, config.parallel.strategy
+    if world_size == 1 and strategy != "exact":
+        strategy = "none"
     P = sum(parameters(model).values())
     shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
     embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
     activation, recomputed = activations(config, device, strategy)
-    loss, loss_backward = loss_buffers(config, logits_rows)
+    loss, loss_backward = loss_buffers(config, device)
     casts, block_casts = weight_copies(config, strategy)
     accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
     # exact turns each gradient into integers as soon as it is complete, and scratch_overlap moves it into its bucket.
@@ -99,11 +148,11 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
     return N * model.n_layer * C * residual + ends, N * block
 
 
-def loss_buffers(config: Config, logits_rows: int) -> tuple[float, float]:
+def loss_buffers(config: Config, device: str) -> tuple[float, float]:
     """The bytes that the loss takes while it is computed, and those that it takes when its backward begins."""
     C, V, N = config.model.n_embd, config.model.vocab_size, config.train.micro_batch_size * config.model.seq_len
     s = 4 if config.train.dtype == "float32" else 2
-    logits, weight, x = min(logits_rows, N) * V, V * C, s * N * C
+    logits, weight, x = min(rows_at_a_time(V, device), N) * V, V * C, s * N * C
     # Logits in both dtypes, probabilities and the gradient of the rows before and of these; a part of the weight's gradient.
     rows = max((12 if s == 4 else 16) * logits, (8 if s == 4 else 10) * logits + s * weight)
     return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x

@@ -157,7 +157,8 @@ def model_size(shape: str, changes: dict) -> tuple[int, int]:
     """Parameters of a preset, and FLOPs of forward and backward for one token."""
     import torch
 
-    from model import GPT, flops_per_token
+    from footprint import flops_per_token
+    from model import GPT
 
     flags = [f"--{name}={value}" for name, value in changes.items()]
     config = settings.load([str(machine.ROOT / f"config/{shape}.toml"), *flags], "")

@@ -124,12 +124,9 @@ def two_updates(config: settings.Config) -> dict:
     """Train for two updates and save. The bytes that were alive at the peak, and those predicted."""
     import itertools
 
-    import torch
-
     import data
     import footprint
     import train
-    from kernels import rows_at_a_time
 
     world = train.join(config)
     resident = reset_resident()
@@ -147,9 +144,8 @@ def two_updates(config: settings.Config) -> dict:
         live.reset()
         run.checkpoints.save(run.state, run.engine, run.optimizers, now=True)
         saving = live.peak() - before
-    rows = rows_at_a_time(run.config.model.vocab_size, world.device)
-    moments = footprint.moments(run.config, world.size, world.device.type, rows)
-    parts = footprint.of_rank(run.config, world.size, world.device.type, rows)
+    moments = footprint.moments(run.config, world.size, world.device.type)
+    parts = footprint.of_rank(run.config, world.size, world.device.type)
     run.log.close(0)
     world.leave(failed=False)
     return {
@@ -166,6 +162,7 @@ def two_updates(config: settings.Config) -> dict:
 def live_bytes(device):
     """A context that counts the bytes of the tensors on `device`: `bytes()` now, `peak()` since it began or `reset()`."""
     import torch
+    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -175,11 +172,11 @@ def live_bytes(device):
             self.storages, self.most = {}, 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
-                return NotImplemented  # a DTensor calls again with the tensor that it has on this rank
+            if DTensor in types:
+                return NotImplemented  # it calls again with the tensor that it has on this rank
             out = function(*args, **kwargs or {})
             for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type:
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == device.type:
                     storage = tensor.untyped_storage()
                     self.storages[storage._cdata] = weakref.ref(storage)
             self.most = max(self.most, self.bytes())
