@@ -32,8 +32,8 @@ class Hardware:
 # peak_flops, memory, network: NVIDIA's datasheets of the SXM parts and of the DGX systems (HDR InfiniBand for A100, NDR for the
 # others, one adapter a GPU). link: NVLinks times what NCCL counts on for each (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s;
 # nccl-tests#212 measures 370 GB/s on eight H100); 4090: PCIe 4.0 through host memory, where NCCL counts on 10 GB/s between
-# sockets (nccl-tests#307). hop: src/graph/tuning.cc. mfu: A100 0.56 for Llama 8B, H100 0.33 to 0.39 (torchtitan,
-# docs/performance.md), H100 0.46 for GPT-2 1.6B (llm.c#677); 4090 0.5 (nanoGPT#182); B200 is a guess.
+# sockets (nccl-tests#307), and 10 Gb Ethernet. hop: src/graph/tuning.cc. mfu: torchtitan's docs/performance.md has 0.56 for
+# Llama 8B on A100 and 0.33 to 0.39 on H100; a 4090 reaches 0.29 of an A100's peak (nanoGPT#182); B200's is a guess.
 GPUS = {
     "a100": Hardware(312e12, 80e9, 12 * 20.0e9, 3.4e-6, 25e9, 0.5),
     "h100": Hardware(989e12, 80e9, 18 * 20.6e9, 3.4e-6, 50e9, 0.4),

@@ -74,6 +74,12 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
     return max((n for n in range(1, share + 1) if share % n == 0 and size(n) <= budget), default=1)
 
 
+def blocks_size(model: ModelConfig) -> int:
+    """The number of parameters in the blocks' matrices."""
+    sizes = parameters(model)
+    return sizes["attention"] + sizes["MLP"]
+
+
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     """The bytes of each part of one rank's memory at the moment of an update when it holds most.
 
@@ -112,12 +118,15 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
     reduced = 0.0 if buckets else 4.0 * P / shards
     # Backward adds the embedding's two gradients, those of its lookup and of its product, before they join the others.
     tied = embedding * (1 + accumulating) if model.tie_embeddings else 0.0
-    flat = {"scratch_reduce_scatter": 8.0 * P, "fsdp": 4.0 * P / model.n_layer}.get(strategy, tied)
+    outside = P - blocks_size(model)  # fsdp reduces what is outside the blocks as one
+    element = 4 if config.train.dtype == "float32" else 2
+    flat = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + element) * outside}.get(strategy, tied)
+    complete = {"ddp": 0.0, "zero1": 0.0, "scratch_overlap": 0.0, "fsdp": reduced}.get(strategy, 4.0 * P)
     backward = {"gradients": between, "weights for backward": block_casts if recomputed else casts}
     return {
         "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
-        "reduction": always | {"gradients": max(between, 4.0 * P if not buckets else 0.0), "temporary": flat},
+        "reduction": always | {"gradients": max(between, complete), "temporary": flat},
         "step": always | {"gradients": reduced, "temporary": muon_buffers(config)},
     }
 
@@ -163,21 +172,19 @@ def weight_copies(config: Config, strategy: str) -> tuple[float, float]:
 
     Autocast keeps its copies until backward. fsdp gathers two blocks at a time, and the embeddings for the whole update.
     """
-    sizes = parameters(config.model)
-    blocks = sizes["attention"] + sizes["MLP"]
+    blocks = blocks_size(config.model)
     block = blocks / config.model.n_layer
     s = 4 if config.train.dtype == "float32" else 2
     if strategy == "fsdp":
-        gathered = s * (sum(sizes.values()) - blocks + 2 * block)
+        gathered = s * (sum(parameters(config.model).values()) - blocks + 2 * block)
         return gathered, gathered
     return (2.0 * blocks, 2.0 * block) if s == 2 else (0.0, 0.0)
 
 
 def optimizer_state(config: Config) -> float:
     """The bytes of the optimizer's state: two float32 numbers a parameter for AdamW, one for a matrix of Muon."""
-    sizes = parameters(config.model)
-    muon = sizes["attention"] + sizes["MLP"] if config.optim.optimizer == "muon" else 0
-    return 8.0 * (sum(sizes.values()) - muon) + 4.0 * muon
+    muon = blocks_size(config.model) if config.optim.optimizer == "muon" else 0
+    return 8.0 * (sum(parameters(config.model).values()) - muon) + 4.0 * muon
 
 
 def muon_buffers(config: Config) -> float:
@@ -191,5 +198,10 @@ def muon_buffers(config: Config) -> float:
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """The bytes of a checkpoint: the weights and the optimizer's state. The master holds a copy in host memory as it saves."""
+    """The bytes of a checkpoint: the weights and the optimizer's state."""
     return 4.0 * sum(parameters(config.model).values()) + optimizer_state(config)
+
+
+def host_bytes(config: Config) -> float:
+    """The bytes of host memory that the master takes to save: a copy, and for Hugging Face GPT-2's matrices transposed."""
+    return checkpoint_bytes(config) + 4.0 * blocks_size(config.model) * (config.model.architecture == "gpt2")

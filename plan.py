@@ -130,21 +130,6 @@ def describe_memory(config: Config, world_size: int, device: str, hardware: Hard
         return footprint.of_rank(settings.replace(config, **flags), world, device)
 
     usable, now = footprint.USABLE * hardware.memory, rank()
-    other = not config.train.activation_checkpointing
-    remedies = {}
-    if sum(now.values()) > usable:
-        one = {"micro_batch_size": 1}
-        saving = {"activation_checkpointing": True}
-        sharded = {"strategy": "fsdp"} if config.optim.optimizer == "adamw" else {"strategy": "zero1"}
-        for flags in (one, saving, saving | one, sharded, sharded | saving, sharded | saving | one):
-            for world in [world_size * 2**i for i in range(1 if "strategy" not in flags else 8)]:
-                words = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
-                words += f" on {world} GPUs" if world > world_size else ""
-                with_flags = settings.replace(config, **flags)
-                fits = sum(rank(world, **flags).values()) <= usable and with_flags.micro_batches % world == 0
-                if fits and not problems(with_flags, world):
-                    remedies[words] = sum(rank(world, **flags).values())
-                    break
     return {
         "fits": sum(now.values()) <= usable,
         "gpu_bytes": hardware.memory,
@@ -152,9 +137,33 @@ def describe_memory(config: Config, world_size: int, device: str, hardware: Hard
         "parts": now,
         "total": sum(now.values()),
         "activation_checkpointing": config.train.activation_checkpointing,
-        "other_parts": rank(activation_checkpointing=other),
-        "remedies": remedies,
-        "host_bytes_of_rank_0": footprint.checkpoint_bytes(config),
+        "other_parts": rank(activation_checkpointing=not config.train.activation_checkpointing),
+        "remedies": {} if sum(now.values()) <= usable else remedies(config, world_size, device, usable),
+        "host_bytes_of_rank_0": footprint.host_bytes(config),
+    }
+
+
+def remedies(config: Config, world_size: int, device: str, usable: float) -> dict[str, float]:
+    """Flags, and numbers of GPUs, with which a rank's memory fits into `usable` bytes, and the bytes that it then takes.
+
+    Nothing is listed that only adds to what fits already.
+    """
+    gentle = [{"micro_batch_size": 1}, {"activation_checkpointing": True}]
+    gentle.append(gentle[0] | gentle[1])
+    found: list[tuple[dict, int, float]] = []
+    for flags in gentle + [{"strategy": name} | more for name in ("zero1", "fsdp") for more in [{}, *gentle]]:
+        changed = settings.replace(config, **flags)
+        for world in [world_size * 2**i for i in range(8 if "strategy" in flags else 1)]:
+            size = sum(footprint.of_rank(changed, world, device).values())
+            if size > usable or changed.micro_batches % world or problems(changed, world):
+                continue
+            if not any(flags.items() >= fewer.items() and world >= ranks for fewer, ranks, _ in found):
+                found.append((flags, world, size))
+            break
+    return {
+        " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
+        + (f" on {world} GPUs" if world > world_size else ""): size
+        for flags, world, size in found
     }
 
 
@@ -194,7 +203,7 @@ def measured(config: Config, device: str, flops: float, peak_flops: float) -> di
 def text(facts: dict) -> str:
     """The plan as a table, the verdict first."""
     setting, memory, time, tokens, batch = (facts[name] for name in ("setting", "memory", "time", "tokens", "batch"))
-    gpu, world, remedies = setting["gpu"].upper(), setting["world_size"], memory["remedies"].items()
+    gpu, world, found = setting["gpu"].upper(), setting["world_size"], memory["remedies"]
     verdict = "fits" if facts["fits"] else "DOES NOT FIT"
     checkpointing = ["kept", "checkpointed"][:: -1 if memory["activation_checkpointing"] else 1]
     rows = [
@@ -208,7 +217,8 @@ def text(facts: dict) -> str:
         ("  total at the peak of an update", gb(memory["total"]), gb(sum(memory["other_parts"].values()))),
         ("  usable", gb(memory["usable_bytes"]), f"of {gb(memory['gpu_bytes'])}"),
         ("  host memory of rank 0 while it saves", gb(memory["host_bytes_of_rank_0"])),
-        *(("What would fit" if not i else "", f"{gb(total)}", words) for i, (words, total) in enumerate(remedies)),
+        *(() if facts["fits"] else (("What would fit, GB",), *(("", gb(size), words) for words, size in found.items()))),
+        *(() if facts["fits"] or found else (("  only a GPU with more memory, or a smaller model",),)),
         ("Batch and tokens",),
         ("  tokens an update", f"{batch['tokens_per_update']:,}"),
         ("  micro-batch", f"{batch['micro_batch_size']} x {batch['seq_len']:,}"),

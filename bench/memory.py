@@ -46,10 +46,10 @@ SETTINGS = {
         2,
         dict(architecture="llama", n_kv_head=2, tie_embeddings=False, optimizer="muon"),
     ),
-    "qwen3, float32, Muon, short context": (
+    "qwen3, Muon, short context": (
         1,
         2,
-        dict(architecture="qwen3", dtype="float32", optimizer="muon", seq_len=256),
+        dict(architecture="qwen3", optimizer="muon", seq_len=256, micro_batch_size=8),
     ),
     "ddp, one micro-batch": (2, 1, dict(strategy="ddp")),
     "ddp, accumulating": (2, 2, dict(strategy="ddp", dtype="float32", micro_batch_size=1)),
@@ -106,10 +106,10 @@ def make_tokens(directory: Path, count: int) -> None:
 
 def measure(arguments: list[str], ranks: int, path: Path) -> dict:
     """Train on forks of this process. Returns the record of the rank with the highest peak."""
-    config = settings.load([str(machine.ROOT / "config/laptop.toml"), *arguments], "")
 
     def work() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        config = settings.load([str(machine.ROOT / "config/laptop.toml"), *arguments], "")
         path.with_suffix(f".{os.environ.get('RANK', '0')}").write_text(json.dumps(two_updates(config)))
         return 0
 
@@ -153,7 +153,7 @@ def two_updates(config: settings.Config) -> dict:
         "predicted": sum(parts.values()),
         "resident": resident,
         "saving": saving,
-        "checkpoint": footprint.checkpoint_bytes(run.config),
+        "host": footprint.host_bytes(run.config),
         "moments": {name: sum(parts.values()) for name, parts in moments.items()},
         "parts": parts,
     }
@@ -209,11 +209,11 @@ def reset_resident() -> int:
 
 def line(row: dict) -> str:
     """A row of the table."""
-    mb = {key: row[key] / 1e6 for key in ("measured", "predicted", "resident", "saving", "checkpoint")}
+    mb = {key: row[key] / 1e6 for key in ("measured", "predicted", "resident", "saving", "host")}
     return (
         f"{row['setting']:<38} measured {mb['measured']:7.1f} MB  predicted {mb['predicted']:7.1f} "
         f"({row['predicted'] / row['measured'] - 1:+.1%})  resident {mb['resident']:7.1f}  "
-        f"saving {mb['saving']:6.1f}, predicted {mb['checkpoint']:6.1f}"
+        f"saving {mb['saving']:6.1f}, predicted {mb['host']:6.1f}"
     )
 
 
