@@ -118,15 +118,17 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
     reduced = 0.0 if buckets else 4.0 * P / shards
     # Backward adds the embedding's two gradients, those of its lookup and of its product, before they join the others.
     tied = embedding * (1 + accumulating) if model.tie_embeddings else 0.0
+    # exact converts a tensor at a time; on a CPU a few thousand elements.
+    converted = tied + 3 * embedding * (device != "cpu")
     outside = P - blocks_size(model)  # fsdp reduces what is outside the blocks as one
     element = 4 if config.train.dtype == "float32" else 2
-    flat = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + element) * outside}.get(strategy, tied)
+    buffers = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + element) * outside, "exact": converted}.get(strategy, tied)
     complete = {"ddp": 0.0, "zero1": 0.0, "scratch_overlap": 0.0, "fsdp": reduced}.get(strategy, 4.0 * P)
     backward = {"gradients": between, "weights for backward": block_casts if recomputed else casts}
     return {
         "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
-        "reduction": always | {"gradients": max(between, complete), "temporary": flat},
+        "reduction": always | {"gradients": max(between, complete), "temporary": buffers},
         "step": always | {"gradients": reduced, "temporary": muon_buffers(config)},
     }
 
@@ -150,6 +152,8 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
         block += s * (C + K) if compiled else 4 * (C + K) + s * C
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
+    if model.dropout:
+        block += 2 * C  # the masks, a byte an element
     N = config.train.micro_batch_size * model.seq_len
     ends = N * C * residual * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
     if not config.train.activation_checkpointing:

@@ -111,8 +111,9 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
     elif model.vocab_size:
         vocab_size = model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
-    chosen = {"dtype": ("bfloat16", "float32"), "compile": ("on", "off")}
-    chosen = {name: values[device == "cpu"] for name, values in chosen.items() if getattr(config.train, name) == "auto"}
+    fast = device == "cuda" or cluster.has_matrix_unit()
+    chosen = {"dtype": "bfloat16" if fast else "float32", "compile": "on" if device == "cuda" else "off"}
+    chosen = {name: value for name, value in chosen.items() if getattr(config.train, name) == "auto"}
     config = dataclasses.replace(config, model=settings.resolve_model(model, vocab_size))
     config = settings.replace(config, device=device, **chosen)
     if config.train.micro_batch_size == "auto":
@@ -205,6 +206,7 @@ def text(facts: dict) -> str:
     setting, memory, time, tokens, batch = (facts[name] for name in ("setting", "memory", "time", "tokens", "batch"))
     gpu, world, found = setting["gpu"].upper(), setting["world_size"], memory["remedies"]
     verdict = "fits" if facts["fits"] else "DOES NOT FIT"
+    price = f" at ${facts['dollars_per_gpu_hour']:g}" if facts["dollars"] else ""
     checkpointing = ["kept", "checkpointed"][:: -1 if memory["activation_checkpointing"] else 1]
     rows = [
         f"{setting['name']} on {world} x {gpu}, {setting['strategy']}, {setting['dtype']}: {verdict}, "
@@ -232,7 +234,7 @@ def text(facts: dict) -> str:
         ("  MFU", f"{time['mfu']:.0%}", time["mfu_is"]),
         ("  an update", f"{time['step_s']:.3f} s", f"{time['waited_s']:.3f} s of it waiting for the network"),
         ("  tokens/s", f"{time['tokens_per_second']:,.0f}"),
-        ("  the run", duration(facts["seconds"]), f"{time['gpu_hours']:,.1f} GPU hours at ${facts['dollars_per_gpu_hour']:g}"),
+        ("  the run", duration(facts["seconds"]), f"{time['gpu_hours']:,.1f} hours of all ranks{price}"),
         *((("  the run, as measured", duration(run["seconds"]), f"MFU {run['mfu']:.0%} in {run['file']}"),)
           if (run := time["measured"]) else ()),
         ("Checkpoints",),
@@ -240,7 +242,7 @@ def text(facts: dict) -> str:
         ("  training waits", f"{facts['checkpoint']['stall_s']:.1f} s", f"{facts['checkpoint']['write_s']:.1f} s to write it"),
         ("Network, by an alpha-beta model without stragglers",),
         ("  a rank sends in an update", f"{gb(time['sent_bytes'])} GB"),
-        *((f"  efficiency of {ranks} GPU(s)", f"{share:.1%}", f"{ranks * share:.2f} times one")
+        *((f"  efficiency of {ranks} rank(s)", f"{share:.1%}", f"{ranks * share:.2f} times one")
           for ranks, share in facts["scaling"].items()),
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in rows[1:] if len(row) > i) for i in range(2)]
