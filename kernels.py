@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from footprint import rows_at_a_time
+
 SHORT = 512  # longest context whose whole matrix of attention weights is computed at once on a CPU
 
 
@@ -67,16 +69,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     The whole [N, V] logits never exist. Some rows of them are computed at a time, and their share of the gradients right
     after, as in Liger Kernel (Hsu et al. 2024). Matrix products are in autocast's dtype, sums in float32.
     """
-    rows = rows_at_a_time(len(weight), x.device)
+    rows = rows_at_a_time(len(weight), x.device.type)
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
-
-
-def rows_at_a_time(vocab_size: int, device: torch.device) -> int:
-    """How many rows of logits to compute at a time.
-
-    Four megabytes of logits fit a CPU's cache. Fewer rows would read the weights too often. A GPU needs more rows to be busy.
-    """
-    return max(256, (1 << 20 if device.type == "cpu" else 1 << 27) // vocab_size)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -11,7 +11,13 @@ import settings
 
 if __name__ == "__main__":  # --help and bad flags are answered before torch, which takes seconds, is imported
     with settings.user_errors():
-        CONFIG = settings.load(sys.argv[1:], __doc__)
+        COMMAND = settings.load_command(sys.argv[1:], __doc__)
+        CONFIG = COMMAND.config
+        if COMMAND.plan.plan:
+            import plan
+
+            plan.main(CONFIG, COMMAND.plan)
+            raise SystemExit(0)
     # Read when torch is imported. Threads that spin while they wait take the cores that other ranks and programs need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -36,8 +42,9 @@ import parallel
 import plot
 from checkpoint import Checkpoints, TrainState
 from evaluate import evaluate
+from footprint import flops_per_token
 from log import Log, Meter, duration
-from model import GPT, flops_per_token, initialize
+from model import GPT, initialize
 from parallel import Engine
 from settings import Config, RunError, UserError
 from world import Stop, World, connect
@@ -238,18 +245,18 @@ def resolve(config: Config, dataset: data.Mixture, world: World, pretrained: Pat
             raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, dataset.vocab_size)
-    micro_batch_size = parallel.fit_micro_batch(config, model, state.settings.get("micro_batch_size"), world)
     run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
     dtypes = world.all_gather(device.choose_dtype(config.train.dtype, world.device))
     compiles = world.all_gather(device.choose_compile(config.train.compile, world.device, run_flops))
     train = dataclasses.replace(
         config.train,
-        micro_batch_size=micro_batch_size,
         device=world.device.type,
         dtype=min(dtypes, key=list(device.DTYPES).index),
         compile="off" if "off" in compiles else "on",
     )
     config = dataclasses.replace(config, model=model, train=train)
+    micro_batch_size = parallel.fit_micro_batch(config, state.settings.get("micro_batch_size"), world)
+    config = settings.replace(config, micro_batch_size=micro_batch_size)
     settings.check(config, world.size)
     return config
 

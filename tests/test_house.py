@@ -12,6 +12,8 @@ from conftest import ROOT
 FLOORS = [
     "cli",
     "settings",
+    "footprint",
+    "cluster",
     "files",
     "device",
     "world",
@@ -38,6 +40,7 @@ FLOORS = [
     "evaluate",
     "sample",
     "prepare_data",
+    "plan",
     "train",
     "replay",
 ]

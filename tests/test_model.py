@@ -8,7 +8,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf
-from model import GPT, flops_per_token, generate, initialize, new_cache
+from footprint import flops_per_token
+from model import GPT, generate, initialize, new_cache
 from settings import ModelConfig, resolve_model
 
 SHAPES = {

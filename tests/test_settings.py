@@ -141,7 +141,7 @@ def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
 
 def test_every_number_has_a_range():
     """A new setting must be put into RANGES, unless every finite value makes sense."""
-    numbers = {name for name, value in settings.flat_values(settings.Config()).items() if type(value) in (int, float)}
+    numbers = {name for name, value in settings.flat_values(settings.Command()).items() if type(value) in (int, float)}
     ranged = [name for names, *_ in settings.RANGES for name in names.split()]
     assert len(ranged) == len(set(ranged))
     assert set(ranged) - {"micro_batch_size"} == numbers - {"min_lr", "warmup_steps"}
