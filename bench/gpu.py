@@ -148,7 +148,7 @@ def fastest_product(bench: Bench) -> Answer:
 
 def speed(bench: Bench, shape: str) -> Answer:
     """Tokens/s and MFU."""
-    from model import flops_per_token
+    from footprint import flops_per_token
 
     run, peak = bench.train(shape), fastest_product(bench).figures
     rate = tokens_per_second(run)
@@ -428,7 +428,7 @@ def estimated_gb(bench: Bench, shape: str, micro_batch_size: int) -> float:
     import torch
 
     from kernels import rows_at_a_time
-    from model import flops_per_token
+    from footprint import flops_per_token
 
     model = bench.model(shape)
     state = 16 * flops_per_token(model) / 6
