@@ -43,7 +43,16 @@ SMALL = {
     "lr": 1e-3,
 }
 # What --tiny makes of every model.
-TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 32, "d_ff": 64, "tokens_per_update": 256, "compile": "off"}
+TINY = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "seq_len": 32,
+    "d_ff": 64,
+    "tokens_per_update": 256,
+    "compile": "off",
+    "threads": 1,
+}
 EX_TEMPFAIL = 75
 
 

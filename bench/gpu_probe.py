@@ -367,6 +367,7 @@ def copies_to_the_host(size: int, device_name: str) -> dict:
 
     import parallel
 
+    torch.set_num_threads(settings.cores())  # as the trainer has them
     source = torch.ones(size // 4, device=device_name)
     staging = torch.empty(parallel.STAGING_BYTES, dtype=torch.uint8, pin_memory=device_name == "cuda")
     ways = {
