@@ -436,8 +436,8 @@ def estimated_gb(bench: Bench, shape: str, micro_batch_size: int) -> float:
     """Memory of a rank as `parallel.fit_micro_batch` counts it: weights, gradients and AdamW's state, activations, logits."""
     import torch
 
-    from kernels import rows_at_a_time
     from footprint import flops_per_token
+    from kernels import rows_at_a_time
 
     model = bench.model(shape)
     state = 16 * flops_per_token(model) / 6
@@ -537,7 +537,7 @@ def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
     """Shards in llm.c's naming of ids that fall off as 1 / rank, as words do: there is something to learn, but not much."""
     import numpy as np
 
-    from data import write_shard
+    from dataset import write_shard
 
     directory.mkdir()
     ids = np.exp(np.random.default_rng(0).random(count) * np.log(vocab_size)).astype(np.uint16) - 1

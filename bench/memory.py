@@ -89,7 +89,7 @@ def make_tokens(directory: Path, count: int) -> None:
     """Shards of random tokens in llm.c's format."""
     import numpy as np
 
-    from data import write_shard
+    from dataset import write_shard
 
     directory.mkdir()
     for split in ("train", "val"):
