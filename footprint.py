@@ -12,7 +12,7 @@ from settings import Config, ModelConfig
 
 SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
 # Of a GPU's memory. The rest is for CUDA and NCCL (1 to 2 GB), for what the caching allocator cannot reuse (some 5 %), and for
-# the error of the estimate (bench/memory.py: at most 7 %). Running out of memory costs more than a smaller micro-batch does.
+# the error of the estimate (bench/memory.py: at most 5 %). Running out of memory costs more than a smaller micro-batch does.
 USABLE = 0.9
 CPU_BYTES = 1 << 28  # of activations on a CPU: small enough for caches to matter, large enough to hide Python
 

@@ -20,8 +20,6 @@ GPT2_VOCAB_SIZE = 50257  # where no dataset says another
 CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
 # bench/results/save_stall.json: 0.74 GB were copied in 0.13 to 0.37 s, and written and flushed in 0.5 to 1.0 s.
 COPY_RATE, WRITE_RATE = 3e9, 1e9
-
-
 SMALL, SMALL_MFU = 300e6, 0.8  # below so many parameters the kernels are short and keep a GPU less busy
 
 
@@ -117,7 +115,7 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
     config = dataclasses.replace(config, model=settings.resolve_model(model, vocab_size))
     config = settings.replace(config, device=device, **chosen)
     if config.train.micro_batch_size == "auto":
-        budget = footprint.USABLE * hardware.memory
+        budget = footprint.CPU_BYTES if device == "cpu" else footprint.USABLE * hardware.memory
         size = footprint.largest_micro_batch(config, options.plan_world_size, device, budget)
         config = settings.replace(config, micro_batch_size=size)
     settings.check(config, options.plan_world_size)

@@ -120,6 +120,8 @@ def test_the_choice_of_a_cpu_has_not_changed(preset, vocab_size, chosen):
     config = dataclasses.replace(config, model=settings.resolve_model(config.model, 256))
     sizes = [footprint.largest_micro_batch(config, ranks, "cpu", footprint.CPU_BYTES) for ranks in (1, 2, 4, 8)]
     assert sizes == chosen
+    flags = [f"--vocab_size={vocab_size}", "--tokens=nowhere", "--plan_gpu=cpu", "--plan_world_size=2"]
+    assert facts(*flags, preset=preset)["batch"]["micro_batch_size"] == chosen[1]
     exact = settings.replace(config, strategy="exact")
     assert {footprint.largest_micro_batch(exact, ranks, "cpu", footprint.CPU_BYTES) for ranks in (1, 2, 4, 8)} == {4}
 
