@@ -86,7 +86,7 @@ class Bench:
     def measure(self, name: str, run: Callable[[Path, float], object], runs: int = 1):
         """The measurement `name`, made by `run` in an empty folder within a limit of seconds unless the record has it.
 
-        runs: how many runs of the trainer it takes. Raises OutOfTime if too few minutes are left for them, RunError if it fails.
+        runs: how many runs of the trainer it takes. Raises OutOfTime if too few minutes are left, RunError if it fails.
         """
         if name in self.failures:
             raise self.failures[name]
