@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from settings import RunError, UserError
 SHAPES = ("gpt2_124m", "qwen3_124m", "gpt2_355m", "llama_1.3b")
 TOKENS_PER_UPDATE = 131072  # the presets' own would only repeat the same micro-batches
 UPDATES, SECONDS = 14, 20.0  # of a run that is timed: so many updates, or those of so many seconds
-LIMIT = 100.0  # seconds after which a run is given up
+LIMIT = 100.0  # seconds
 ROWS = (2048, 4096, 8192, 16384, 32768)  # of logits at a time
 SMALL = {
     "architecture": "qwen3",
@@ -77,21 +78,30 @@ class Bench:
     device: str
     tiny: bool
     deadline: float
-    ranks: int = 1  # as many as there are GPUs
-    limit: float = LIMIT
+    ranks: int  # as many as there are GPUs
+    limit: float  # seconds after which a run is given up
+    save: Callable[[], None]  # publishes the record
+    failures: dict[str, RunError] = field(default_factory=dict)  # not tried again before the next start
 
     def measure(self, name: str, run: Callable[[Path, float], object], runs: int = 1):
         """The measurement `name`, made by `run` in an empty folder within a limit of seconds unless the record has it.
 
-        runs: how many runs of the trainer it takes. Raises OutOfTime if too few minutes are left for them.
+        runs: how many runs of the trainer it takes. Raises OutOfTime if too few minutes are left, RunError if it fails.
         """
+        if name in self.failures:
+            raise self.failures[name]
         if name not in self.record["measurements"]:
             limit = runs * self.limit
             if time.monotonic() + limit > self.deadline:
                 raise OutOfTime
             folder = self.folder / str(len(list(self.folder.iterdir())))
             folder.mkdir()
-            self.record["measurements"][name] = run(folder, limit)
+            try:
+                self.record["measurements"][name] = run(folder, limit)
+            except RunError as error:
+                self.failures[name] = error
+                raise
+            self.save()
         return self.record["measurements"][name]
 
     def operation(self, name: str, function: Callable, *arguments):
@@ -113,7 +123,7 @@ class Bench:
         """Updates of a preset, timed. See `gpu_probe.training`."""
         config = self.config(shape, **changes)
         updates = updates or (6 if self.tiny else UPDATES)
-        name = " ".join([shape, f"W={ranks}", graph, *(f"{key}={value}" for key, value in changes.items())])
+        name = " ".join(filter(None, [shape, f"W={ranks}", graph, *(f"{key}={value}" for key, value in changes.items())]))
 
         def run(folder: Path, limit: float) -> dict:
             return gpu_probe.training(config, ranks, folder, limit, updates, SECONDS, self.shared(ranks), graph)
@@ -475,14 +485,15 @@ def main(args: list[str]) -> int:
         work.mkdir()
         make_tokens(tokens, 400_000 if options.tiny else 20_000_000, 512 if options.tiny else 50257)
         ranks = max(1, len(facts["gpus"]))
-        bench = Bench(record, work, tokens, device, options.tiny, time.monotonic() + 60 * options.minutes, ranks, limit)
 
         def save() -> None:
             publish_text(out / "gpu.json", json.dumps(records, indent=1) + "\n")
             publish_text(out / "gpu.md", markdown(key, record))
 
+        deadline = time.monotonic() + 60 * options.minutes
+        bench = Bench(record, work, tokens, device, options.tiny, deadline, ranks, limit, save)
         listed = dict(questions(ranks, options.tiny))
-        left = ask_all(bench, listed, save)
+        left = ask_all(bench, listed)
         print(f"{len(listed) - left} of {len(listed)} questions are answered{'' if options.tiny else f', in {out}'}")
     if left:
         print("the same command goes on")
@@ -506,7 +517,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], Answer]], save: Callable[[], None]) -> int:
+def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], Answer]]) -> int:
     """Ask what has no answer, then again what failed. Returns how many questions are left for want of time."""
     answers = bench.record["answers"]
     open_questions = [title for title in listed if title not in answers]
@@ -517,10 +528,12 @@ def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], Answer]], save: Ca
             answer = vars(listed[title](bench))
         except OutOfTime:
             return len(waiting) - number
-        except RunError as error:
+        except Exception as error:  # one question must not take the others with it
+            if not isinstance(error, RunError):
+                traceback.print_exc()
             answer = vars(Answer(f"Could not be measured: {error}", {}, passed=False)) | {"failed": True}
         answers[title] = answer | {"seconds": round(time.monotonic() - began, 1)}
-        save()
+        bench.save()
         print(f"{title}\n    {answer['verdict']}", flush=True)
     return 0
 

@@ -35,7 +35,7 @@ def test_every_question_is_answered_on_a_cpu_and_no_answer_is_asked_for_twice(tm
     assert f"{len(titles)} of {len(titles)} questions are answered" in printed
     (record,) = json.loads((out / "gpu.json").read_text()).values()
     assert sorted(record["answers"]) == sorted(titles) and all(answer["passed"] for answer in record["answers"].values())
-    run = record["measurements"]["training gpt2_124m W=1 "]
+    run = record["measurements"]["training gpt2_124m W=1"]
     assert 0 < len(run["update_ms"]) <= 6 - 1 - gpu_probe.FIRST_UPDATES and run["memory_gb"] > 0 and run["first_update_s"] > 0
     page = (out / "gpu.md").read_text()
     assert all(f"| {title} | " in page for title in titles)
@@ -62,7 +62,8 @@ def test_without_a_gpu_nothing_is_measured_or_written(tmp_path):
 def bench(tmp_path):
     """A Bench whose time is over: it knows only what a test puts into its record."""
     record = {"facts": {"datasheet_flops": 989e12}, "measurements": {}, "answers": {}}
-    return gpu.Bench(record, tmp_path, tmp_path / "tokens", "cpu", tiny=False, deadline=0.0)
+    no_time = dict(deadline=0.0, limit=gpu.LIMIT)
+    return gpu.Bench(record, tmp_path, tmp_path / "tokens", "cpu", tiny=False, ranks=1, save=lambda: None, **no_time)
 
 
 def timed(milliseconds, **more):
@@ -79,13 +80,28 @@ def test_what_the_minutes_do_not_suffice_for_is_left(bench):
         "unknown": lambda bench: gpu.Answer(str(bench.operation("more sums", sum, (1, 2)))),
         "last": lambda bench: gpu.Answer("never asked"),
     }
-    assert gpu.ask_all(bench, listed, lambda: None) == 2
+    assert gpu.ask_all(bench, listed) == 2
     answers = bench.record["answers"]
     assert [*answers] == ["known", "broken"] and answers["known"]["verdict"] == "3"
     assert answers["broken"]["verdict"] == "Could not be measured: out of memory" and not answers["broken"]["passed"]
     bench.deadline = float("inf")
-    assert gpu.ask_all(bench, listed, lambda: None) == 0
+    assert gpu.ask_all(bench, listed) == 0
     assert answers["unknown"]["verdict"] == "3" and answers["broken"]["failed"]  # it was asked once more, after the others
+
+
+def test_what_was_measured_is_saved_at_once_and_what_failed_is_tried_once(bench):
+    bench.deadline, tries, saved = float("inf"), [], []
+    bench.save = lambda: saved.append([*bench.record["measurements"]])
+
+    def failing(folder, limit):
+        tries.append(limit)
+        raise RunError("out of memory")
+
+    bench.measure("first", lambda folder, limit: limit)
+    for _ in range(2):
+        with pytest.raises(RunError, match="out of memory"):
+            bench.measure("second", failing, runs=2)
+    assert tries == [2 * gpu.LIMIT] and saved == [["first"]] and bench.record["measurements"] == {"first": gpu.LIMIT}
 
 
 @pytest.mark.parametrize(
