@@ -68,16 +68,23 @@ def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """`name`, or for auto the fastest precision: bfloat16 where the hardware has units for it, else float16 on GPUs.
+    """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on GPUs.
 
-    A CPU needs a matrix unit (AMX): with AVX512 instructions alone a step in bfloat16 is slower than in float32.
+    A CPU with a matrix unit (AMX) is. With bfloat16 instructions alone it depends on the processor, so products are timed.
     """
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    has_matrix_unit = getattr(torch.cpu, "_is_amx_tile_supported", bool)
-    return "bfloat16" if device.type == "cpu" and has_matrix_unit() else "float32"
+    if device.type != "cpu":
+        return "float32"
+    has_matrix_unit, has_instructions = (
+        getattr(torch.cpu, f"_is_{feature}_supported", bool)() for feature in ("amx_tile", "avx512_bf16")
+    )
+    if has_matrix_unit or not has_instructions:
+        return "bfloat16" if has_matrix_unit else "float32"
+    rates = [peak_flops(device, dtype, seconds=0.03) for dtype in ("bfloat16", "float32")]
+    return "bfloat16" if rates[0] > 1.3 * rates[1] else "float32"
 
 
 def choose_compile(name: str, device: torch.device, run_flops: float) -> str:

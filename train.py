@@ -246,7 +246,12 @@ def resolve(config: Config, dataset: data.Mixture, world: World, pretrained: Pat
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, dataset.vocab_size)
     run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
-    dtypes = world.all_gather(device.choose_dtype(config.train.dtype, world.device))
+    previous = (
+        state.settings.get("dtype")
+        if config.train.dtype == "auto" and state.settings.get("device") == world.device.type
+        else None
+    )
+    dtypes = world.all_gather(previous or device.choose_dtype(config.train.dtype, world.device))
     compiles = world.all_gather(device.choose_compile(config.train.compile, world.device, run_flops))
     train = dataclasses.replace(
         config.train,

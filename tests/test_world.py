@@ -68,9 +68,18 @@ def test_without_deterministic_nothing_is_set(gpu_node):
     assert not {"CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "TORCHINDUCTOR_DETERMINISTIC"} & gpu_node.keys()
 
 
-@pytest.mark.parametrize("has_unit, dtype", [(True, "bfloat16"), (False, "float32")])
-def test_auto_takes_bfloat16_on_a_cpu_with_a_matrix_unit_alone(monkeypatch, has_unit, dtype):
+@pytest.mark.parametrize(
+    "has_unit, has_instructions, speedup, dtype",
+    [
+        (True, True, 0.5, "bfloat16"),
+        (False, True, 2.0, "bfloat16"),
+        (False, True, 0.9, "float32"),
+        (False, False, 2.0, "float32"),
+    ],
+)
+def test_auto_takes_the_faster_precision_on_a_cpu(monkeypatch, has_unit, has_instructions, speedup, dtype):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_unit)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(device, "peak_flops", lambda on, name, seconds: speedup if name == "bfloat16" else 1.0)
     assert device.choose_dtype("auto", torch.device("cpu")) == dtype
     assert device.choose_dtype("float16", torch.device("cpu")) == "float16"
