@@ -1,6 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# One process for each GPU; two on a machine without.
+# One process for each GPU, or two on a machine without GPUs.
 NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | wc -l); [ $$n -gt 0 ] && echo $$n || echo 2)
 THREADS = $(shell $(PYTHON) -c 'import os; print(max(1, os.cpu_count() // $(NPROC)))')
 
@@ -19,10 +19,10 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Those that need no peer and no GPU; about an hour on two cores, which they want for themselves.
+# All benchmarks that need neither another program nor a GPU. They take more than an hour on two cores without other load.
 bench: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
-	for script in same_run hard_kills save_stall exact_cost grad_sync startup loader prepare; do $(BIN)/python bench/$$script.py || exit 1; done
+	for script in same_run resume hard_kills save_stall exact_cost grad_sync startup loader prepare; do $(BIN)/python bench/$$script.py || exit 1; done
 
 setup: .venv/ready
 

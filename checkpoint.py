@@ -7,11 +7,14 @@ checkpoint or the new one, complete.
 
 import json
 import math
+import platform
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -42,11 +45,21 @@ class TrainState:
     dataset: str = ""  # identity of the dataset
     settings: dict = field(default_factory=dict)  # every flag as resolved
     versions: dict = field(default_factory=dict)
+    history: list[dict] = field(default_factory=list)  # from which step on: world size, settings, versions
 
     @property
     def best_val_loss(self) -> float | None:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
+
+    def begin(self, config: Config, dataset: Dataset, world: World, continues: bool) -> None:
+        """Note how the run goes on from this step. A run that starts from another's checkpoint has a history of its own."""
+        self.dataset, self.settings = dataset.identity, settings.flat_values(config)
+        self.versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        self.history = list(self.history) if continues else []
+        now = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
+        if not self.history or {**self.history[-1], **now} != self.history[-1]:
+            self.history.append({"step": self.step, **now})
 
 
 class Checkpoints:
@@ -155,13 +168,20 @@ def write(
     """Publish the checkpoint of `state.step` and point `latest` at it."""
     path = step_directory(checkpoints, state.step)
     with files.publish_directory(path) as directory:
-        hf.write_model(directory, model, model_config, dataset.tokenizer, dataset.eot_token)
-        save_file({name: value.contiguous() for name, value in optimizer.items()}, directory / "optimizer.safetensors")
+        write_tensors(directory, model, model_config, optimizer, dataset)
         record = asdict(state) | {"best_val_loss": state.best_val_loss}
         (directory / "trainer_state.json").write_text(json.dumps(record, indent=2) + "\n")
         write_manifest(directory)
     files.link(checkpoints / "latest", path)
     return path
+
+
+def write_tensors(
+    directory: Path, model: dict[str, Tensor], model_config: ModelConfig, optimizer: dict[str, Tensor], dataset: Dataset
+) -> None:
+    """Write the Hugging Face model and the optimizer state. The same tensors give the same bytes."""
+    hf.write_model(directory, model, model_config, dataset.tokenizer, dataset.eot_token)
+    save_file({name: value.contiguous() for name, value in optimizer.items()}, directory / "optimizer.safetensors")
 
 
 def write_manifest(directory: Path) -> None:
@@ -242,13 +262,25 @@ def check_changes(state: TrainState, config: Config, dataset: Dataset, own: bool
     changed = [name for name in now if name in before and now[name] != before[name]]
     fixed = FIXED if own else [*settings.flat_fields(ModelConfig), "optimizer"]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
+    before_settings = settings.replace(Config(), **before) if before else config
+    if own and seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches):
+        refused.append(f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw")
     if own and state.dataset and state.dataset != dataset.identity:
         refused.append(f"--tokens={config.data.tokens} holds other tokens than the run was trained on")
     if refused:
         refused.append("restore these settings, or start another run with --name=...")
         raise UserError("\n       ".join(refused))
-    silent = {"name", "out_dir", "resume", "tokens", "threads"}
+    silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
     return [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
+
+
+def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
+    """The skipped batches among those that the first `steps` steps have passed."""
+    passed = []
+    for batch in skipped:
+        if batch < steps + len(passed):
+            passed.append(batch)
+    return passed
 
 
 def load_state(directory: Path) -> TrainState:

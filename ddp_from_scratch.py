@@ -1,24 +1,23 @@
-"""Data parallelism from scratch: a lesson in three strategies, to be read from top to bottom.
+"""Data parallelism from scratch: a lesson in four parts, to be read from top to bottom.
 
-W processes ("ranks") hold the same model. Each runs forward and backward on its own share of the batch and then has
-the gradient of its share. If all shares are equally large, the mean of these W gradients is the gradient of the whole
-batch. So when every rank has the mean, every rank makes the same optimizer update, and the models stay the same for
-ever. That is all there is to it: start equal, average the gradients (never the weights: AdamW is not linear), update.
+W processes ("ranks") hold a copy each of the same model. Each rank computes the gradient of its own share of the batch.
+If the shares are equally large, the mean of the W gradients is the gradient of the whole batch. With this mean, every
+rank makes the same optimizer update, so the copies stay equal. The whole method is: start equal, average the gradients,
+update. Averaging the weights after the update is something else, because AdamW is not linear in the gradient.
 
-How the mean gets to every rank is what the strategies differ in. For n bytes of gradients in P parameters:
+The parts are: (1) the idea, (2) when it runs, (3) what an all-reduce is made of, (4) communication while backward runs.
+They give three strategies, which differ in how the mean reaches every rank. For P parameters with n bytes of gradients:
 
-    strategy               collectives a backward    bytes each rank sends     when
+    strategy               collectives an update     bytes each rank sends     when
     ScratchAllReduce       P                         2 (W-1)/W n               after backward
     ScratchReduceScatter   2 (of one flat tensor)    2 (W-1)/W n               after backward
     ScratchOverlap         n / 25 MB                 2 (W-1)/W n               while backward is still running
 
-No all-reduce can send less than 2 (W-1)/W n, and a ring sends just that (Patarasuk and Yuan 2009, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations"; brought to deep learning by Baidu in 2017): hardly more for 1000
-ranks than for 10. What is left to win is the latency of P small messages, and to hide the sending behind the
-computing. That is how torch's DistributedDataParallel works (Li et al. 2020, "PyTorch Distributed", VLDB 13(12)); the
-last strategy rebuilds it.
-
-All three wrap any `nn.Module` and have the surface of torch's DistributedDataParallel (DDP):
+No all-reduce can send fewer bytes than 2 (W-1)/W n, and a ring sends exactly that many (Patarasuk and Yuan 2009,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations"; Baidu brought it to deep learning in 2017). So each
+of 1000 ranks sends hardly more than each of 10. Two things can still be saved: the latency of P small messages, and the
+time in which nothing is computed because gradients are being sent. The last strategy saves both, as torch's
+DistributedDataParallel does (Li et al. 2020, "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
 
     model = ScratchOverlap(model)
     for i, (x, y) in enumerate(micro_batches):
@@ -26,9 +25,9 @@ All three wrap any `nn.Module` and have the surface of torch's DistributedDataPa
         loss_of(model(x), y).backward()
     optimizer.step()  # .grad is the mean over the ranks of what each has accumulated
 
-A parameter without a gradient on some ranks counts as zero there; one without a gradient on every rank keeps None, as
-in a single process. Unlike DDP, buffers (batch norm's statistics) are made equal at the start only. What is frozen when
-the wrapper is built stays out. Without a process group, or with one rank, the wrappers do nothing.
+If some ranks have no gradient for a parameter, it counts as zero there. If no rank has one, `.grad` stays None, as in a
+single process. Parameters that are frozen when the wrapper is built are left out. Buffers (the statistics of batch norm)
+are made equal at the start only, unlike in DDP. Without a process group, or with one rank, the wrappers do nothing.
 """
 
 import hashlib
@@ -40,85 +39,96 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class ScratchDataParallel(nn.Module):
-    """What the strategies share: DDP's switches, and the moment at which gradients are averaged.
+class ScratchAllReduce(nn.Module):
+    """Checks that the replicas start equal. After backward, runs one all-reduce per parameter, one after another.
 
-    A strategy says how, in `average_gradients`.
+    A transformer has many vectors of a few KB. While they are sent the network is idle most of the time: they cost P
+    latencies. Raises ValueError on all ranks if the ranks' parameters or buffers differ (see `check_replicas`).
     """
+
+    # 1. The idea -----------------------------------------------------------------------------------------------------
+
+    def average_gradients(self) -> None:
+        """Replace every gradient by its mean over the ranks. Every trainable parameter has a gradient when this is called."""
+        for parameter in self.trainable:
+            parameter.grad.div_(self.world_size)  # before the sum, which might overflow in float16
+            dist.all_reduce(parameter.grad, group=self.group)
+
+    # 2. When it runs -------------------------------------------------------------------------------------------------
+    #
+    # Once an update, at the end of its last backward. The user says which backward is the last one by setting
+    # `require_backward_grad_sync` before the forward. Autograd says when that backward is done.
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
-        self.module = module
-        self.group = group
+        self.module, self.group = module, group
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        # parameters() lists a tied parameter once, and autograd adds up its uses before its hook is called
+        # parameters() lists a tied parameter once, and autograd adds up all its uses before it calls the hook.
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.require_backward_grad_sync = True
-        self.sync_this_backward = False
-        self.last_backward = -1
+        self.sync_this_backward = self.sync_is_queued = False
         if self.world_size > 1:
+            self.ensure_equal_replicas()
             for parameter in self.trainable:
                 parameter.register_post_accumulate_grad_hook(self.gradient_ready)
 
+    def ensure_equal_replicas(self) -> None:
+        """Make sure that all ranks start from the same parameters and buffers. This strategy refuses any difference."""
+        check_replicas(self.module, self.group)
+
     def forward(self, *args, **kwargs):
-        """The module's own; it decides, as in DDP, whether the backward that follows communicates."""
-        if torch.is_grad_enabled():  # an evaluation between forward and backward changes nothing
-            self.sync_this_backward = self.require_backward_grad_sync
+        """Run the module. As in DDP, the forward decides whether the backward that follows communicates."""
+        if torch.is_grad_enabled():  # an evaluation between forward and backward decides nothing
+            self.sync_this_backward, self.sync_is_queued = self.require_backward_grad_sync, False
         return self.module(*args, **kwargs)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Called by autograd when `parameter.grad` has its gradient of this backward."""
-        backward = torch._C._current_graph_task_id()  # not a flag: a backward that raised would leave it set
-        if self.sync_this_backward and backward != self.last_backward:
-            self.last_backward = backward
-            self.backward_started()
+        """Autograd calls this as soon as `parameter.grad` holds its gradient of this backward."""
+        if self.sync_this_backward and not self.sync_is_queued:
+            self.prepare_sync()
 
-    def backward_started(self) -> None:
-        """Called with the first gradient of a backward that communicates."""
-        # No parameter knows that it is the last, and unused ones never report. The autograd engine knows: what a hook
-        # queues here it runs when the whole backward is done, before `loss.backward()` returns. FSDP2 does the same.
+    def prepare_sync(self) -> None:
+        """Arrange that `sync_gradients` runs at the end of this backward. Called when its first gradient is ready."""
+        # No gradient knows that it is the last one, and unused parameters have none. The autograd engine knows: it runs a
+        # queued callback when the whole backward is done, before `loss.backward()` returns. FSDP2 uses the same way.
+        self.sync_is_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self.sync_gradients)
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
         """Replace the gradients by their mean over the ranks.
 
-        Runs by itself at the end of a backward whose forward saw `require_backward_grad_sync`; after `no_sync` it may
-        be called by hand, on all ranks. Costs the strategy's collectives and one more of 4 bytes a parameter.
+        Runs by itself at the end of a backward whose forward found `require_backward_grad_sync` true. After `no_sync` it may
+        be called by hand, on all ranks. It costs the strategy's collectives and one more, of 4 bytes a parameter.
         """
+        self.sync_is_queued = False
         if self.world_size == 1 or not self.trainable:
             return
-        missing = [i for i, p in enumerate(self.trainable) if p.grad is None]
-        # Ranks may miss different ones, but must call the same collectives in the same order, or they wait for ever.
-        present = torch.ones(len(self.trainable), dtype=torch.int32)
-        present[missing] = 0
-        for i in missing:
-            self.trainable[i].grad = torch.zeros_like(self.trainable[i])
+        # All ranks must call the same collectives in the same order, whichever gradients they miss; otherwise they would
+        # wait for each other for ever.
+        missing = [p for p in self.trainable if p.grad is None]
+        ranks_with_gradient = torch.tensor([p.grad is not None for p in self.trainable], dtype=torch.int32)
+        ranks_with_gradient = ranks_with_gradient.to(self.trainable[0].device)
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
         self.average_gradients()
-        present = present.to(self.trainable[0].device)
-        dist.all_reduce(present, group=self.group)
-        for i in missing:  # reads `present`, which stalls a GPU, only where something is missing
-            if present[i] == 0:
-                self.trainable[i].grad = None
-
-    def average_gradients(self) -> None:
-        """Replace every gradient (none is missing) by its mean over the ranks.
-
-        Division comes before the sum, which might overflow in float16.
-        """
-        raise NotImplementedError
+        dist.all_reduce(ranks_with_gradient, group=self.group)
+        if missing:  # only then, because a GPU has to wait for the numbers
+            for parameter, ranks in zip(self.trainable, ranks_with_gradient.tolist(), strict=True):
+                if ranks == 0:
+                    parameter.grad = None
 
     def enable_grad_sync(self) -> None:
         """From the next forward on, backward ends with the mean over the ranks."""
         self.require_backward_grad_sync = True
 
     def disable_grad_sync(self) -> None:
-        """From the next forward on, backward only accumulates, on each rank its own gradients."""
+        """From the next forward on, backward only adds to this rank's own gradients."""
         self.require_backward_grad_sync = False
 
     @contextmanager
     def no_sync(self):
-        """`disable_grad_sync` for the forwards in this context."""
+        """Do as after `disable_grad_sync` for the forwards in this context."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -126,174 +136,100 @@ class ScratchDataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
 
-# 1. The idea, word for word ------------------------------------------------------------------------------------------
+# 3. What an all-reduce is made of ------------------------------------------------------------------------------------
 
 
-class ScratchAllReduce(ScratchDataParallel):
-    """Check that the replicas start equal; after backward, one all-reduce per parameter.
+class ScratchReduceScatter(ScratchAllReduce):
+    """Puts all gradients into one flat tensor and runs the two halves of a ring all-reduce.
 
-    Bytes sent by each rank: 2 (W-1)/W n. Collectives: P, each waited for. A transformer has many vectors of a few KB,
-    for which the wire is idle most of the time: the cost is P latencies. And backward has ended before the first byte
-    is sent.
+    The flat tensor is cut into W equal shards (zeros at its end make it divisible). Reduce-scatter takes W-1 rounds. In
+    each, every rank passes a shard to its neighbour, which adds its own. At the end rank r has the finished sum of shard
+    r. All-gather takes W-1 more rounds, in which the finished shards travel around the ring. In each of the 2 (W-1)
+    rounds a rank sends n / W bytes. The flat tensor takes n more bytes of memory.
 
-    Raises ValueError, on all ranks, where the ranks' parameters or buffers differ (see `check_replicas`).
+    ZeRO and FSDP put the optimizer's update between the two halves. Each rank then updates only its own shard, and needs
+    only that shard's optimizer state.
+
+    NCCL's reduce-scatter is such a ring. Gloo's (torch 2.8 and later) runs W all-reduces instead, and each rank keeps the
+    result of one. The sums are the same, but 3 (W-1)/W n bytes are sent in all. So read this one on a CPU; run it on GPUs.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
-        check_replicas(module, group)
-        super().__init__(module, group)
+    def ensure_equal_replicas(self) -> None:
+        """Give every rank the parameters and buffers of rank 0."""
+        broadcast_module(self.module, self.group)
 
     def average_gradients(self) -> None:
-        for parameter in self.trainable:
-            parameter.grad.div_(self.world_size)
-            dist.all_reduce(parameter.grad, group=self.group)
-
-
-def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError on all ranks if a parameter or buffer is not, bit for bit, that of rank 0.
-
-    The error names the first that differs and the ranks. What travels is not the tensors but their sha256 (32 bytes
-    each, over name, shape, dtype and bits), so models of different shapes are told apart too, instead of hanging.
-    """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    device = tensors[0][1].device if tensors else "cpu"
-    longest = torch.tensor(len(tensors), device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    mine = torch.zeros(int(longest), 32, dtype=torch.uint8)
-    for i, (name, tensor) in enumerate(tensors):
-        mine[i] = torch.frombuffer(bytearray(digest(name, tensor)), dtype=torch.uint8)
-    mine = mine.to(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    differs = (torch.stack(everyone) != everyone[0]).any(dim=2).cpu()  # (W, tensors)
-    if differs.any():
-        first = int(differs.any(dim=0).nonzero()[0])
-        name = tensors[first][0] if first < len(tensors) else f"number {first}, which this rank does not have"
-        ranks = differs[:, first].nonzero().flatten().tolist()
-        raise ValueError(f"the replicas differ: parameter or buffer {name} of rank(s) {ranks} is not that of rank 0")
-
-
-def digest(name: str, tensor: Tensor) -> bytes:
-    """sha256 over the name, shape, dtype and bits of a tensor of any dtype."""
-    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + bits.tobytes()).digest()
-
-
-# 2. What an all-reduce is made of ------------------------------------------------------------------------------------
-
-
-class ScratchReduceScatter(ScratchDataParallel):
-    """One flat tensor, and the two halves of a ring all-reduce.
-
-    The flat gradient is cut into W equal shards (zeros at its end make it divide). Reduce-scatter: in W-1 rounds every
-    rank passes a shard to its neighbour, which adds its own; then rank r has the finished sum of shard r. All-gather:
-    in W-1 more rounds the finished shards travel around the ring. In each of these 2 (W-1) rounds a rank sends n / W
-    bytes.
-
-    Bytes sent by each rank: 2 (W-1)/W n. Collectives: 2 for each dtype and device. Flattening takes n more bytes of
-    memory, and backward still ends before anything is sent. ZeRO and FSDP put the optimizer's update between the two
-    halves: each rank then updates only its shard, and needs only that shard's optimizer state.
-
-    NCCL's reduce-scatter is such a ring. Gloo's (torch 2.8 and later) falls back to W all-reduces, of which each rank
-    keeps one: the same sums, but 3 (W-1)/W n bytes in all. Read this one on a CPU; run it on GPUs.
-    """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
-        broadcast_module(module, group)
-        super().__init__(module, group)
-
-    def average_gradients(self) -> None:
-        for parameters in same_kind(self.trainable):
+        for parameters in group_by_kind(self.trainable):
             flat = torch.cat([p.grad.reshape(-1) for p in parameters])
             flat = nn.functional.pad(flat, (0, -flat.numel() % self.world_size)).div_(self.world_size)
-            shards = list(flat.chunk(self.world_size))  # views, so that what is gathered lands in `flat`
-            mine = torch.empty_like(shards[0])
-            dist.reduce_scatter(mine, shards, group=self.group)
-            dist.all_gather(shards, mine, group=self.group)
+            shards = list(flat.chunk(self.world_size))  # views: what is gathered lands in `flat`
+            own_shard = torch.empty_like(shards[0])
+            dist.reduce_scatter(own_shard, shards, group=self.group)
+            dist.all_gather(shards, own_shard, group=self.group)
             for parameter, gradient in zip(parameters, views(flat, parameters), strict=True):
                 parameter.grad = gradient
 
 
-@torch.no_grad()
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank rank 0's parameters and buffers."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()
-        dist.broadcast(dense, group=group, group_src=0)
-        tensor.copy_(dense)
-
-
-def same_kind(parameters: list[nn.Parameter], capacity: float = float("inf")) -> list[list[nn.Parameter]]:
-    """`parameters` in groups that one flat tensor can hold: of one dtype and device, each full at `capacity` bytes."""
-    groups, open_groups = [], {}
+def group_by_kind(parameters: list[nn.Parameter], capacity: float = float("inf")) -> list[list[nn.Parameter]]:
+    """`parameters` in order, in groups for one flat tensor each: of one dtype and device, and full at `capacity` bytes."""
+    groups, last_kind, size = [], None, 0
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device)
-        if kind not in open_groups:
-            open_groups[kind] = []
-            groups.append(open_groups[kind])
-        open_groups[kind].append(parameter)
-        if sum(p.numel() * p.element_size() for p in open_groups[kind]) >= capacity:
-            del open_groups[kind]
+        if kind != last_kind or size >= capacity:
+            groups.append([])
+            last_kind, size = kind, 0
+        groups[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
     return groups
 
 
 def views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The pieces of the 1-D `flat`, one after the other in the shapes of `parameters`; the same memory."""
-    pieces = flat[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
-    return [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+    """Views of the 1-D `flat`, one after another, in the shapes of `parameters`."""
+    sizes = [p.numel() for p in parameters]
+    return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
 
-# 3. Communication behind computation ---------------------------------------------------------------------------------
+# 4. Communication while backward runs --------------------------------------------------------------------------------
 
 
 @dataclass
 class Bucket:
-    """Gradients that travel together, as views of one flat tensor."""
+    """Gradients that are sent together."""
 
     flat: Tensor
-    gradients: dict[nn.Parameter, Tensor]
-    waiting: set[nn.Parameter] = field(default_factory=set)  # of this backward
-    work: dist.Work | None = None  # the all-reduce under way
+    gradients: dict[nn.Parameter, Tensor]  # views of `flat`
+    waiting: set[nn.Parameter] = field(default_factory=set)  # whose gradient of this backward is not ready yet
 
 
-class ScratchOverlap(ScratchDataParallel):
-    """Buckets of about 25 MB, each all-reduced as soon as it is full, while backward computes the next: what DDP does.
+class ScratchOverlap(ScratchAllReduce):
+    """Fills buckets of about 25 MB and all-reduces each as soon as it is full, while backward goes on: what DDP does.
 
-    Backward reaches the last layer first, so buckets are filled in the reverse order of registration, and the first is
-    on its way when backward has hardly begun. Only the time of the last bucket cannot be hidden.
+    Backward begins with the last layer. So the buckets take the parameters in the reverse order of their registration,
+    and the first bucket is sent when backward has hardly begun. Only the time of the last bucket cannot be hidden.
+    Larger buckets cost fewer latencies, smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets:
+    a new one is copied there once, later micro-batches add to it in place, and nothing is copied back.
 
-    Bytes sent by each rank: 2 (W-1)/W n. Collectives: n / `bucket_bytes` for each dtype and device. Gradients live in
-    the buckets: a new one is copied there once, later micro-batches add to it in place, and nothing is copied back.
-    Larger buckets mean fewer latencies, smaller ones an earlier start; 25 MB is DDP's choice.
-
-    A module compiled as one graph hands over all its gradients when its backward is done: nothing is left to overlap
-    with. Compile its blocks one by one to keep it.
+    A module that is compiled as one graph returns all its gradients at the end of its backward, so there is nothing left
+    to overlap with. Compile its blocks one by one to keep the overlap.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20):
-        broadcast_module(module, group)
         super().__init__(module, group)
-        self.buckets = []
-        for parameters in same_kind(self.trainable[::-1], bucket_bytes) if self.world_size > 1 else []:
+        self.buckets, self.started = [], []  # `started`: the all-reduces under way, in the order of their buckets
+        for parameters in group_by_kind(self.trainable[::-1], bucket_bytes) if self.world_size > 1 else []:
             flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
             self.buckets.append(Bucket(flat, dict(zip(parameters, views(flat, parameters), strict=True))))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.gradients}
-        self.reset()
 
-    def reset(self) -> None:
-        """Before a backward: nothing has arrived and nothing is under way."""
+    def ensure_equal_replicas(self) -> None:
+        """Give every rank the parameters and buffers of rank 0."""
+        broadcast_module(self.module, self.group)
+
+    def prepare_sync(self) -> None:
+        super().prepare_sync()
+        self.finish_all_reduces()  # there are some if the backward before raised halfway
         for bucket in self.buckets:
-            if bucket.work:
-                bucket.work.wait()
-            bucket.waiting, bucket.work = set(bucket.gradients), None
-
-    def backward_started(self) -> None:
-        self.reset()  # the backward before may have raised halfway
-        super().backward_started()
+            bucket.waiting = set(bucket.gradients)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         super().gradient_ready(parameter)
@@ -303,28 +239,90 @@ class ScratchOverlap(ScratchDataParallel):
             self.start_full_buckets()
 
     def move_into_bucket(self, parameter: nn.Parameter) -> None:
-        """Make `parameter.grad` its view of the bucket; from then on autograd accumulates there."""
+        """Make `parameter.grad` its view of the bucket. From then on autograd accumulates there."""
         view = self.bucket_of[parameter].gradients[parameter]
         if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
 
     def start_full_buckets(self) -> None:
-        """Start the all-reduce of every full bucket whose predecessors are full.
+        """Start the all-reduce of each full bucket, but never before that of the bucket in front of it.
 
-        Gradients may arrive in another order on another rank, but all ranks must start their collectives in one order.
+        Gradients may become ready in another order on another rank, but all ranks must start collectives in the same order.
         """
-        for bucket in self.buckets:
+        for bucket in self.buckets[len(self.started) :]:
             if bucket.waiting:
                 return
-            if bucket.work is None:
-                bucket.flat.div_(self.world_size)
-                bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            bucket.flat.div_(self.world_size)
+            self.started.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
+
+    def finish_all_reduces(self) -> None:
+        """Wait for the all-reduces under way."""
+        for work in self.started:
+            work.wait()
+        self.started.clear()
 
     def average_gradients(self) -> None:
         for parameter in self.trainable:
             self.move_into_bucket(parameter)
         for bucket in self.buckets:
-            bucket.waiting.clear()  # a parameter that was not used now will not report any more
+            bucket.waiting.clear()  # a parameter whose gradient is not ready by now was not used
         self.start_full_buckets()
-        self.reset()
+        self.finish_all_reduces()
+
+
+# Equal replicas ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense, group=group, group_src=0)
+        tensor.copy_(dense)
+
+
+def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Raise ValueError on all ranks if any parameter or buffer is not the same on all of them, bit for bit.
+
+    The error names the first tensor that differs and, if more than half of the ranks agree on it, the ranks that do not. The
+    ranks exchange a sha256 of each tensor (32 bytes, over its name, shape, dtype and bits), not the tensor itself. So
+    models of different shapes are told apart, too, where a comparison of tensors would hang.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    device = tensors[0][1].device if tensors else "cpu"
+    count = torch.tensor(len(tensors), device=device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    hashes = torch.zeros(int(count), 32, dtype=torch.uint8)
+    for i, (name, tensor) in enumerate(tensors):
+        hashes[i] = torch.frombuffer(bytearray(digest(name, tensor)), dtype=torch.uint8)
+    hashes = hashes.to(device)
+    hashes_of_ranks = [torch.empty_like(hashes) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(hashes_of_ranks, hashes, group=group)
+    gathered = torch.stack(hashes_of_ranks).cpu()  # (W, tensors, 32)
+    differing = (gathered != gathered[0]).any(dim=2).any(dim=0).nonzero()
+    if len(differing):
+        first = int(differing[0])
+        name = tensors[first][0] if first < len(tensors) else f"number {first}, which this rank does not have"
+        raise ValueError(f"the replicas differ: parameter or buffer {name} {vote(gathered[:, first].tolist())}")
+
+
+def vote(copies: list) -> str:
+    """Which ranks are outvoted, as the end of a sentence. `copies[rank]` is what that rank holds; they are not all equal."""
+    ranks_by_copy: dict[str, list[int]] = {}
+    for rank, copy in enumerate(copies):
+        ranks_by_copy.setdefault(str(copy), []).append(rank)
+    *others, most = sorted(ranks_by_copy.values(), key=len)
+    if 2 * len(most) > len(copies):
+        return f"of rank(s) {sorted(sum(others, []))} is not that of the other {len(most)} ranks"
+    groups = " and ".join(map(str, sorted(ranks_by_copy.values())))
+    return f"is not the same on ranks {groups}; no majority tells which is right"
+
+
+def digest(name: str, tensor: Tensor) -> bytes:
+    """The sha256 of a tensor's name, shape, dtype and bits."""
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + bits.tobytes()).digest()

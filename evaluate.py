@@ -25,7 +25,7 @@ def evaluate(model, batches: Batches, tokens: int, world: World, autocast) -> fl
     model: inputs and targets [micro-batch, T] to their mean loss. Every rank runs the same number of forward passes, so
     that sharded models may communicate in them. Sums are added up in one order whatever the number of ranks.
     """
-    total = batches.stream.windows(batches.seq_len)
+    total = batches.stream.num_windows(batches.seq_len)
     windows = min(total, math.ceil(tokens / batches.seq_len)) if tokens else total
     chosen = torch.arange(windows) * total // windows
     groups = chosen.split(batches.micro_batch_size)

@@ -1,4 +1,4 @@
-"""Hugging Face model directories: our names, shapes and settings to theirs and back, bit for bit.
+"""Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
 transformers, lm-eval, vLLM and llama.cpp's converter read what `write_model` writes; `read_model` reads theirs.
 Only JSON and safetensors are read and written.
@@ -19,7 +19,7 @@ from settings import ModelConfig, UserError
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Values of config.json (missing: the first) with which the model is one of ours; any other would be another arithmetic.
+# The values of config.json that our models compute. Any other value means another arithmetic. A missing key means the first.
 ONLY = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -39,7 +39,7 @@ ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
 
 
 def config_json(config: ModelConfig, eot_token: int) -> dict:
-    """The config.json of `config`: complete, and with the keys of transformers 4 and 5 where these differ."""
+    """The content of config.json, complete. Where transformers 4 and 5 use different keys, it has both."""
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
@@ -86,17 +86,17 @@ def config_json(config: ModelConfig, eot_token: int) -> dict:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The model that the config.json of `directory` describes. Dropout is training's to choose, so it comes out 0.
+    """The model that the config.json of `directory` describes, with dropout 0 because training chooses that.
 
-    Raises UserError, naming the key, for a model whose arithmetic is not exactly one of ours.
+    Raises UserError, which names the key, if the model's arithmetic is not exactly one of ours.
     """
     path = Path(directory) / "config.json"
-    told = read_json(path)
-    architecture = told.get("model_type")
+    config = read_json(path)
+    architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    rope = told.get("rope_parameters") or {}
-    found = told | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    rope = config.get("rope_parameters") or {}
+    found = config | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if rope.get("rope_type", "default") != "default":
         found["rope_scaling"] = rope
     for key, accepted in ONLY[architecture].items():
@@ -110,50 +110,50 @@ def read_config(directory: Path) -> ModelConfig:
         raise UserError(f"{path}: {error}") from None
 
 
-def gpt2_config(told: dict) -> ModelConfig:
-    """`told` in our terms. Raises KeyError where a size is missing, ValueError where sizes do not fit."""
-    if told["n_embd"] % told["n_head"]:
-        raise ValueError(f"n_embd = {told['n_embd']} is not a multiple of n_head = {told['n_head']}")
+def gpt2_config(config: dict) -> ModelConfig:
+    """Convert the config.json of a GPT-2. Raises KeyError if a size is missing, ValueError if sizes do not fit."""
+    if config["n_embd"] % config["n_head"]:
+        raise ValueError(f"n_embd = {config['n_embd']} is not a multiple of n_head = {config['n_head']}")
     return ModelConfig(
         architecture="gpt2",
-        vocab_size=told["vocab_size"],
-        n_layer=told["n_layer"],
-        n_head=told["n_head"],
-        n_kv_head=told["n_head"],
-        n_embd=told["n_embd"],
-        d_ff=told.get("n_inner") or 4 * told["n_embd"],
-        seq_len=told["n_positions"],
-        tie_embeddings=told.get("tie_word_embeddings", True),
-        norm_eps=told.get("layer_norm_epsilon", 1e-5),
+        vocab_size=config["vocab_size"],
+        n_layer=config["n_layer"],
+        n_head=config["n_head"],
+        n_kv_head=config["n_head"],
+        n_embd=config["n_embd"],
+        d_ff=config.get("n_inner") or 4 * config["n_embd"],
+        seq_len=config["n_positions"],
+        tie_embeddings=config.get("tie_word_embeddings", True),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
     )
 
 
-def llama_config(told: dict, architecture: str) -> ModelConfig:
-    """`told` in our terms. Raises KeyError where a size is missing, ValueError where sizes do not fit."""
-    width, heads = told["hidden_size"], told["num_attention_heads"]
-    head_dim = told.get("head_dim", 128 if architecture == "qwen3" else None) or width // heads
+def llama_config(config: dict, architecture: str) -> ModelConfig:
+    """Convert the config.json of a Llama or Qwen3. Raises KeyError if a size is missing, ValueError if sizes do not fit."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", 128 if architecture == "qwen3" else None) or width // heads
     if head_dim * heads != width:
         raise ValueError(f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {width} / {heads}")
-    sliding = set(told.get("layer_types") or ()) - {"full_attention"}
+    sliding = set(config.get("layer_types") or ()) - {"full_attention"}
     if sliding:
         raise ValueError(f"layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=told["vocab_size"],
-        n_layer=told["num_hidden_layers"],
+        vocab_size=config["vocab_size"],
+        n_layer=config["num_hidden_layers"],
         n_head=heads,
-        n_kv_head=told.get("num_key_value_heads") or heads,
+        n_kv_head=config.get("num_key_value_heads") or heads,
         n_embd=width,
-        d_ff=told["intermediate_size"],
-        seq_len=told["max_position_embeddings"],
-        tie_embeddings=told.get("tie_word_embeddings", False),
-        rope_theta=float(told.get("rope_theta", 10000.0)),
-        norm_eps=told.get("rms_norm_eps", 1e-6),
+        d_ff=config["intermediate_size"],
+        seq_len=config["max_position_embeddings"],
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        rope_theta=float(config.get("rope_theta", 10000.0)),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
     )
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
-    """Their name of each of our modules, c_attn of gpt2 (our attn.q, attn.k and attn.v) left out."""
+    """Their name for each of our modules, except GPT-2's c_attn, which holds our attn.q, attn.k and attn.v together."""
     if config.architecture == "gpt2":
         root, layer = "transformer", "transformer.h"
         names = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f"}
@@ -169,58 +169,59 @@ def module_names(config: ModelConfig) -> dict[str, str]:
 
 
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our parameters by their names and in their shapes. GPT-2 keeps its matrices transposed, and q, k and v in one."""
+    """Rename and reshape our parameters to theirs. GPT-2 keeps its matrices transposed, and q, k and v in one."""
     names = module_names(config)
     tensors = {}
     for name, value in state.items():
-        module, _, kind = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")  # the leaf is weight or bias
         if module in names:
-            tensors[f"{names[module]}.{kind}"] = transpose(value, names[module])
+            tensors[f"{names[module]}.{leaf}"] = transpose(value, names[module])
         elif module.endswith("attn.q"):
-            layer, qkv = names[f"{module[:-1]}o"].removesuffix("c_proj"), (state[f"{module[:-1]}{x}.{kind}"] for x in "qkv")
-            tensors[f"{layer}c_attn.{kind}"] = transpose(torch.cat(list(qkv)), "c_attn")
+            layer, qkv = names[f"{module[:-1]}o"].removesuffix("c_proj"), (state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv")
+            tensors[f"{layer}c_attn.{leaf}"] = transpose(torch.cat(list(qkv)), "c_attn")
     return tensors
 
 
 def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_hf`. Takes names without the leading `transformer.` or `model.` too, and leaves out buffers and the
-    copy of a tied head. Raises UserError where a tensor is missing, unknown or of the wrong shape.
+    """The inverse of `to_hf`. Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out.
+
+    Raises UserError if a tensor is missing, unknown or of the wrong shape.
     """
     names = module_names(config)
     root = names["embed"].partition(".")[0] + "."
     if not any(name.startswith(root) for name in tensors):
         tensors = {name if name.startswith("lm_head.") else root + name: value for name, value in tensors.items()}
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-    left = {name: value for name, value in tensors.items() if not name.endswith(buffers)}
+    unknown = {name for name in tensors if not name.endswith(buffers)}
     if config.tie_embeddings:
-        left.pop("lm_head.weight", None)
+        unknown.discard("lm_head.weight")
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
     state, missing = {}, []
     for name, shape in shapes.items():
-        module, _, kind = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")
         if module in names:
-            theirs, part = f"{names[module]}.{kind}", slice(None)
+            theirs, rows = f"{names[module]}.{leaf}", slice(None)
         else:
-            theirs = f"{names[module[:-1] + 'o'].removesuffix('c_proj')}c_attn.{kind}"
-            at = "qkv".index(module[-1]) * config.n_embd
-            part = slice(at, at + config.n_embd)
+            theirs = f"{names[module[:-1] + 'o'].removesuffix('c_proj')}c_attn.{leaf}"
+            first = "qkv".index(module[-1]) * config.n_embd
+            rows = slice(first, first + config.n_embd)
         if theirs not in tensors:
             missing.append(theirs)
             continue
-        value = transpose(tensors[theirs], theirs)[part].contiguous()
-        left.pop(theirs, None)
+        value = transpose(tensors[theirs], theirs)[rows].contiguous()
+        unknown.discard(theirs)
         if value.shape != shape:
             raise UserError(f"{theirs} has the wrong shape: {name} is {list(value.shape)}, config.json says {list(shape)}")
         state[name] = value
-    if missing or left:
-        odd = [f"{what} {', '.join(sorted(names)[:3])}" for what, names in (("no", missing), ("unknown", left)) if names]
-        raise UserError(f"the weights are not those of config.json: {'; '.join(odd)}")
+    if missing or unknown:
+        faults = [f"{word} {', '.join(sorted(names)[:3])}" for word, names in (("no", missing), ("unknown", unknown)) if names]
+        raise UserError(f"the weights are not those of config.json: {'; '.join(faults)}")
     return state
 
 
 def transpose(value: Tensor, name: str) -> Tensor:
-    """`value`, transposed where `name` is a matrix of GPT-2's Conv1D."""
+    """Transpose `value` if `name` is a matrix of GPT-2's Conv1D."""
     conv1d = value.ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
     return value.t().contiguous() if conv1d else value
 
@@ -228,7 +229,7 @@ def transpose(value: Tensor, name: str) -> Tensor:
 def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, tokenizer: Path | None, eot_token: int) -> None:
     """Write a Hugging Face model into the existing `directory`. The same input gives the same bytes.
 
-    tokenizer: a tokenizer.json or the dataset directory that has one, or None for a model without.
+    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
     """
     directory = Path(directory)
     tensors = {name: value.detach().contiguous() for name, value in to_hf(state, config).items()}
@@ -240,9 +241,9 @@ def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, 
         return
     tokenizer = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
     (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    told = read_json(tokenizer)
-    tokens = {i: token for token, i in told["model"]["vocab"].items()}
-    tokens |= {item["id"]: item["content"] for item in told["added_tokens"]}
+    definition = read_json(tokenizer)
+    tokens = {i: token for token, i in definition["model"]["vocab"].items()}
+    tokens |= {item["id"]: item["content"] for item in definition["added_tokens"]}
     eot = tokens[eot_token]
     write_json(
         directory / "tokenizer_config.json",
@@ -259,9 +260,9 @@ def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, 
 
 
 def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The model of a Hugging Face directory (whole or sharded safetensors), its parameters by our names in float32.
+    """Read a Hugging Face model from whole or sharded safetensors: its parameters by our names, in float32.
 
-    seq_len: a shorter context to cut it to (learned positions lose their last rows). Raises UserError.
+    seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -283,7 +284,7 @@ def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises UserError where there are none."""
+    """The safetensors files of a model directory. Raises UserError if there are none."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         return [directory / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]

@@ -16,7 +16,7 @@ import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter, check_replicas
 from exact import Exact
 from kernels import rows_at_a_time
-from model import compile_blocks, flops_per_token
+from model import attention_kernel, compile_blocks, flops_per_token
 from optim import Optimizers
 from settings import Config, ModelConfig, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
@@ -36,10 +36,11 @@ class Engine:
         # Ranks average their gradients; exact adds integers and divides them once, by the number of all micro-batches.
         self.loss_divisor = 1 if self.strategy == "exact" else len(world.share(config.micro_batches))
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == "float16")
-        compiled = config.train.compile == "on"
+        self.compiled = config.train.compile == "on"
         if config.train.fp8:
             use_float8(module, world)
-        if compiled:
+        self.attention_kernel = attention_kernel(config.model, device.DTYPES[self.dtype], world.device)
+        if self.compiled:
             compile_blocks(module)
         if config.train.activation_checkpointing:
             for block in module.blocks:
@@ -51,7 +52,7 @@ class Engine:
         else:
             self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches)
         # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
-        eager = compiled and world.device.type == "cpu"
+        eager = self.compiled and world.device.type == "cpu"
         self.eval_model = torch.compiler.set_stance("force_eager")(module) if eager else module
         self.parameters = dict(module.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
@@ -66,12 +67,14 @@ class Engine:
         return optimizers
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
-        """Run a forward and a synchronized backward on dummy tokens, and drop the gradients. All ranks must call it.
+        """Run a forward and a synchronized backward on dummy tokens, and drop the gradients, where something starts with them.
 
         This compiles. It also lets torch's DDP settle its buckets: after the first backward it lays them out anew, in the
         order of arrival, and the order of a sum over ranks depends on the place in a bucket. Without it the first update
         of a resumed run would round differently from the same update of an undisturbed run.
         """
+        if self.world.size == 1 and not self.compiled:
+            return
         size = (micro_batch_size, seq_len + 1)
         tokens = torch.arange(size[0] * size[1], device=self.world.device).view(size) % self.module.config.vocab_size
         self.model.require_backward_grad_sync = True
@@ -241,16 +244,3 @@ def fit_micro_batch(config: Config, model: ModelConfig, previous: int | None, wo
     share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world.size
     fitting = [n for n in range(1, share + 1) if share % n == 0 and n * bytes_per_sequence + logits <= budget]
     return max(fitting, default=1)
-
-
-def check_share(micro_batches: int, strategy: str, world: World) -> None:
-    """Raise UserError unless the ranks get equal numbers of micro-batches, or under `exact` at least one each."""
-    if strategy == "exact" and micro_batches < world.size:
-        raise UserError(
-            f"{micro_batches} micro-batch(es) an update are too few for {world.size} ranks; lower --micro_batch_size"
-        )
-    if strategy != "exact" and micro_batches % world.size:
-        raise UserError(
-            f"{micro_batches} micro-batches an update cannot be shared equally by {world.size} ranks; change "
-            "--tokens_per_update, --micro_batch_size or the number of ranks, or use --strategy=exact, which shares unequally"
-        )

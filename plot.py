@@ -5,7 +5,6 @@ python plot.py runs/A runs/B --out=curves.png
 
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +13,8 @@ from statistics import median
 
 import tyro
 
+import cli
+import files
 import settings
 from settings import UserError
 
@@ -27,29 +28,29 @@ class PlotConfig:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directories."""
     out: str = "curves.png"
-    """Picture to write; the suffix chooses png, svg or pdf."""
+    """Picture to write. The suffix chooses png, svg or pdf."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The lines of a metrics.jsonl: those logged while training and those of evaluations."""
+    """The records of a metrics.jsonl, divided into those of training and those of evaluations."""
 
     name: str
     training: list[dict]
     validation: list[dict]
 
     def tokens_per_step(self) -> int:
-        """Global batch in tokens; 0 where the lines do not say."""
-        counted = [(line["step"], line["tokens"]) for line in self.training if is_finite(line.get("tokens"))]
+        """The global batch in tokens. 0 if the records do not say."""
+        counted = [(record["step"], record["tokens"]) for record in self.training if is_finite(record.get("tokens"))]
         if not counted:
             return 0
         (step, tokens), (last_step, last_tokens) = counted[0] if len(counted) > 1 else (0, 0), counted[-1]
         return round((last_tokens - tokens) / max(last_step - step, 1))
 
     def points(self, key: str, scale: int = 1) -> tuple[list[float], list[float]]:
-        """x (steps times `scale`) and y of every finite value logged as `key`."""
-        lines = self.validation if key.startswith("val_") else self.training
-        found = [(line["step"] * scale, line[key]) for line in lines if is_finite(line.get(key))]
+        """x (the step times `scale`) and y of every finite value logged as `key`."""
+        records = self.validation if key.startswith("val_") else self.training
+        found = [(record["step"] * scale, record[key]) for record in records if is_finite(record.get(key))]
         return [x for x, _ in found], [y for _, y in found]
 
 
@@ -59,41 +60,41 @@ def is_finite(value) -> bool:
 
 
 def read(run: Path) -> Curves:
-    """The curves of a run directory. A last line torn by a kill is ignored.
+    """Read the curves of a run directory. A last line torn by a kill is ignored.
 
-    Raises UserError where there is no metrics.jsonl, where a line of it is none, and where nothing was logged yet.
+    Raises UserError if there is no metrics.jsonl, if one of its lines is no record, or if nothing was logged yet.
     """
     path = run / "metrics.jsonl"
     try:
         texts = path.read_text(errors="replace").splitlines()
     except OSError:
         raise UserError(f"no {path}; a run is a directory that train.py made, such as runs/NAME") from None
-    lines = []
+    records = []
     for number, text in enumerate(texts, 1):
         try:
-            line = json.loads(text)
-            torn = not is_finite(line["step"])
+            record = json.loads(text)
+            is_record = is_finite(record["step"])
         except (ValueError, KeyError, TypeError):
-            torn = True
-        if not torn:
-            lines.append(line)
+            is_record = False
+        if is_record:
+            records.append(record)
         elif number < len(texts):
             raise UserError(f"{path}, line {number}: not a JSON object with a step")
-    training, validation = ([line for line in lines if key in line] for key in ("loss", "val_loss"))
+    training, validation = ([record for record in records if key in record] for key in ("loss", "val_loss"))
     if not training and not validation:
         raise UserError(f"{path} is empty: nothing was logged yet; lines come every --log_every steps")
     return Curves(run.resolve().name, training, validation)
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centred running median over 5 % of the values (at most 201): it neither lags nor follows a single spike."""
-    widest = min(len(values) // 40, 100)
-    half = [min(i, len(values) - 1 - i, widest) for i in range(len(values))]
-    return [median(values[i - h : i + h + 1]) for i, h in enumerate(half)]
+    """Centred running median over 5 % of the values (at most 201). It neither lags nor follows a single spike."""
+    reach = min(len(values) // 40, 100)
+    halves = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
+    return [median(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
 
 
 def spread(heights: list[float], gap: float) -> list[float]:
-    """`heights` pushed upwards where needed so that any two are at least `gap` apart; their order is kept."""
+    """Push `heights` upwards until any two are at least `gap` apart. Their order is kept."""
     moved = list(heights)
     order = sorted(range(len(heights)), key=heights.__getitem__)
     for below, i in pairwise(order):
@@ -102,7 +103,7 @@ def spread(heights: list[float], gap: float) -> list[float]:
 
 
 def short(value: float, _position=None) -> str:
-    """1500 as 1.5K, 2e9 as 2B: tick labels."""
+    """A tick label: 1500 is 1.5K, 2e9 is 2B."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
@@ -110,17 +111,17 @@ def short(value: float, _position=None) -> str:
 
 
 def draw(runs: list[Path], out: Path) -> None:
-    """Draw the curves of `runs` into `out` (published by rename): four panels, one colour a run.
+    """Draw the curves of `runs` in four panels, one colour for each run, and publish the picture as `out`.
 
-    The x axis is in steps, or in tokens where the runs' tokens per step differ.
-    Raises UserError for a run without metrics and for a file that cannot be written.
+    The x axis shows steps, or tokens if the runs have different global batches.
+    Raises UserError for a run without metrics, and for a file that cannot be written.
     """
     from matplotlib.figure import Figure
 
     curves = [read(Path(run)) for run in runs]
     batches = [run.tokens_per_step() for run in curves]
     in_tokens = len(set(batches)) > 1 and all(batches)
-    # what every panel draws: (curves, tokens or steps on the x axis, colour) of each run
+    # Each panel draws for each run: its curves, the scale of its x axis (tokens per step, or 1), its colour.
     drawn = [
         (run, batch if in_tokens else 1, COLORS[i % len(COLORS)])
         for i, (run, batch) in enumerate(zip(curves, batches, strict=True))
@@ -146,11 +147,11 @@ def draw(runs: list[Path], out: Path) -> None:
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short)
     name_runs(figure, drawn, [str(run) for run in runs])
-    publish(figure, Path(out))
+    save(figure, Path(out))
 
 
 def draw_panel(axis, drawn: list[tuple], key: str, title: str) -> None:
-    """One value of every run over the steps: as logged, thin, and smoothed, thick (the learning rate has no noise)."""
+    """Draw one value of every run: a thin line as logged, and a thick smoothed one (the learning rate needs no smoothing)."""
     for run, scale, color in drawn:
         x, y = run.points(key, scale)
         if key != "lr":
@@ -167,7 +168,7 @@ def draw_panel(axis, drawn: list[tuple], key: str, title: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple]) -> None:
-    """Validation losses as rings, the last of each run written beside its ring."""
+    """Draw validation losses as rings. The number beside the last ring of each run is its loss."""
     from matplotlib.lines import Line2D
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import offset_copy
@@ -180,7 +181,7 @@ def draw_validation(axis, drawn: list[tuple]) -> None:
         ends += [(x[-1], y[-1], color)] if x else []
         logged = run.points("loss")[1]
         shown += y + logged[len(logged) // 20 :]
-    if len(set(shown)) > 1:  # the fall of the first 5 % leaves at the top, so that the rest can be told apart
+    if len(set(shown)) > 1:  # cut off the steep fall of the first 5 %, so that the rest can be told apart
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
     bottom, top = axis.get_ylim()
@@ -189,13 +190,13 @@ def draw_validation(axis, drawn: list[tuple]) -> None:
     for (x, y, color), height in zip(ends, heights, strict=True):
         beside = offset_copy(axis.transData, axis.figure, x=7, units="points")
         axis.text(x, height, f"{y:.3f}", color=color, va="center", transform=beside, **words)
-    kinds = [Line2D([], [], color="0.35", linewidth=1.7, label="training")]
-    kinds += [Line2D([], [], markeredgecolor="0.35", label="validation", **ring)]
-    axis.legend(handles=kinds, frameon=False, loc="upper right")
+    handles = [Line2D([], [], color="0.35", linewidth=1.7, label="training")]
+    handles += [Line2D([], [], markeredgecolor="0.35", label="validation", **ring)]
+    axis.legend(handles=handles, frameon=False, loc="upper right")
 
 
 def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:
-    """The run's name as the title, or a legend where there are several; paths where names are not enough."""
+    """Write the run's name as the title, or a legend for several runs: their names, or their paths if names repeat."""
     from matplotlib.lines import Line2D
 
     names = [run.name for run, _, _ in drawn]
@@ -208,20 +209,14 @@ def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:
     figure.legend(handles=lines, loc="outside upper center", ncols=min(4, len(lines)), frameon=False, fontsize=12)
 
 
-def publish(figure, out: Path) -> None:
-    """Save `figure` as `out` by rename: a reader sees the old picture or the new one. Raises UserError."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
+def save(figure, out: Path) -> None:
+    """Publish `figure` as `out`. Raises UserError if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
+        with files.publish(out) as file:
             figure.savefig(file, format=out.suffix[1:] or "png")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, out)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write {out}: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -229,7 +224,7 @@ def main() -> None:
     with settings.user_errors():
         config = settings.parse(PlotConfig, sys.argv[1:], __doc__)
         if not config.runs:
-            raise UserError("name at least one run: python plot.py runs/NAME")
+            raise UserError(f"name at least one run: {cli.run_example()}")
         draw([Path(run) for run in config.runs], Path(config.out))
         print(config.out)
 

@@ -1,68 +1,39 @@
-"""Every flag of training, how presets and flags become one frozen `Config`, and which values are refused.
+"""All settings of training, how a preset and flags become one frozen `Config`, and which values are refused.
 
-The dataclasses of all groups stand here, not beside their users, so that `--help` and a bad flag answer at once: this file
-imports neither torch nor numpy. Reading it is reading the reference of all settings.
+The dataclasses below are the reference of all settings. They stand here, and not beside the code that uses them, so that
+`--help` and a wrong flag are answered at once: this file imports neither torch nor numpy.
 """
 
-import contextlib
 import dataclasses
-import difflib
-import errno
-import io
+import json
 import math
 import os
-import sys
-import time
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from cli import RunError, UserError, flat_fields, flat_values, parse, read_value, refuse, suggestion, syntax, user_errors
+
+__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "user_errors"]  # for the commands, from cli.py
 HERE = Path(__file__).parent
-# What users of nanoGPT and Hugging Face may type first.
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "max_iters": "steps",
-    "max_steps": "steps",
-    "warmup_iters": "warmup_steps",
-    "block_size": "seq_len",
-    "batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "tokens_per_update",
-    "eval_interval": "eval_every",
-    "eval_iters": "eval_tokens",
-    "log_interval": "log_every",
-    "dataset": "tokens",
-}
-
-
-class UserError(Exception):
-    """Bad input. The message names the flag or file and what would work."""
-
-
-class RunError(Exception):
-    """The run cannot go on. The message says why and what is left."""
-
-
-@contextlib.contextmanager
-def user_errors():
-    """Print a UserError (exit status 2) or RunError (1) as `error: ...`, once over all ranks, without a traceback."""
-    try:
-        yield
-    except (UserError, RunError) as error:
-        rank = int(os.environ.get("RANK", "0"))
-        if rank:  # torchrun ends all ranks when the first one exits: give the master, which mostly says the same, time to
-            time.sleep(3)
-        print(f"error: {error}" + (f" [rank {rank}]" if rank else ""), file=sys.stderr, flush=True)
-        raise SystemExit(2 if isinstance(error, UserError) else 1) from None
-    except OSError as error:  # of a path that cannot be what it is asked to be, or a full disk
-        if error.filename is None and error.errno != errno.ENOSPC:
-            raise
-        print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr, flush=True)
-        raise SystemExit(1 if error.errno == errno.ENOSPC else 2) from None
+# What numbers must be, besides finite.
+RANGES = [
+    ("n_layer n_head n_embd seq_len rope_theta norm_eps lr steps", "greater than 0", lambda x: x > 0),
+    ("tokens_per_update micro_batch_size replicate log_every", "greater than 0", lambda x: x > 0),
+    ("max_minutes vocab_size n_kv_head d_ff weight_decay grad_clip threads", "at least 0", lambda x: x >= 0),
+    ("max_skipped_steps check_replicas_every eval_every eval_tokens", "at least 0", lambda x: x >= 0),
+    ("save_every keep_last keep_best", "at least 0", lambda x: x >= 0),
+    ("dropout beta1 beta2 momentum", "at least 0 and less than 1", lambda x: 0 <= x < 1),
+    ("cooldown_fraction", "greater than 0 and at most 1", lambda x: 0 < x <= 1),
+    ("timeout_minutes", "greater than 0 and at most 1000000", lambda x: 0 < x <= 1e6),
+    ("seed", "at least 0 and less than 2^63", lambda x: 0 <= x < 1 << 63),
+]
 
 
 def cores() -> int:
-    """Those this process may use."""
+    """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -87,6 +58,10 @@ class DataConfig:
     """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
+    skip_steps: str = ""
+    """Batches to leave out, named by the steps that would have seen them, as in 812-815,990. A run may add steps to come."""
+    prepare_command: str = ""
+    """The command that makes the dataset. It is printed where the dataset is missing."""
 
 
 @dataclass(frozen=True)
@@ -220,31 +195,20 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
+    def skipped_batches(self) -> tuple[int, ...]:
+        """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises ValueError."""
+        ranges = [part.split("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
+        return tuple(sorted({step - 1 for first, *last in ranges for step in range(int(first), int((last or [first])[0]) + 1)}))
+
+    @property
     def sequences_per_update(self) -> int:
-        """Sequences of the global batch."""
+        """Sequences in the global batch."""
         return self.train.tokens_per_update // self.model.seq_len
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of an update, over all ranks, once --micro_batch_size is a number."""
+        """Micro-batches in the global batch, over all ranks. micro_batch_size must be a number by now."""
         return self.sequences_per_update // self.train.micro_batch_size
-
-
-def flat_fields(cls) -> dict[str, dataclasses.Field]:
-    """The flags of a config dataclass by name; groups (nested dataclasses) are opened."""
-    flags = {}
-    for item in dataclasses.fields(cls):
-        flags |= flat_fields(item.type) if dataclasses.is_dataclass(item.type) else {item.name: item}
-    return flags
-
-
-def flat_values(config) -> dict[str, object]:
-    """The settings of a config by flag name."""
-    values = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        values |= flat_values(value) if dataclasses.is_dataclass(value) else {item.name: value}
-    return values
 
 
 def replace(config: Config, **changes) -> Config:
@@ -257,188 +221,140 @@ def replace(config: Config, **changes) -> Config:
     return Config(**groups)
 
 
-def parse(cls, args: list[str], description: str):
-    """Parse command-line `args` into the frozen dataclass `cls` with tyro: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
-
-    `--help` prints and exits 0. Raises UserError for an unknown flag (with the nearest known one) and for a bad value.
-    """
-    import tyro
-
-    arguments, rest = [], list(args)
-    flags = flat_fields(cls)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--") or argument == "--help":
-            arguments.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        name = known_name(name.replace("-", "_"), flags, f"flag --{name}")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise UserError(f"--{name} needs a value, as in --{name}={flags[name].default}")
-            value = rest.pop(0)
-        if flags[name].type is bool:
-            value = {"true": "True", "false": "False"}.get(value.lower(), value)
-        arguments.append(f"--{name}={value}")
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            markers = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)
-            return tyro.cli(cls, args=arguments, description=description, config=markers, use_underscores=True)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        text = " ".join(line.strip("│ ") for line in said.getvalue().splitlines() if line.startswith("│"))
-        raise UserError(text.split(" ──")[0].removeprefix("Error parsing ")) from None
-
-
-def known_name(name: str, flags: dict, what: str) -> str:
-    """`name` if it is one of `flags`; else UserError with the nearest."""
-    if name in flags:
-        return name
-    near = [OTHER_NAMES.get(name), *difflib.get_close_matches(name, flags, n=1, cutoff=0.5)]
-    meant = next((f"; perhaps you meant --{known}" for known in near if known in flags), "")
-    raise UserError(f"unknown {what}{meant} (--help lists all flags)")
-
-
-def preset_arguments(path: Path) -> list[str]:
-    """The settings of a TOML preset, one table a group, as flags."""
-    try:
-        tables = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        presets = ", ".join(f"config/{p.name}" for p in sorted((HERE / "config").glob("*.toml")))
-        raise UserError(f"no preset {path}; there are {presets}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
-    groups = {group.name: flat_fields(group.type) for group in dataclasses.fields(Config)}
-    arguments = []
-    for table, settings in tables.items():
-        if table not in groups or not isinstance(settings, dict):
-            raise UserError(f"{path}: [{table}] is not one of the tables {', '.join(f'[{name}]' for name in groups)}")
-        for key, value in settings.items():
-            known_name(key, groups[table], f"key {key} in [{table}] of {path}")
-            arguments.append(f"--{key}={value}")
-    return arguments
-
-
 def load(args: list[str], description: str) -> Config:
-    """The `Config` of a training command: defaults < preset (config/laptop.toml if none is named) < flags, checked."""
-    args = list(args)
+    """The checked `Config` of a training command: defaults < preset (config/laptop.toml if none is named) < flags."""
     preset = HERE / "config" / "laptop.toml"
     if args and not args[0].startswith("-"):
-        preset = Path(args.pop(0))
-    stray = next((a for i, a in enumerate(args) if not a.startswith("-") and (i == 0 or "=" in args[i - 1])), None)
-    if stray:
-        raise UserError(f"{stray}: only the preset, before all flags, is given without --; flags are --name=value")
-    config = parse(Config, preset_arguments(preset) + args, description)
+        preset, args = Path(args[0]), args[1:]
+    config = parse(Config, args, description, read_preset(preset))
     if not config.run.name:
         config = replace(config, name=preset.stem)
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
     return config
 
 
+def read_preset(path: Path) -> Config:
+    """The `Config` in a TOML file with one table a group. Raises one UserError with all its mistakes."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
+        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    groups = {group.name: flat_fields(group.type) for group in dataclasses.fields(Config)}
+    home = {key: table for table, keys in groups.items() for key in keys}
+    values, mistakes = {}, []
+    for table, keys in content.items():
+        if table not in groups or not isinstance(keys, dict):
+            mistakes.append(f"[{table}] is not one of the tables {', '.join(f'[{name}]' for name in groups)}")
+            continue
+        for key, value in keys.items():
+            if home.get(key) != table:
+                hint = f"; it belongs in [{home[key]}]" if key in home else suggestion(key, home)
+                mistakes.append(f"unknown key {key} in [{table}]{hint}")
+            else:
+                kind = groups[table][key].type
+                values[key] = read_value(kind, str(value))
+                if values[key] != value:  # such as a number in quotes
+                    mistakes.append(f"{key} in [{table}] must be {syntax(kind)}, not {value!r}")
+    refuse(f"{path}: {mistake}" for mistake in mistakes)
+    return replace(Config(), **values)
+
+
 def check(config: Config, world_size: int) -> None:
-    """Raise one UserError that names every setting out of range and values that work."""
-    run, model, optim = config.run, config.model, config.optim
-    wrong = []
+    """Raise one UserError that names every setting that does not work on `world_size` ranks, and values that do.
 
-    def require(holds, message):
-        if not holds:
-            wrong.append(message)
-
-    for name in ("n_layer", "n_head", "n_embd", "seq_len", "steps", "tokens_per_update", "log_every", "lr", "timeout_minutes"):
-        require(flat_values(config)[name] > 0, f"--{name} must be greater than 0")
-    for name in ("vocab_size", "n_kv_head", "d_ff", "threads", "eval_every", "eval_tokens", "save_every", "keep_last"):
-        require(flat_values(config)[name] >= 0, f"--{name} must not be negative")
-    for name in ("weight_decay", "grad_clip", "keep_best", "max_minutes", "check_replicas_every", "max_skipped_steps"):
-        require(flat_values(config)[name] >= 0, f"--{name} must not be negative")
-    for name in ("beta1", "beta2", "momentum", "dropout"):
-        require(0 <= flat_values(config)[name] < 1, f"--{name} must be at least 0 and less than 1")
-    require(config.parallel.replicate > 0, "--replicate must be greater than 0")
-    require(0 < optim.cooldown_fraction <= 1, "--cooldown_fraction must be more than 0 and at most 1")
-    require(optim.min_lr <= optim.lr, f"--min_lr must be at most --lr={optim.lr}")
-    require(run.name not in (".", "..") and "/" not in run.name, "--name is a plain directory name; --out_dir says where")
-    if wrong:
-        raise UserError("\n       ".join(wrong))
-
-    check_strategy(config, world_size, require)
-    if model.init_from == "scratch":
-        require(
-            model.n_embd % model.n_head == 0,
-            f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}; try {nearest(model.n_embd, model.n_head)}",
-        )
-        require(
-            model.n_head % (model.n_kv_head or 1) == 0,
-            f"--n_kv_head={model.n_kv_head} does not divide --n_head={model.n_head}",
-        )
-        require(
-            model.architecture == "gpt2" or model.n_embd // model.n_head % 2 == 0,
-            f"--n_embd / --n_head = {model.n_embd // model.n_head} must be even for rotary positions",
-        )
-        require(
-            model.architecture != "gpt2" or model.n_kv_head in (0, model.n_head),
-            "--n_kv_head is for llama and qwen3; gpt2 has as many key/value heads as heads",
-        )
-    check_batch(config, world_size, require)
-    if wrong:
-        raise UserError("\n       ".join(wrong))
+    It works for a config as given and for one with every `auto` resolved.
+    """
+    refuse(range_problems(config))  # the other checks calculate with these numbers
+    refuse([*strategy_problems(config, world_size), *shape_problems(config.model), *share_problems(config, world_size)])
 
 
-def check_strategy(config: Config, world_size: int, require) -> None:
-    """What a strategy can do, and what only another can."""
+def range_problems(config: Config) -> Iterator[str]:
+    """The settings that make no sense by themselves."""
+    for name, value in flat_values(config).items():
+        words, holds = next((rule for names, *rule in RANGES if name in names.split()), ("a finite number", lambda x: True))
+        if not isinstance(value, str) and not (math.isfinite(value) and holds(value)):
+            yield f"--{name} must be {words}, not {value}"
+    if config.optim.min_lr > config.optim.lr:
+        yield f"--min_lr={config.optim.min_lr} must be at most --lr={config.optim.lr}"
+    try:
+        valid = all(batch >= 0 for batch in config.skipped_batches)
+    except ValueError:
+        valid = False
+    if not valid:
+        yield f"--skip_steps={config.data.skip_steps} must be steps and ranges of steps, such as 812-815,990"
+    if config.run.name in (".", "..") or "/" in config.run.name:
+        yield f"--name={config.run.name} must be a plain directory name; --out_dir says where the directory is"
+
+
+def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
+    """The settings that the strategy does not support."""
     parallel, strategy = config.parallel, config.parallel.strategy
-    require(
-        strategy != "exact" or config.train.dtype != "float16",
-        "--strategy=exact and --dtype=float16 do not go together: its loss scale would fill the fixed point; use bfloat16",
-    )
-    require(
-        strategy == "ddp" or parallel.grad_compression == "none",
-        f"--grad_compression={parallel.grad_compression} is for --strategy=ddp, not {strategy}",
-    )
-    require(
-        strategy == "fsdp" or parallel.replicate == 1,
-        f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights",
-    )
-    require(
-        world_size % parallel.replicate == 0,
-        f"--replicate={parallel.replicate} does not divide the {world_size} rank(s)",
-    )
-    require(
-        strategy != "fsdp" or config.optim.optimizer != "muon",
-        "--strategy=fsdp and --optimizer=muon do not go together: Muon needs whole matrices, of which fsdp gives every rank "
-        "some rows; use --strategy=zero1, which shares its state and work out by matrices",
-    )
-    require(
-        strategy != "fsdp" or not parallel.check_replicas_every,
-        "--check_replicas_every compares the ranks' copies of the weights, and under --strategy=fsdp there are none; use 0",
-    )
+    if strategy == "exact" and config.train.dtype == "float16":
+        yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use bfloat16"
+    if strategy != "ddp" and parallel.grad_compression != "none":
+        yield f"--grad_compression={parallel.grad_compression} is for --strategy=ddp, not {strategy}"
+    if strategy != "fsdp" and parallel.replicate != 1:
+        yield f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights"
+    if world_size % parallel.replicate:
+        yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
+    if strategy == "fsdp" and config.optim.optimizer == "muon":
+        yield "--strategy=fsdp does not support --optimizer=muon, which needs whole matrices; --strategy=zero1 does"
+    if strategy == "fsdp" and parallel.check_replicas_every:
+        yield "--check_replicas_every compares the ranks' copies of the weights; --strategy=fsdp has no copies; use 0"
 
 
-def check_batch(config: Config, world_size: int, require) -> None:
-    """The update must be cut into whole sequences, whole micro-batches and equal shares of the ranks (exact: any shares)."""
-    if config.parallel.strategy == "exact":
-        world_size = 1
-    seq_len, tokens, micro = config.model.seq_len, config.train.tokens_per_update, config.train.micro_batch_size
-    if micro == "auto":
-        unit, said = seq_len * world_size, f"--seq_len={seq_len} x {world_size} rank(s)"
-    else:
-        require(micro > 0, "--micro_batch_size must be greater than 0, or auto")
-        unit = seq_len * max(micro, 1) * world_size
-        said = f"--seq_len={seq_len} x --micro_batch_size={micro} x {world_size} rank(s)"
-    require(
-        tokens % unit == 0,
-        f"--tokens_per_update={tokens} is not a multiple of {said} = {unit}; try {nearest(tokens, unit)}",
-    )
+def shape_problems(model: ModelConfig) -> Iterator[str]:
+    """The sizes of a model from scratch that do not fit each other."""
+    if model.init_from != "scratch":
+        return
+    rotary = model.architecture != "gpt2"
+    unit = model.n_head * (2 if rotary else 1)
+    if model.n_embd % unit:
+        even = " x 2 (rotary positions need heads of an even width)" if rotary else ""
+        values = nearest(model.n_embd, unit, unit)
+        yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try {values}"
+    if not rotary and model.n_kv_head not in (0, model.n_head):
+        yield "--n_kv_head is for llama and qwen3; gpt2 has as many key/value heads as heads"
+    elif model.n_head % (model.n_kv_head or 1):
+        divisors = ", ".join(str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0)
+        yield f"--n_kv_head={model.n_kv_head} does not divide --n_head={model.n_head}; try one of {divisors}"
 
 
-def nearest(value: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of `value`, as text."""
-    below, above = value // unit * unit, math.ceil(value / unit) * unit
-    return f"{below} or {above}" if below else str(above)
+def share_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Why the global batch is not whole micro-batches with a share of them for each rank.
+
+    The shares must be equal, except under exact, where each rank only needs one micro-batch or more.
+    """
+    exact, tokens, micro = config.parallel.strategy == "exact", config.train.tokens_per_update, config.train.micro_batch_size
+    micro_batch = config.model.seq_len * (1 if micro == "auto" else micro)  # in tokens
+    smallest = micro_batch * world_size
+    unit = micro_batch if exact else smallest
+    if tokens % unit == 0 and tokens >= smallest:
+        return
+    factors = [f"--seq_len={config.model.seq_len}"]
+    if micro != "auto":
+        factors.append(f"--micro_batch_size={micro}")
+    if world_size > 1 and (not exact or tokens % unit == 0):
+        factors.append(f"{world_size} ranks")
+    wrong = "not a multiple of" if tokens % unit else "less than"
+    unequal = replace(config, strategy="exact")
+    works = not exact and not [*strategy_problems(unequal, world_size), *share_problems(unequal, world_size)]
+    other = "; or --strategy=exact, which takes it as it is" if works else ""
+    values = nearest(tokens, unit, smallest)
+    yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {values}{other}"
+
+
+def nearest(value: int, unit: int, smallest: int) -> str:
+    """The multiples of `unit` on both sides of `value`, none of them less than `smallest`, as text."""
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{below} or {above}" if below >= smallest else str(max(above, smallest))
 
 
 def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
-    """`model` with every 0 that means "choose" filled in.
+    """`model` with a number in the place of each 0 that means "choose".
 
     Raises UserError when the vocabulary is smaller than the dataset's.
     """
@@ -450,21 +366,12 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
 
 
 def dumps(config: Config) -> str:
-    """`config` as TOML, one table a group: `train.py` accepts it as a preset."""
+    """`config` as TOML, one table a group. As a preset of train.py it repeats the run."""
     lines = []
     for group in dataclasses.fields(config):
         lines.append(f"[{group.name}]")
         for name, value in flat_values(getattr(config, group.name)).items():
-            lines.append(f"{name} = {toml(value)}")
+            # JSON writes these values as TOML does, but for DEL, which TOML wants escaped.
+            lines.append(f"{name} = " + json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f"))
         lines.append("")
     return "\n".join(lines)
-
-
-def toml(value: str | bool | int | float) -> str:
-    """A TOML value. Strings are basic strings, with quotes, backslashes and control characters escaped."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
-    return repr(value)

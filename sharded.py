@@ -1,16 +1,16 @@
-"""Training state shared out over the ranks, so that W of them hold what one cannot: ZeRO stages 1 and 3.
+"""Training state divided among the ranks, so that W ranks can train a model that one cannot hold: ZeRO stages 1 and 3.
 
-Every rank of plain data parallelism keeps 4 bytes a parameter of weights, 4 of gradients and 8 of AdamW's state, all of it
-the same as on the other ranks. ZeRO (Rajbhandari et al. 2020) keeps one copy of a thing in all instead of W:
+In plain data parallelism every rank keeps 4 bytes a parameter of weights, 4 of gradients and 8 of AdamW's state, and all ranks
+keep the same. ZeRO (Rajbhandari et al. 2020) divides them, so that the ranks together hold one copy instead of W:
 
-    strategy    each rank holds of            bytes a parameter        sends, in parameters an update
-                weights  gradients  state     (float32, AdamW)         (accumulation is free)
-    ddp         1        1          1         16                       2 gradients
-    zero1       1        1          1 / W     8 + 8 / W                2 gradients, 1 weights
-    fsdp        1 / W    1 / W      1 / W     16 / W                   1 gradients, 2 weights a micro-batch
+    strategy    fraction that each rank holds    bytes a parameter      each rank sends in an update
+                weights   gradients   state      (float32, AdamW)       (n: bytes of gradients or weights)
+    ddp         1         1           1          16                     2 n of gradients
+    zero1       1         1           1 / W      8 + 8 / W              2 n of gradients, 1 n of weights
+    fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights a micro-batch
 
-Under `fsdp` a block's whole weights exist only while it computes, and between the micro-batches of one update the gradients
-are whole too, for they are sent once an update.
+Under `fsdp` the whole weights of a block exist only while it computes. Gradients are sent once an update; between its
+micro-batches every rank keeps them whole.
 """
 
 import itertools
@@ -32,14 +32,15 @@ from world import World
 
 
 class FullyShard(nn.Module):
-    """torch's FSDP2 behind DDP's surface: each block of `module` is a group of parameters, and the rest is another.
+    """torch's FSDP2 with the interface of DDP. Each block of `module` is gathered as a unit; the other parameters are one more.
 
-    With `replicas` > 1 (hybrid sharding) that many groups of ranks hold a copy each: consecutive ranks, so that weights stay
-    within a node where a replica does, and only gradients travel between nodes. `module` may still be on the CPU: its
-    blocks go to the device, and are cut there, one by one.
+    With `replicas` > 1 (hybrid sharding) there are that many copies of the weights, each held by a group of consecutive ranks.
+    If a group fits into a node, weights travel within nodes, and only gradients travel between them. `module` may still be
+    on the CPU: its blocks move to the device one by one and are divided there.
 
-    `dtype` is that of the gathered weights, and with bfloat16 of the residual stream too; gradients are reduced in float32.
-    Autocast alone would gather float32, twice the bytes, and keep every weight that it casts, whole, until backward.
+    `dtype` is the type of the gathered weights (and, if it is bfloat16, of the residual stream). Gradients are reduced in
+    float32. Autocast alone would gather float32, which is twice the bytes, and would keep whole casts of the weights until
+    backward.
     """
 
     def __init__(self, module: GPT, dtype: torch.dtype, world: World, replicas: int):
@@ -47,7 +48,7 @@ class FullyShard(nn.Module):
         shape, names = (replicas, world.size // replicas), ("replicate", "shard")
         dims = slice(None) if replicas > 1 else slice(1, None)
         mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
-        # Inputs are not cast: the table of rotary positions must stay float32.
+        # Inputs are not cast, because the table of rotary positions must stay float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*module.blocks, module):
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -55,87 +56,89 @@ class FullyShard(nn.Module):
         self.require_backward_grad_sync = True
 
     def forward(self, *args, **kwargs):
-        """The module's own; it decides, as in DDP, whether the backward that follows communicates gradients."""
+        """Run the module. As in DDP, the forward decides whether the backward that follows communicates gradients."""
         if torch.is_grad_enabled():
             self.module.set_requires_gradient_sync(self.require_backward_grad_sync)
         return self.module(*args, **kwargs)
 
 
 def shard_like(tensor: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's shard of the full `tensor`, cut as the sharded `parameter` is, without communication."""
+    """This rank's shard of the full `tensor`, divided like the sharded `parameter`. Does not communicate."""
     shard = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return shard.clone()  # the shard is a view, which would keep the full tensor in memory
+    return shard.clone()  # because a view would keep the full tensor in memory
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a parameter from `first` on, which rank `owner` updates for all. `values` is their memory in the parameter."""
+    """Rows of a parameter, from row `first` on, that rank `owner` updates for all. `values` shares the parameter's memory."""
 
     parameter: nn.Parameter
     first: int
     owner: int
     values: nn.Parameter
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor shaped like the parameter; a scalar is everybody's."""
+    def select(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor shaped like the parameter. A scalar, which belongs to all rows, is returned as it is."""
         return tensor[self.first : self.first + len(self.values)] if tensor.ndim else tensor
 
 
 @dataclass(frozen=True)
 class ShardedOptimizers(Optimizers):
-    """`Optimizers` of which every rank steps its part of all `rows`, and holds the state of no more.
+    """`Optimizers` where each rank updates only the rows that it owns, and holds only their state.
 
     Gradients must be equal on all ranks. After the step each owner broadcasts the rows that it has updated.
     """
 
-    rows: list[Rows]  # those of one parameter after another, from its first to its last
+    rows: list[Rows]  # of one parameter after another, each from its first row to its last
     world: World
 
     @property
-    def mine(self) -> list[Rows]:
-        """What this rank owns."""
+    def owned(self) -> list[Rows]:
+        """The rows of this rank."""
         return [rows for rows in self.rows if rows.owner == self.world.rank]
 
     @torch.no_grad()
     def step(self) -> None:
-        for rows in self.mine:
-            rows.values.grad = rows.of(rows.parameter.grad)
+        for rows in self.owned:
+            rows.values.grad = rows.select(rows.parameter.grad)
         super().step()
-        for rows in self.mine:
+        for rows in self.owned:
             rows.values.grad = None
-        for sent in [dist.broadcast(rows.values.detach(), rows.owner, async_op=True) for rows in self.rows]:
-            sent.wait()
+        for work in [dist.broadcast(rows.values.detach(), rows.owner, async_op=True) for rows in self.rows]:
+            work.wait()
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """As in `Optimizers`, with full tensors, made one after another; all ranks must exhaust it."""
-        owned = {values: state for part in self.parts for values, state in part.state.items()}
-        mine = {i: owned[rows.values] for i, rows in enumerate(self.rows) if rows.values in owned}
-        told: list = [None] * self.world.size
-        dist.all_gather_object(told, {i: {key: value.shape for key, value in state.items()} for i, state in mine.items()})
-        shapes = ChainMap(*told)
+        """As in `Optimizers`, with full tensors that are gathered one at a time. All ranks must iterate to the end."""
+        state_of = {values: state for part in self.parts for values, state in part.state.items()}
+        owned = {i: state_of[rows.values] for i, rows in enumerate(self.rows) if rows.values in state_of}
+        shapes_by_rank: list = [None] * self.world.size
+        owned_shapes = {i: {key: value.shape for key, value in state.items()} for i, state in owned.items()}
+        dist.all_gather_object(shapes_by_rank, owned_shapes)
+        shapes = ChainMap(*shapes_by_rank)
         for _, group in itertools.groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].parameter)):
             indices = list(group)
             parameter = self.rows[indices[0]].parameter
             for key in shapes.get(indices[0], ()):
                 pieces = []
                 for i in indices:
-                    piece = mine[i][key] if i in mine else torch.empty(shapes[i][key])
+                    piece = owned[i][key] if i in owned else torch.empty(shapes[i][key])
                     pieces.append(piece.to(parameter.device))
                     dist.broadcast(pieces[-1], self.rows[i].owner)
                 yield parameter, key, torch.cat(pieces) if pieces[0].ndim else pieces[0]
 
     def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
-        cut = {rows.values: {k: rows.of(v).clone() for k, v in state[rows.parameter].items()} for rows in self.mine}
-        super().load_state(cut)  # of copies: a view would keep the full tensor in memory
+        # Clones, because views would keep the full tensors in memory.
+        owned = {rows.values: {k: rows.select(v).clone() for k, v in state[rows.parameter].items()} for rows in self.owned}
+        super().load_state(owned)
 
 
 def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
-    """Share the parameters of each of the new `optimizers` out over the ranks, the largest first to the least loaded.
+    """Divide the parameters of the new `optimizers` among the ranks: the largest first, each to the rank with the least so far.
 
-    A tensor that is more than a rank's share (an embedding may be a third of a model) is cut between rows. A matrix of Muon,
-    which must see it whole, is not; its orthogonalization is thus shared out as well.
+    A tensor that is more than a rank's share (an embedding may be a third of a model) is cut between rows. Muon's matrices
+    are never cut, because it must see a matrix whole. So the work of orthogonalizing them is divided as well.
     """
-    shared = []
+    all_rows = []
     for part in optimizers.parts:
         share = sum(p.numel() for group in part.param_groups for p in group["params"]) / world.size
         loads = [0] * world.size
@@ -146,9 +149,9 @@ def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
                 first = 0
                 for block in parameter.detach().tensor_split(min(pieces, len(parameter))):
                     rows = Rows(parameter, first, loads.index(min(loads)), nn.Parameter(block))
-                    shared.append(rows)
+                    all_rows.append(rows)
                     loads[rows.owner] += block.numel()
                     first += len(block)
                     if rows.owner == world.rank:
                         group["params"].append(rows.values)
-    return ShardedOptimizers(optimizers.parts, shared, world)
+    return ShardedOptimizers(optimizers.parts, all_rows, world)

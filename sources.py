@@ -1,75 +1,161 @@
-"""Sources of text: files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), read in units of about a megabyte."""
+"""Sources of text: files and folders on this machine or the Hugging Face hub, read in units of about a megabyte."""
 
 import contextlib
 import hashlib
+import itertools
 import json
 import lzma
 import re
 import sysconfig
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
+import hub
 from settings import UserError
 
-UNIT_BYTES = 1 << 20  # what is read, handed to a worker and encoded at a time
-HASHED_BYTES = 1 << 16  # of a document; they say which split it goes to
+UNIT_BYTES = 1 << 20  # how much is read at a time; a worker encodes one unit
+HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
     ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
     ".xz": lzma.LZMAFile,
 }
+HUB_SUFFIXES = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in OPENERS))  # .md is documentation there
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
-class Block:
-    """A document, a part of one longer than a unit, or lines of JSON that are still to be parsed."""
+class SourceFile:
+    """A file of text."""
 
-    size: float  # bytes on disk
+    path: Path  # on this machine; a file on the hub is there once it is downloaded
+    name: str  # relative to its source
+    size: int
+    remote: hub.HubFile | None = None
+
+
+class Lines(NamedTuple):
+    """Where lines of JSON come from."""
+
+    path: Path
+    first: int  # number of the first line
+    column: str  # key of the text
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, a part of a long one, or lines of JSON that are not parsed yet."""
+
+    bytes_on_disk: float
     data: bytes  # UTF-8
-    opens: bool = True  # a document begins here
-    place: float | None = None  # of the document, where this is a part of one
-    lines: tuple[Path, int] | None = None  # lines of JSON: the file and the number of the first
+    starts_document: bool = True
+    split_hash: float | None = None  # of the whole document, if this is a part of one
+    lines: Lines | None = None  # if these are lines of JSON
 
 
-def embedded_corpus() -> list[Path]:
-    """The Python standard library's own source files, its tests left out."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def embedded_corpus() -> list[SourceFile]:
+    """The Python standard library's own source files, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    return sorted(p for p in root.rglob("*.py") if not NOT_EMBEDDED & set(p.relative_to(root).parts))
+    return listed(root, (path for path in root.rglob("*.py") if not NOT_EMBEDDED & set(path.relative_to(root).parts)))
 
 
-def kind(path: Path) -> str:
-    """The suffix that says what `path` holds, without the one of its compression; empty if it is not a known one."""
+def text_format(path: Path) -> str:
+    """The suffix that says how `path` holds text, without the suffix of its compression. Empty if it is unknown."""
     suffix = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
     return suffix if suffix in SUFFIXES else ""
 
 
-def source_files(source: str) -> list[Path]:
-    """The files of a source, in order. Raises UserError when there are none."""
-    if source.startswith("hf://"):
-        raise UserError(f"{source}: hf:// is not read yet; download its .parquet files and name their folder")
-    path = Path(source)
-    if not path.exists():
+def local_files(source: str) -> list[SourceFile]:
+    """The files of a file or folder on this machine, in order. Raises UserError if there are none."""
+    root = Path(source)
+    if not root.exists():
         raise UserError(f"{source}: no such file or folder")
-    files = sorted(p for p in path.rglob("*") if kind(p) and p.is_file()) if path.is_dir() else [path] if kind(path) else []
-    if not files:
-        raise UserError(f"{source}: wanted {' '.join(SUFFIXES)} (also with {' '.join(OPENERS)} behind)")
-    return files
+    found = listed(root, (path for path in (root.rglob("*") if root.is_dir() else [root]) if text_format(path)))
+    if not found:
+        raise UserError(f"{source}: wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
+    return found
 
 
-def read_cut(path: Path, cut) -> Iterator[tuple[int, bytes]]:
-    """(bytes on disk, content) of a file in blocks of about UNIT_BYTES that end where `cut` says (0: not yet)."""
+def listed(root: Path, paths: Iterable[Path]) -> list[SourceFile]:
+    """The files among `paths`, which are `root` or under it, in the order of their names."""
+    return [SourceFile(p, p.relative_to(root).as_posix(), p.stat().st_size) for p in sorted(paths) if p.is_file()]
+
+
+def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
+    """The files of a source on the hub, in order. `downloads` is where they will be. Raises UserError."""
+    found = hub.list_files(source, commit, HUB_SUFFIXES, downloads)
+    if not found:
+        raise UserError(f"{source}: wanted {' '.join(HUB_SUFFIXES)}, and there are none")
+    return [SourceFile(file.local, file.path, file.size, file) for file in found]
+
+
+def fetch(file: SourceFile) -> Path:
+    """The path of a file, which is downloaded first if it is on the hub. Raises UserError."""
+    if file.remote:
+        hub.download(file.remote)
+    return file.path
+
+
+def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
+    """The paths of files in order. While one is read, the next one is downloaded.
+
+    A downloaded file is deleted as soon as the next one is asked for, unless `keep`: at most two are on the disk.
+    """
+
+    def start(file: SourceFile | None) -> Future | None:
+        return in_background(hub.download, file.remote) if file and file.remote else None
+
+    download = start(files[0]) if files else None
+    for file, following in itertools.zip_longest(files, files[1:]):
+        if download:
+            download.result()
+        download = start(following)
+        yield file.path
+        if file.remote and not keep:
+            file.path.unlink()
+
+
+def in_background(function: Callable, *arguments) -> Future:
+    """Call a function in a thread that does not keep the process from ending, as one of a ThreadPoolExecutor would."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def read_chunks(path: Path, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
+    """Read a file, decompressed, as (bytes on disk, content) in chunks of about UNIT_BYTES.
+
+    find_cut: where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError.
+    """
     try:
         with open(path, "rb") as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
             rest, position = b"", 0
             while content := stream.read(UNIT_BYTES):
                 content = rest + content
-                end = cut(content) if len(content) >= UNIT_BYTES else 0
+                end = find_cut(content) if len(content) >= UNIT_BYTES else 0
                 rest = content[end:]
                 if end:
                     yield raw.tell() - position, content[:end]
@@ -80,85 +166,102 @@ def read_cut(path: Path, cut) -> Iterator[tuple[int, bytes]]:
         raise UserError(f"{path}: {error}") from None
 
 
-def cut_lines(content: bytes) -> int:
-    """Behind the last whole line."""
+def end_of_lines(content: bytes) -> int:
+    """The end of the last whole line."""
     return content.rfind(b"\n") + 1
 
 
-def cut_text(content: bytes) -> int:
-    """Where the parts have the tokens of the whole: no token reaches across the end of a word before white space.
+def end_of_words(content: bytes) -> int:
+    """The end of the last word before white space: no token crosses it, so both sides keep the tokens of the whole.
 
-    Without such a place near the end, behind the last whole character.
+    If the last 4096 bytes have no such place, the end of the last whole character.
     """
-    near = max(0, len(content) - 4096)
-    if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[near:])]:
-        return near + ends[-1]
-    broken = re.search(rb"[\xc0-\xff][\x80-\xbf]{0,2}\Z", content)
-    return broken.start() if broken else len(content)
+    tail = max(0, len(content) - 4096)
+    if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[tail:])]:
+        return tail + ends[-1]
+    incomplete = re.search(rb"[\xc0-\xff][\x80-\xbf]{0,2}\Z", content)
+    return incomplete.start() if incomplete else len(content)
 
 
-def parquet_rows(path: Path) -> Iterator[Block]:
-    """The rows of the column "text" of a parquet file, a document each."""
+def parquet_documents(path: Path, column: str) -> Iterator[Piece]:
+    """The rows of a column of a parquet file, one document each. Raises UserError."""
     try:
         file = pyarrow.parquet.ParquetFile(path, buffer_size=UNIT_BYTES)
-        names = file.schema_arrow.names
-        if "text" not in names or file.schema_arrow.field("text").type not in (pyarrow.string(), pyarrow.large_string()):
-            raise UserError(f'{path}: wanted a column "text" of strings; its columns are {", ".join(names)}')
-        size = path.stat().st_size / max(1, file.metadata.num_rows)
-        for batch in file.iter_batches(batch_size=256, columns=["text"]):
+        schema = file.schema_arrow
+        if column not in schema.names or not is_text(schema.field(column).type):
+            raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {", ".join(schema.names)}')
+        row_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=256, columns=[column]):
             for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                yield Block(size, text or b"")
+                yield Piece(row_bytes, text or b"")
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def read_blocks(path: Path) -> Iterator[Block]:
-    """A file as blocks of about UNIT_BYTES or less."""
-    if kind(path) == ".parquet":
-        yield from parquet_rows(path)
-    elif kind(path) == ".jsonl":
+def is_text(data_type: pyarrow.DataType) -> bool:
+    """Whether a column has strings."""
+    return data_type in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+
+
+def read_pieces(path: Path, column: str) -> Iterator[Piece]:
+    """Read a file in pieces of at most about UNIT_BYTES (a row of a parquet file is one piece)."""
+    if text_format(path) == ".parquet":
+        yield from parquet_documents(path, column)
+    elif text_format(path) == ".jsonl":
         line = 1
-        for size, data in read_cut(path, cut_lines):
-            yield Block(size, data, lines=(path, line))
+        for size, data in read_chunks(path, end_of_lines):
+            yield Piece(size, data, lines=Lines(path, line, column))
             line += data.count(b"\n")
     else:
-        at = None
-        for size, data in read_cut(path, cut_text):
-            first = at is None
-            at = place(data) if first else at
-            yield Block(size, data, first, at)
+        document_hash = None
+        for size, data in read_chunks(path, end_of_words):
+            is_first = document_hash is None
+            document_hash = split_hash(data) if is_first else document_hash
+            yield Piece(size, data, is_first, document_hash)
 
 
-def read_units(files: list[Path]) -> Iterator[list[Block]]:
-    """The blocks of all files in order, in units of UNIT_BYTES or a little more."""
-    unit, filled = [], 0
-    for path in files:
-        for block in read_blocks(path):
-            unit.append(block)
-            filled += len(block.data)
+Position = tuple[int, int]  # of a unit: the file it was counted from, and its number since
+
+
+def read_units(paths: Iterable[Path], column: str, first_file: int = 0) -> Iterator[tuple[Position, list[Piece]]]:
+    """Read files in order, in units of about UNIT_BYTES, each with its position.
+
+    Units are counted from the last file at whose beginning one begins. Whoever starts to read at that file (its number
+    among all files is `first_file`) gets the same units from there on. So the end of a file that was cut ends a unit too.
+    """
+    unit, filled, counted_from, number = [], 0, first_file, 0
+    for index, path in enumerate(paths, first_file):
+        if not unit:
+            counted_from, number = index, 0
+        for piece in read_pieces(path, column):
+            unit.append(piece)
+            filled += len(piece.data)
             if filled >= UNIT_BYTES:
-                yield unit
-                unit, filled = [], 0
+                yield (counted_from, number), unit
+                unit, filled, number = [], 0, number + 1
+        if unit and number:
+            yield (counted_from, number), unit
+            unit, filled = [], 0
     if unit:
-        yield unit
+        yield (counted_from, number), unit
 
 
-def parsed(unit: list[Block]) -> Iterator[Block]:
-    """The blocks of a unit that hold text, lines of JSON taken apart. Raises UserError for a line without a text."""
-    for block in unit:
-        if block.lines is None:
-            if block.data:
-                yield block
+def parse(unit: list[Piece]) -> Iterator[Piece]:
+    """The pieces of a unit that hold text, with lines of JSON parsed. Raises UserError for a line without a text."""
+    for piece in unit:
+        if piece.lines is None:
+            if piece.data:
+                yield piece
             continue
-        path, first = block.lines
-        for number, line in enumerate(block.data.split(b"\n"), first):
+        path, first, column = piece.lines
+        for number, line in enumerate(piece.data.split(b"\n"), first):
             try:
-                if line.strip() and (text := json.loads(line)["text"]):
-                    yield Block(0, text.encode("utf-8", "replace"))
+                if line.strip() and (text := json.loads(line)[column]):
+                    yield Piece(0, text.encode("utf-8", "replace"))
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f'{path}: line {number} is not a JSON object with a string under "text"') from None
+                raise UserError(f'{path}: line {number} is not a JSON object with a string under "{column}"') from None
 
 
-def place(data: bytes) -> float:
-    """Where its content puts a document, uniform in [0, 1)."""
+def split_hash(data: bytes) -> float:
+    """A hash of the beginning of a document, uniform in [0, 1). It chooses the document's split."""
     return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48

@@ -1,7 +1,7 @@
 """Byte-level BPE tokenizers: text to tokens through tiktoken, on disk as a Hugging Face tokenizer.json.
 
-A tokenizer is its tokenizer.json; everything else here is derived from that text. The same text gives the same tokens in both
-libraries: the merges written to the file are the ones tiktoken makes, and the patterns mean the same in both regex engines.
+A tokenizer is defined by its tokenizer.json alone; everything else is derived from it. Both libraries give the same tokens for
+the same text: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines.
 """
 
 import base64
@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,15 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import files
 from settings import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 DOWNLOAD_SECONDS = 30
 
-# Pre-tokenization patterns. Ours: a word takes the one space or punctuation mark before it, punctuation takes the line end and
-# the indentation after it. It has no look-around, so tiktoken matches it in linear time: twice as fast as GPT-2's.
+# Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
+# end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
 TRAINED_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\s*\n\s*)?|\s+"
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CONTRACTION = r"'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"  # spelled out: the engines differ in case folding
@@ -38,14 +38,14 @@ O200K_PATTERN = "|".join(
     [rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?:{CONTRACTION})?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")]
     + [r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
 )
-# Of OpenAI's files, by their number of ranks: pattern and id of the end of text.
+# OpenAI's .tiktoken files by their number of ranks: the pattern, and the id of the end-of-text token.
 KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
 NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
 
 
 @functools.cache
 def byte_chars() -> dict[int, str]:
-    """GPT-2's printable character for each byte, as tokenizer.json spells tokens."""
+    """The printable character for each byte with which a tokenizer.json spells tokens (GPT-2's table)."""
     printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -53,52 +53,42 @@ def byte_chars() -> dict[int, str]:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A byte-level BPE. `json` is its whole definition; `fast` encodes the same through tiktoken where that is possible."""
+    """A byte-level BPE. `json` defines it; `fast` gives the same tokens through tiktoken, if tiktoken can."""
 
     name: str
     json: str
     vocab_size: int
     eot_token: int
-    bytes_per_token: np.ndarray  # [vocab_size] bytes of text each token stands for; 0 for special tokens
+    bytes_per_token: np.ndarray  # [vocab_size] how many bytes of text each token stands for; 0 for special tokens
     slow: tokenizers.Tokenizer
     fast: tiktoken.Encoding | None
 
     @property
     def sha256(self) -> str:
-        """Of the tokenizer.json."""
+        """Hex digest of the tokenizer.json."""
         return hashlib.sha256(self.json.encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of `text`, uint32 [n]. Special tokens spelled out in the text are ordinary text. Releases the GIL."""
+        """The tokens of `text`, uint32 [n]. A special token spelled out in the text is ordinary text. Releases the GIL."""
         if self.fast:
             try:
                 return self.fast.encode_to_numpy(text, disallowed_special=())
-            except ValueError:  # runs of a million spaces exhaust the look-ahead of its regex engine
+            except ValueError:  # a run of a million spaces exhausts the look-ahead of tiktoken's regex engine
                 pass
         self.slow.encode_special_tokens = True
         return np.array(self.slow.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary are left out."""
+        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
         return self.slow.decode(np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
-        """Publish the tokenizer.json by rename."""
-        write_text(Path(path), self.json)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Publish a text file by rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+        """Publish the tokenizer.json."""
+        files.publish_text(Path(path), self.json)
 
 
 def load(path: str | Path, name: str = "") -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token."""
+    """Load a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token."""
     try:
         return from_json(Path(path).read_text(encoding="utf-8"), name or str(path))
     except OSError as error:
@@ -108,9 +98,9 @@ def load(path: str | Path, name: str = "") -> Tokenizer:
 
 
 def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
-    """The tokenizer that `--tokenizer=spec` means. `sample` gives the text that train:N learns from. Raises UserError."""
-    kind, _, number = spec.partition(":")
-    if kind == "train":
+    """Make the tokenizer that `--tokenizer=spec` names. `sample` gives the text that train:N learns from. Raises UserError."""
+    scheme, _, number = spec.partition(":")
+    if scheme == "train":
         if not number.isdecimal() or int(number) < 257:
             raise UserError(f"--tokenizer={spec}: N of train:N is a vocabulary of 257 (bytes and end-of-text) or more")
         return train(sample(), int(number), spec)
@@ -126,7 +116,7 @@ def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer
 
 
 def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` tokens, end-of-text (0) and the 256 bytes among them, learned from `texts`."""
+    """Learn a byte-level BPE from `texts`: at most `vocab_size` tokens, including end-of-text (token 0) and the 256 bytes."""
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = _pre_tokenizer(TRAINED_PATTERN)
     trainer = trainers.BpeTrainer(
@@ -144,7 +134,7 @@ def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
 
 
 def download(name: str) -> Tokenizer:
-    """One of OpenAI's tokenizers, from tiktoken's cache or by its download."""
+    """One of OpenAI's tokenizers, from tiktoken's cache or the network. Raises UserError."""
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 
     found = {}
@@ -152,10 +142,10 @@ def download(name: str) -> Tokenizer:
     def fetch():
         try:
             found.update(ENCODING_CONSTRUCTORS[name]())
-        except Exception as error:  # whatever network, proxy or disk it was, the way out is the same
+        except Exception as error:  # network, proxy or disk: the remedy is the same
             found["error"] = str(error)[:200]
 
-    thread = threading.Thread(target=fetch, daemon=True)  # the download itself has no time limit
+    thread = threading.Thread(target=fetch, daemon=True)  # because tiktoken's download has no time limit
     thread.start()
     thread.join(DOWNLOAD_SECONDS)
     if thread.is_alive() or "error" in found:
@@ -168,7 +158,7 @@ def download(name: str) -> Tokenizer:
 
 
 def load_ranks(path: Path) -> Tokenizer:
-    """The tokenizer of a .tiktoken file (a line: token in base64, rank); the number of ranks tells which pattern it wants."""
+    """Load a .tiktoken file: on each line a token in base64 and its rank. The number of ranks tells the pattern."""
     try:
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -183,7 +173,7 @@ def load_ranks(path: Path) -> Tokenizer:
 
 
 def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], name: str) -> Tokenizer:
-    """The tokenizer that merges, lowest rank first, adjacent tokens whose bytes together are in `ranks`."""
+    """Make a tokenizer from tiktoken's definition: merge the adjacent tokens whose joined bytes have the lowest rank."""
     chars = byte_chars()
 
     def spell(token: bytes) -> str:
@@ -201,9 +191,9 @@ def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], n
 
 
 def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts of `token` when merging stops short of the token itself: the two that its merge joins.
+    """The two parts whose merge makes `token`: merge its bytes, and stop one merge early.
 
-    BPE merges inside a token the same way wherever it stands, so this pair is the only one that ever makes it.
+    BPE merges the bytes of a token in the same way wherever the token stands, so no other pair ever makes it.
     """
     parts = [bytes([b]) for b in token]
     while len(parts) > 2:
@@ -221,17 +211,20 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def from_json(text: str, name: str) -> Tokenizer:
-    """The tokenizer that a tokenizer.json's text defines. Raises ValueError if it is none, UserError if of another kind."""
-    told = json.loads(text)
+    """Make a tokenizer from the text of a tokenizer.json.
+
+    Raises ValueError if the text is no tokenizer.json, and UserError if it is one of another type.
+    """
+    definition = json.loads(text)
     try:
         slow = tokenizers.Tokenizer.from_str(text)
-        vocabulary = told["model"]["vocab"]
-        special = {item["content"]: item["id"] for item in told["added_tokens"]}
+        vocabulary = definition["model"]["vocab"]
+        special = {item["content"]: item["id"] for item in definition["added_tokens"]}
     except Exception:  # the library raises bare Exception
         raise ValueError("not a tokenizer.json") from None
     byte_of = {char: byte for byte, char in byte_chars().items()}
-    if told["model"].get("type") != "BPE" or not byte_of.keys() <= vocabulary.keys():
-        raise UserError(f"{name} is not a byte-level BPE (with all 256 bytes among its tokens), the only kind read here")
+    if definition["model"].get("type") != "BPE" or not byte_of.keys() <= vocabulary.keys():
+        raise UserError(f"{name} is not a byte-level BPE (with all 256 bytes among its tokens), the only type read here")
     eot_token = next((special[token] for token in FOREIGN_END_OF_TEXT if token in special), None)
     if eot_token is None:
         raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
@@ -240,18 +233,18 @@ def from_json(text: str, name: str) -> Tokenizer:
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]
     fast = None
-    pattern = _pattern(told)
-    if pattern and _is_rank_ordered(told, vocabulary):
+    pattern = _pattern(definition)
+    if pattern and _is_rank_ordered(definition, vocabulary):
         ranks = {bytes(byte_of[char] for char in token): i for token, i in ordinary.items()}
         fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     return Tokenizer(name, text, vocab_size, eot_token, lengths, slow, fast)
 
 
-def _pattern(told: dict) -> str | None:
-    """The regex that a tokenizer.json splits text with, where that is all it does to the text before merging."""
-    if told["normalizer"] or any(not item["special"] for item in told["added_tokens"]):
+def _pattern(definition: dict) -> str | None:
+    """The regex with which a tokenizer.json splits text. None if it does anything more to the text before merging."""
+    if definition["normalizer"] or any(not item["special"] for item in definition["added_tokens"]):
         return None
-    match told["pre_tokenizer"]:
+    match definition["pre_tokenizer"]:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return GPT2_PATTERN
         case {
@@ -265,9 +258,9 @@ def _pattern(told: dict) -> str | None:
     return None
 
 
-def _is_rank_ordered(told: dict, vocabulary: dict[str, int]) -> bool:
-    """Whether merging by the list of merges is merging by token id, tiktoken's way."""
-    model = told["model"]
+def _is_rank_ordered(definition: dict, vocabulary: dict[str, int]) -> bool:
+    """Whether the order of the merges is the order of the token ids, as tiktoken assumes."""
+    model = definition["model"]
     if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
         return False
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]

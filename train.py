@@ -18,7 +18,6 @@ if __name__ == "__main__":  # --help and bad flags are answered before torch, wh
 import dataclasses
 import itertools
 import math
-import platform
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
 @dataclass
 class Run:
-    """What the loop works with. Only `state` resumes; the rest is made anew."""
+    """What an update and the loop work with. Only `state` resumes; the rest is made anew."""
 
     config: Config  # as resolved
     world: World
@@ -58,23 +57,17 @@ class Run:
     engine: Engine
     optimizers: optim.Optimizers
     state: TrainState
-    checkpoints: Checkpoints
-    log: Log
-    meter: Meter
-    evaluated_at: int  # step of the last evaluation; -1: none yet
+    # The loop's. A replay has none of them.
+    log: Log | None = None
+    checkpoints: Checkpoints | None = None
+    meter: Meter | None = None
+    evaluated_at: int = -1  # step of the last evaluation; -1: none yet
     drawn_at: float = field(default_factory=time.monotonic)  # when curves.png was last drawn
 
 
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
-    exact = config.parallel.strategy == "exact"
-    world = connect(
-        config.train.device,
-        threads=config.train.threads or (1 if exact else 0),  # sums inside a rank depend on its threads
-        timeout_minutes=config.parallel.timeout_minutes,
-        deterministic=config.train.deterministic or exact,
-        integers_only=exact,
-    )
+    world = join(config)
     run = prepare(config, world)
     status = 1
     try:
@@ -87,9 +80,21 @@ def main(config: Config) -> int:
     return status
 
 
+def join(config: Config) -> World:
+    """Join the other ranks, on the device and with the threads that `config` says."""
+    exact = config.parallel.strategy == "exact"
+    return connect(
+        config.train.device,
+        threads=config.train.threads or (1 if exact else 0),  # sums inside a rank depend on its threads
+        timeout_minutes=config.parallel.timeout_minutes,
+        deterministic=config.train.deterministic or exact,
+        integers_only=exact,
+    )
+
+
 def prepare(config: Config, world: World) -> Run:
     """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
-    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size)
+    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     if world.is_master:
@@ -103,7 +108,27 @@ def prepare(config: Config, world: World) -> Run:
         notes += [*warnings, f"starting with the weights of {pretrained}"]
     config = resolve(config, dataset, world, pretrained, state)
     notes += checkpoint.check_changes(state, config, dataset, continues)
+    run = build(config, world, dataset, state, start, pretrained)
+    state.begin(config, dataset, world, continues)
 
+    run.log = log
+    run.checkpoints = Checkpoints(directory / "checkpoints", config, dataset, world, log, start_step=state.step)
+    if evaluation := world.from_master(log.rewind(state.step)):  # metrics.jsonl may be ahead of the checkpoint
+        run.evaluated_at = state.step
+        run.checkpoints.evaluated(state, evaluation["val_loss"])
+    peak_flops = device.peak_flops(world.device, config.train.dtype) * world.size
+    run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
+    if world.is_master:
+        files.publish_text(directory / "config.toml", settings.dumps(config))
+        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "")
+        introduce(run, notes)
+    return run
+
+
+def build(
+    config: Config, world: World, dataset: data.Dataset, state: TrainState, start: Path | None, pretrained: Path | None = None
+) -> Run:
+    """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
     module = GPT(config.model)
     if start or pretrained:
         module.load_state_dict(hf.read_model(start or pretrained, config.model.seq_len)[1])
@@ -121,26 +146,9 @@ def prepare(config: Config, world: World) -> Run:
         config.train.micro_batch_size,
         config.run.seed,
         shuffled=config.data.order == "shuffled",
+        skipped=config.skipped_batches,
     )
-    state.dataset, state.settings = dataset.identity, settings.flat_values(config)
-    state.versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-
-    checkpoints = Checkpoints(directory / "checkpoints", config, dataset, world, log, start_step=state.step)
-    evaluation = world.from_master(log.rewind(state.step))  # metrics.jsonl may be ahead of the checkpoint
-    if evaluation:
-        checkpoints.evaluated(state, evaluation["val_loss"])
-    meter = Meter(
-        flops_per_token(config.model),
-        device.peak_flops(world.device, config.train.dtype) * world.size,
-        config.train.tokens_per_update,
-    )
-    evaluated_at = state.step if evaluation else -1
-    run = Run(config, world, dataset, batches, engine, optimizers, state, checkpoints, log, meter, evaluated_at)
-    if world.is_master:
-        files.publish_text(directory / "config.toml", settings.dumps(config))
-        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "")
-        introduce(run, notes)
-    return run
+    return Run(config, world, dataset, batches, engine, optimizers, state)
 
 
 def train(run: Run) -> int:
@@ -157,9 +165,9 @@ def train(run: Run) -> int:
     log.start_bar(steps, state.step)
     while True:
         last, stopping = state.step >= steps, stop.agreed()
-        run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
         if due(config.parallel.check_replicas_every, state.step):
-            engine.check_replicas()
+            engine.check_replicas()  # before a save: weights that went wrong must not be kept
+        run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
         if last or stopping:
@@ -239,7 +247,7 @@ def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Pat
         compile="off" if "off" in compiles else "on",
     )
     config = dataclasses.replace(config, model=model, train=train)
-    parallel.check_share(config.micro_batches, config.parallel.strategy, world)
+    settings.check(config, world.size)
     return config
 
 
@@ -253,9 +261,10 @@ def introduce(run: Run, notes: list[str]) -> None:
     log.say(
         f"{train.steps} steps of {train.tokens_per_update:,} tokens = {config.micro_batches} micro-batches of "
         f"{train.micro_batch_size} x {model.seq_len} on {run.world.size} rank(s), {config.parallel.strategy}, "
-        f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank"
+        f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank, "
+        f"attention by {run.engine.attention_kernel}"
     )
-    epochs = train.steps * config.sequences_per_update / run.batches.stream.windows(model.seq_len)
+    epochs = train.steps * config.sequences_per_update / run.batches.stream.num_windows(model.seq_len)
     log.say(f"{len(run.batches.stream):,} train tokens in {config.data.tokens}; the run reads them {epochs:.2f} times")
     for note in notes:
         log.say(note)
@@ -263,12 +272,11 @@ def introduce(run: Run, notes: list[str]) -> None:
 
 def warm_up(run: Run) -> None:
     """Compile, and settle how the ranks communicate: the first update is then like any other, also after a resume."""
-    began, compiles = time.monotonic(), run.config.train.compile == "on"
-    if compiles:
+    began = time.monotonic()
+    if run.engine.compiled:
         run.log.say("compiling ...")
-    if compiles or run.world.size > 1:
-        run.engine.warm_up(run.config.train.micro_batch_size, run.config.model.seq_len)
-    if compiles:
+    run.engine.warm_up(run.config.train.micro_batch_size, run.config.model.seq_len)
+    if run.engine.compiled:
         run.log.say(f"compiled in {duration(time.monotonic() - began)}")
 
 

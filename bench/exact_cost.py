@@ -2,8 +2,8 @@
 
 python bench/exact_cost.py
 
-Trains the laptop preset a few steps with one strategy and then the other, again and again, on one process and on two. Both
-cut the update into the same micro-batches and use one thread a rank. About eight minutes on two cores.
+Trains the laptop preset for a few steps with one strategy and then with the other, several times, on one process and on two.
+Both cut the update into the same micro-batches and use one thread a rank. About eight minutes on two cores.
 """
 
 import statistics
@@ -23,13 +23,13 @@ STRATEGIES = ("ddp", "exact")
 class ExactCostConfig:
     preset: str = "config/laptop.toml"
     pairs: int = 3
-    """Runs of each strategy on each number of ranks, in turns."""
+    """How often each strategy is measured on each number of ranks, in turns."""
     steps: int = 15
     skip: int = 3
-    """First steps that are not counted."""
+    """How many of the first steps are not counted."""
     max_ranks: int = 2
     micro_batch_size: int = 4
-    """Sequences; 4 is what auto chooses for the laptop preset under exact."""
+    """In sequences. auto would choose 4, too, for the laptop preset under exact."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
 
@@ -57,16 +57,15 @@ def step_ms(config: ExactCostConfig, strategy: str, ranks: int, runs: Path, name
 
 
 def report(result: dict[str, dict[str, list[float]]]) -> None:
-    """Print the medians, their spread and the ratios of neighbouring runs."""
+    """Print the times and the ratio of each pair of neighbouring runs."""
     rows = []
     for ranks, times in result.items():
         for strategy, values in times.items():
-            median, low, high = statistics.median(values), min(values), max(values)
-            rows.append([f"W={ranks} {strategy}", f"{median:.1f}", f"{low:.1f} to {high:.1f}", len(values)])
-    print(machine.table(["", "ms a step", "spread", "runs"], rows))
+            rows.append([f"W={ranks} {strategy}", machine.median_and_range(values, 1), len(values)])
+    print(machine.table(["", "ms a step", "runs"], rows))
     for ranks, times in result.items():
         ratios = [exact / ddp for ddp, exact in zip(*(times[strategy] for strategy in STRATEGIES), strict=True)]
-        print(f"W={ranks}: exact / ddp = {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        print(f"W={ranks}: exact / ddp = {machine.median_and_range(ratios, 3)}")
 
 
 def main(config: ExactCostConfig) -> int:

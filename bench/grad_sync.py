@@ -1,8 +1,11 @@
-"""What keeping the ranks in step costs: every strategy on 1, 2 and 4 local processes, in one table and one bar chart.
+"""What does it cost to keep the ranks in step? Every strategy on 1, 2 and 4 local processes, in a table and a bar chart.
 
-`python bench/grad_sync.py` starts torchrun for each strategy and number of ranks, in turns, and measures whole updates of the
-same global batch: their time, the part of it that communication adds (against the same updates with syncing switched off),
-the bytes that a rank sends, the memory of weights and optimizer state, and how far the weights end from those of one process.
+python bench/grad_sync.py
+
+Measures updates of the same global batch for each strategy and number of ranks, in turns:
+- their time, and how much of it communication adds (compared with the same updates without syncing);
+- the bytes that a rank sends, and the memory of weights and optimizer state;
+- the distance of the final weights from those of one process.
 """
 
 import json
@@ -18,7 +21,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import settings
-from machine import environment, table, write
+from machine import arguments, environment, launcher, table, write
 
 STRATEGIES = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
 
@@ -28,21 +31,21 @@ class GradSyncConfig:
     strategies: str = ",".join(STRATEGIES)
     ranks: str = "1,2,4"
     rounds: int = 3
-    """Times that every strategy is measured, in turns; the table shows the median."""
+    """How often each strategy is measured, in turns. The table shows the median."""
     updates: int = 8
-    """Timed updates of a round, after two that are not."""
+    """Timed updates of a round. Two untimed ones come first."""
     n_layer: int = 4
     n_embd: int = 256
     seq_len: int = 128
     micro_batch_size: int = 4
     micro_batches: int = 8
-    """Of an update, over all ranks."""
+    """Micro-batches of an update, over all ranks."""
     device: str = "auto"
     dtype: str = "float32"
     name: str = "grad_sync"
-    """Of the files of results."""
+    """Name of the result files."""
     worker: str = ""
-    """Set by the script itself: the strategy to measure, and the file for its result."""
+    """Set by the script itself: the strategy to measure and the file for its result, as STRATEGY:FILE."""
 
 
 def configuration(config: GradSyncConfig, strategy: str) -> settings.Config:
@@ -57,7 +60,7 @@ def configuration(config: GradSyncConfig, strategy: str) -> settings.Config:
 
 
 def measure(config: GradSyncConfig) -> None:
-    """In each rank: run updates with and without syncing; rank 0 writes what it saw."""
+    """In each rank: run updates with and without syncing. Rank 0 writes the result."""
     import torch
     from safetensors.torch import save_file
 
@@ -117,16 +120,16 @@ def measure(config: GradSyncConfig) -> None:
     if world.is_master:
         save_file(weights, f"{out}.safetensors")
         state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
-        told = {
+        result = {
             "update_ms": 1000 * statistics.median(with_sync),
             "exposed_ms": 1000 * (statistics.median(full) - statistics.median(parts)),
             "sent_mb": sent / 1e6,
             "weights_mb": sum(local(p).numel() * 4 for p in module.parameters()) / 1e6,
             "state_mb": sum(value.nbytes for value in state) / 1e6,
         }
-        Path(out).write_text(json.dumps(told))
+        Path(out).write_text(json.dumps(result))
     world.barrier()
-    os._exit(0)  # as train.py does
+    os._exit(0)  # without the tear-down of the interpreter, like train.py
 
 
 def local(tensor):
@@ -135,7 +138,7 @@ def local(tensor):
 
 
 def loopback_bytes() -> int:
-    """Bytes sent so far over the loopback device, which carries what gloo's ranks on one machine send each other."""
+    """Bytes sent so far over the loopback device, through which gloo's ranks on one machine communicate (0: unknown)."""
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()
         return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
@@ -144,7 +147,7 @@ def loopback_bytes() -> int:
 
 
 def main(config: GradSyncConfig) -> None:
-    """Measure all pairs of strategy and number of ranks; print the table, write JSON and PNG."""
+    """Measure all strategies on all numbers of ranks. Print the table, write JSON and PNG."""
     from safetensors.torch import load_file
     from tqdm import tqdm
 
@@ -154,20 +157,19 @@ def main(config: GradSyncConfig) -> None:
         for turn in tqdm(range(config.rounds * len(pairs)), desc="grad_sync", unit="run"):
             strategy, ranks = pairs[turn % len(pairs)]
             out = Path(folder) / f"{strategy}-{ranks}"
-            flags = [f"--{k}={v}" for k, v in settings.flat_values(config).items() if k != "worker"]
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            command = [*launch, __file__, *flags, f"--worker={strategy}:{out}"]
-            done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+            command = [*launcher(ranks), *arguments(__file__, **vars(config) | {"worker": f"{strategy}:{out}"})]
+            one_thread = environment(OMP_NUM_THREADS="1")
+            done = subprocess.run(command, env=one_thread, capture_output=True, text=True)
             if done.returncode:
                 raise settings.RunError(f"{strategy} on {ranks} ranks failed\n{done.stderr[-2000:]}")
-            told = json.loads(out.read_text())
+            result = json.loads(out.read_text())
             weights, one = load_file(f"{out}.safetensors"), load_file(Path(folder) / "ddp-1.safetensors")
-            told["largest_difference"] = max((weights[name] - one[name]).abs().max().item() for name in one)
-            runs[strategy, ranks].append(told)
+            result["largest_difference"] = max((weights[name] - one[name]).abs().max().item() for name in one)
+            runs[strategy, ranks].append(result)
     rows = []
-    for (strategy, ranks), told in runs.items():
-        medians = {key: statistics.median(t[key] for t in told) for key in told[0]}
-        spread = [round(t["update_ms"], 1) for t in told]
+    for (strategy, ranks), results in runs.items():
+        medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        spread = [round(result["update_ms"], 1) for result in results]
         rows.append({"strategy": strategy, "ranks": ranks, **medians, "update_ms_each": spread})
     path = write(config.name, {"rows": rows})
     draw(rows, path.with_suffix(".png"))
@@ -175,7 +177,7 @@ def main(config: GradSyncConfig) -> None:
 
 
 def show(rows: list[dict]) -> None:
-    """Print the table and the ratios."""
+    """Print the table and the ratios of some update times."""
     head = ["strategy", "ranks", "update ms", "exposed ms", "sent MB", "weights MB", "state MB", "largest difference"]
     formats = ["{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1e}"]
     keys = ["strategy", "ranks", "update_ms", "exposed_ms", "sent_mb", "weights_mb", "state_mb", "largest_difference"]
@@ -191,7 +193,7 @@ def show(rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Bars of update time, a group for each number of ranks, the part exposed to communication hatched."""
+    """Draw bars of update time for each strategy and number of ranks. The part that communication adds is hatched."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -208,7 +210,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.bar_label(bars, fmt="%.0f", fontsize=7)
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel("ms per update of the same global batch")
-    axes.set_title("Time of an update; hatched: what communication adds to it", fontsize=10)
+    axes.set_title("Time of an update; hatched: the part that communication adds", fontsize=10)
     axes.legend()
     figure.savefig(path, dpi=130)
 

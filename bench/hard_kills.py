@@ -1,12 +1,13 @@
-"""Kill a run hundreds of times, at random instants, and look at what is left each time.
+"""Kill a run hundreds of times, at random instants, and examine what is left each time.
 
 python bench/hard_kills.py --kills=200 --save_every=1
+python bench/hard_kills.py --kills=125 --strategy=fsdp --ranks=3
 
-Every life of the run is a process of its own (or --ranks=N of them), forked from this one, which has imported torch already:
-that makes a life cheap. It ends by SIGKILL to its process group at a random instant of its start, its steps or its saves. Then
-every published checkpoint is compared with its manifest. The last life is left to finish, as `python train.py`, and its files
-are compared with those of a run that nobody disturbed. Exit status 1 unless no state was unusable and both runs are the same,
-bit for bit. About ten minutes for 200 kills on two cores.
+After each kill the run is started again. Each attempt is a fork of this process (or --ranks=N of them), which has imported
+torch already, so an attempt is cheap. SIGKILL to its process group ends it at a random instant of its start, its steps or its
+saves. Then every published checkpoint is compared with its manifest. The last attempt, an ordinary `python train.py`, runs to
+the end, and its files are compared with those of an undisturbed run. The exit status is 0 only if every state was usable and
+both runs are the same, bit for bit. About ten minutes for 200 kills on two cores.
 """
 
 import functools
@@ -25,28 +26,17 @@ import machine
 import settings
 from settings import Config, ParallelConfig, RunError
 
-# 0.2 million parameters: a step is shorter than a save, so that most kills fall into one
-FLAGS = dict(
-    architecture="qwen3",
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    seq_len=16,
+# A step of a tiny model is shorter than a save, so that many kills fall into one.
+FLAGS = machine.TINY | dict(
     dropout=0.1,
-    tokens_per_update=128,
-    micro_batch_size=2,
-    optimizer="adamw",  # which fsdp takes too
+    tokens_per_update=192,  # 6 micro-batches, which 1, 2, 3 and 6 ranks share equally
+    optimizer="adamw",  # which every strategy supports
     lr=1e-3,
     eval_every=100,
     eval_tokens=2048,
-    log_every=1,
-    dtype="float32",
-    compile="off",
-    device="cpu",
-    threads=1,
 )
-CHECKPOINTS_A_LIFE = 4  # at most; what bounds the steps of the whole run
-DURING_START = 0.2  # of the kills: before the first checkpoint of that life
+CHECKPOINTS_PER_ATTEMPT = 4  # at most; this limits the steps of the whole run
+DURING_START = 0.2  # share of the kills that fall before the first checkpoint of their attempt
 
 
 @dataclass(frozen=True)
@@ -55,18 +45,19 @@ class HardKillsConfig:
     save_every: int = 1
     strategy: settings.flat_fields(ParallelConfig)["strategy"].type = "ddp"
     ranks: int = 1
+    """Under exact the most ranks: each attempt has a random number of them."""
     async_save: bool = True
     keep_last: int = 2
     seed: int = 0
-    """Of the instants of the kills."""
+    """Seeds the instants of the kills."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
     out: str = str(machine.RESULTS)
-    """Directory for hard_kills.json."""
+    """Directory for hard_kills.json, or hard_kills_STRATEGY_RANKS.json."""
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a child has ended by itself; it can still be waited for."""
+    """Whether a child process has ended. It can still be waited for."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -77,7 +68,7 @@ def newest_step(checkpoints: Path) -> int:
 
 
 def wait_for_instant(checkpoints: Path, save_every: int, chance: random.Random, ended) -> None:
-    """Return at a random instant: of the start of a life, or of one of its first steps and saves."""
+    """Return at a random instant: while an attempt starts, or during one of its first steps and saves."""
     before = newest_step(checkpoints)
 
     def until(condition, seconds):
@@ -91,12 +82,12 @@ def wait_for_instant(checkpoints: Path, save_every: int, chance: random.Random, 
     if chance.random() < DURING_START:
         until(published(1), 0.7 * chance.random())
     else:
-        until(published(chance.randint(1, CHECKPOINTS_A_LIFE - 1)), 120)
-        until(published(CHECKPOINTS_A_LIFE), 0.1 * chance.random())
+        until(published(chance.randint(1, CHECKPOINTS_PER_ATTEMPT - 1)), 120)
+        until(published(CHECKPOINTS_PER_ATTEMPT), 0.1 * chance.random())
 
 
-def place_of_death(checkpoints: Path) -> str:
-    """What the run was doing to its checkpoints, from what it left behind."""
+def killed_while(checkpoints: Path) -> str:
+    """What the run was doing to its checkpoints when it was killed, judged by what it has left."""
     names = os.listdir(checkpoints) if checkpoints.exists() else []
     newest, latest = newest_step(checkpoints), checkpoints / "latest"
     if any(name.startswith(".step-") and not name.endswith(".old.tmp") for name in names):
@@ -107,54 +98,58 @@ def place_of_death(checkpoints: Path) -> str:
 
 
 def examine(checkpoints: Path, step_before: int) -> list[str]:
-    """What is unusable in the state that a kill left: nothing, if the run can go on from where it was."""
+    """What is unusable in the state that a kill has left. An empty list means that the run loses no checkpoint."""
     import checkpoint
 
-    wrong = [f"{path.name}: {why}" for path in checkpoint.published(checkpoints) if (why := checkpoint.fault(path))]
-    whole, _ = checkpoint.newest(checkpoints)
-    step = int(whole.name[5:]) if whole else 0
+    problems = [f"{path.name}: {why}" for path in checkpoint.published(checkpoints) if (why := checkpoint.fault(path))]
+    newest, _ = checkpoint.newest(checkpoints)
+    step = int(newest.name[5:]) if newest else 0
     if step < step_before:
-        wrong.append(f"the newest whole checkpoint was of step {step_before} and is of step {step}")
+        problems.append(f"the newest intact checkpoint was of step {step_before} and is now of step {step}")
     links = [path for path in (checkpoints / "latest", checkpoints / "best") if path.is_symlink()]
-    return wrong + [f"{link.name}: {why}" for link in links if (why := checkpoint.fault(link))]
+    return problems + [f"{link.name}: {why}" for link in links if (why := checkpoint.fault(link))]
 
 
 def kill_again_and_again(config: HardKillsConfig, training: Config, directory: Path) -> dict:
-    """`kills` lives and deaths; what was found after each."""
+    """Start the run and kill it, `kills` times. Returns what was found after each kill."""
     from tqdm import tqdm
 
     checkpoints, errors = directory / "checkpoints", directory.with_suffix(".err")
-    chance, places, unusable = random.Random(config.seed), Counter(), []
+    chance, moments, unusable = random.Random(config.seed), Counter(), []
     for number in tqdm(range(1, config.kills + 1), unit="kill", dynamic_ncols=True):
         before = newest_step(checkpoints)
-        pids = machine.fork(training, config.ranks, errors)
+        ranks = chance.randint(1, config.ranks) if config.strategy == "exact" else config.ranks
+        pids = machine.fork(training, ranks, errors)
         try:
             wait_for_instant(checkpoints, config.save_every, chance, functools.partial(has_exited, pids[0]))
         finally:
             statuses = machine.end(pids)
         if any(status != signal.SIGKILL for status in statuses):
-            said = errors.read_text() if errors.exists() else ""
-            raise RunError(f"life {number} ended by itself, wait statuses {statuses}\n{said}")
-        places[place_of_death(checkpoints)] += 1
-        unusable += [{"kill": number, "wrong": wrong} for wrong in [examine(checkpoints, before)] if wrong]
-    return {"kills": config.kills, "places": dict(places), "unusable": unusable, "steps_survived": newest_step(checkpoints)}
+            output = errors.read_text() if errors.exists() else ""
+            raise RunError(f"attempt {number} ended before its kill, with wait statuses {statuses}\n{output}")
+        moments[killed_while(checkpoints)] += 1
+        if problems := examine(checkpoints, before):
+            unusable.append({"kill": number, "problems": problems})
+    found = {"killed_while": dict(moments), "unusable": unusable, "steps_survived": newest_step(checkpoints)}
+    return {"kills": config.kills, **found}
 
 
 def compare(a: Path, b: Path) -> dict[str, bool]:
-    """What is the same, bit for bit, in two runs."""
-    files = ("model.safetensors", "optimizer.safetensors")
-    same = {file: len({(run / "checkpoints" / "latest" / file).read_bytes() for run in (a, b)}) == 1 for file in files}
+    """Whether each file is the same in two runs, bit for bit (the metrics without times)."""
+    other = machine.digests(b)
+    same = {file: digest == other[file] for file, digest in machine.digests(a).items()}
     records = [machine.unmeasured(machine.metrics(run)) for run in (a, b)]
     return {**same, "metrics.jsonl": records[0] == records[1]}
 
 
 def report(result: dict) -> int:
-    """Print what was found and what it means; returns the exit status."""
+    """Print what was found and the verdict. Returns the exit status."""
     kills, unusable, same = result["kills"], result["unusable"], result["same"]
-    rows = [[place, count, f"{count / kills:.0%}"] for place, count in sorted(result["places"].items(), key=lambda p: -p[1])]
+    moments = Counter(result["killed_while"]).most_common()
+    rows = [[moment, count, f"{count / kills:.0%}"] for moment, count in moments]
     print(machine.table(["killed while", "kills", ""], rows))
     for state in unusable:
-        print(f"kill {state['kill']}: {'; '.join(state['wrong'])}")
+        print(f"kill {state['kill']}: {'; '.join(state['problems'])}")
     for file, is_same in same.items():
         print(f"{file} after {kills} kills and undisturbed: {'the same' if is_same else 'DIFFERENT'}")
     print(f"{kills} kills in {result['seconds']:.0f} s, {result['steps']} steps: {len(unusable)} unusable states")
@@ -167,19 +162,20 @@ def main(config: HardKillsConfig) -> int:
         raise settings.UserError("--kills, --save_every and --ranks must be at least 1")
     machine.prepare_to_fork()
     machine.prepare_tokens(config.tokens)
-    steps = (CHECKPOINTS_A_LIFE + 1) * config.kills * config.save_every + 10
+    steps = (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills * config.save_every + 10
     own = {name: getattr(config, name) for name in ("save_every", "strategy", "async_save", "keep_last", "tokens")}
     with machine.workspace() as runs:
         flags = dict(FLAGS, **own, steps=steps, out_dir=runs)
-        killed, whole = runs / "killed", runs / "whole"
-        training = settings.load([f"--{key}={value}" for key, value in flags.items()] + ["--name=killed"], "")
+        killed, undisturbed = runs / "killed", runs / "undisturbed"
+        training = settings.load(machine.arguments(name="killed", **flags)[1:], "")
         began = time.monotonic()
         result = kill_again_and_again(config, training, killed)
         seconds = time.monotonic() - began
         machine.run(config.ranks, name="killed", **flags)
-        machine.run(config.ranks, name="whole", **flags)
-        result |= {"seconds": round(seconds, 1), "steps": steps, "same": compare(killed, whole)}
-    print(machine.write("hard_kills", {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result}, Path(config.out)))
+        machine.run(config.ranks, name="undisturbed", **flags)
+        result |= {"seconds": round(seconds, 1), "steps": steps, "same": compare(killed, undisturbed)}
+    name = "hard_kills" + (f"_{config.strategy}_{config.ranks}" if config.ranks > 1 else "")
+    print(machine.write(name, {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result}, Path(config.out)))
     return report(result)
 
 

@@ -1,10 +1,10 @@
-"""Speed of the data loader against nanoGPT's: `python bench/loader.py --nanogpt=PATH`.
+"""How fast is the data loader, compared with nanoGPT's? `python bench/loader.py --nanogpt=PATH`
 
-Tokens/s of `data.Batches.batch`, of the `Prefetcher` and of nanoGPT's get_batch on the same tokens, in turns, and as a share of
-the speed at which memory copies as many int64. Then the same loader on a 200 GB dataset of holes against one of 20 MB: opening
-it and serving its batches must cost the same. Last, the share of a step that training waits for data: as train.py reports it
-for the presets that a CPU can train, and for the others the time of reading a batch, as if no thread worked ahead, against a
-step at all of an H100's 989 TFLOP/s.
+1. Tokens/s of `data.Batches.batch`, of the `Prefetcher` and of nanoGPT's get_batch on the same tokens, in turns, and as a share
+   of the speed at which memory copies as many int64.
+2. The time to open a sparse dataset of 200 GB and to read its batches, compared with one of 20 MB.
+3. The share of a training step that waits for data. train.py reports it for the presets that a CPU can train. For the others
+   it is estimated: the time to read a batch without prefetching, over the time of a step at 989 TFLOP/s, the peak of an H100.
 """
 
 import statistics
@@ -32,18 +32,18 @@ H100_FLOPS = 989e12  # in bfloat16, by its datasheet
 @dataclass(frozen=True)
 class LoaderConfig:
     nanogpt: str = ""
-    """A checkout of nanoGPT (empty: without it)."""
+    """A checkout of nanoGPT (empty: leave nanoGPT out)."""
     rounds: int = 3
     seconds: float = 2.0
-    """Time given to each measurement."""
+    """Duration of each measurement."""
     batch_size: int = 12
     seq_len: int = 1024
     gigabytes: float = 200.0
-    """Size of the large dataset; it takes next to no disk."""
+    """Size of the large dataset. It is sparse, so it takes almost no disk space."""
 
 
 def main(config: LoaderConfig) -> None:
-    """Measure all in turns; print and write the figures."""
+    """Measure all in turns. Print and write the results."""
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder) / "small", Path(folder) / "large"
         make_random(small, 10_000_000)
@@ -86,7 +86,7 @@ def main(config: LoaderConfig) -> None:
 
 
 def make_random(directory: Path, tokens: int) -> None:
-    """Random GPT-2 tokens as nanoGPT's train.bin and val.bin, which both loaders read."""
+    """Write random GPT-2 tokens as nanoGPT's train.bin and val.bin, which both loaders read."""
     directory.mkdir()
     ids = np.random.default_rng(0).integers(50257, size=tokens, dtype=np.uint16)
     ids.tofile(directory / "train.bin")
@@ -94,7 +94,7 @@ def make_random(directory: Path, tokens: int) -> None:
 
 
 def make_sparse(directory: Path, tokens: int) -> None:
-    """Shards of SHARD_TOKENS zeros that take a block of disk each: llm.c's header, then a hole."""
+    """Write shards of SHARD_TOKENS zeros: llm.c's header, then a hole. Each takes one block of disk."""
     directory.mkdir()
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     counts = [SHARD_TOKENS] * (tokens // SHARD_TOKENS) + [tokens % SHARD_TOKENS] * (tokens % SHARD_TOKENS > 0)
@@ -110,7 +110,7 @@ def make_sparse(directory: Path, tokens: int) -> None:
 
 
 def calls_per_second(call: Callable[[], object], seconds: float) -> float:
-    """How often `call` can be made, after a tenth of the time to warm up."""
+    """How often a second `call` can be made. A tenth of the time goes to warming up first."""
     for share in (0.1, 1.0):
         calls, began = 0, time.perf_counter()
         while (passed := time.perf_counter() - began) < share * seconds:
@@ -120,14 +120,14 @@ def calls_per_second(call: Callable[[], object], seconds: float) -> float:
 
 
 def copy_speed(config: LoaderConfig) -> float:
-    """int64 that memory copies in a second, between arrays too large for the caches."""
+    """How many int64 a second memory copies, between arrays too large for the caches."""
     source = np.ones(1 << 25, dtype=np.int64)
     target = np.empty_like(source)
     return len(source) * calls_per_second(lambda: np.copyto(target, source), config.seconds)
 
 
 def our_batches(directory: Path, config: LoaderConfig):
-    """The loader as train.py makes it, 40 micro-batches an update."""
+    """The loader as train.py makes it, with 40 micro-batches an update."""
     import data
 
     stream = data.open_dataset(directory).splits["train"]
@@ -135,18 +135,18 @@ def our_batches(directory: Path, config: LoaderConfig):
 
 
 def our_speed(directory: Path, config: LoaderConfig, prefetch: bool) -> float:
-    """Tokens/s, called or through the thread that works ahead."""
+    """Tokens/s of our loader, called directly or through the prefetching thread."""
     import torch
 
     import data
 
     batches = our_batches(directory, config)
-    places = ((step, micro_batch) for step in range(10**9) for micro_batch in range(40))
+    upcoming = ((step, micro_batch) for step in range(10**9) for micro_batch in range(40))
     if prefetch:
-        prefetcher = data.Prefetcher(batches, places, torch.device("cpu"))
+        prefetcher = data.Prefetcher(batches, upcoming, torch.device("cpu"))
         call = prefetcher.next
     else:
-        call = lambda: torch.from_numpy(batches.batch(*next(places)))  # noqa: E731
+        call = lambda: torch.from_numpy(batches.batch(*next(upcoming)))  # noqa: E731
     speed = calls_per_second(call, config.seconds) * config.batch_size * config.seq_len
     if prefetch:
         prefetcher.close()
@@ -159,17 +159,17 @@ def nanogpt_speed(checkout: Path, directory: Path, config: LoaderConfig) -> floa
     paths = [f"--dataset={directory}", f"--out_dir={directory}/out"]
     flags = ["--device=cpu", "--compile=False", "--eval_only=True", "--eval_iters=1"]
     get_batch = nanogpt_train(checkout, *shape, *paths, *flags)["get_batch"]
-    get_batch.__globals__["batch_size"] = config.batch_size  # only now: the script evaluates its model once
+    get_batch.__globals__["batch_size"] = config.batch_size  # set late: the script has evaluated its model with batches of 1
     return calls_per_second(lambda: get_batch("train"), config.seconds) * config.batch_size * config.seq_len
 
 
 def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
-    """Seconds to open a dataset, microseconds a batch at random places, new and once more, and the memory all of it took."""
+    """Seconds to open a dataset, microseconds a batch for 200 random steps read twice, and the memory used."""
     before = memory()
     began = time.perf_counter()
     batches = our_batches(directory, config)
     opened = time.perf_counter() - began
-    steps = np.random.default_rng(0).integers(batches.stream.windows(config.seq_len) // 480, size=200).tolist()
+    steps = np.random.default_rng(0).integers(batches.stream.num_windows(config.seq_len) // 480, size=200).tolist()
     served = []
     for _ in range(2):
         began = time.perf_counter()
@@ -182,16 +182,16 @@ def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
 
 
 def trained_wait(preset: str, tokens: Path, vocab_size: int) -> float:
-    """Share of the time of training steps, after the first few, in which train.py waited for data."""
+    """The share of training time in which train.py waits for data, after the first steps."""
     lines = run_until(15, f"config/{preset}.toml", tokens=tokens, vocab_size=vocab_size, compile="off")[1][5:]
     return sum(line["data_wait_ms"] for line in lines) / sum(line["step_ms"] for line in lines)
 
 
 def memory() -> dict[str, float]:
-    """Memory of this process in MB: its own, and pages of mapped files, which the system takes back when it needs them."""
+    """Memory of this process in MB: its own, and pages of mapped files, which the system can reclaim."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    told = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
-    return {"own": int(told["RssAnon"]) / 1000, "mapped": int(told["RssFile"]) / 1000}
+    resident = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
+    return {"own": int(resident["RssAnon"]) / 1000, "mapped": int(resident["RssFile"]) / 1000}
 
 
 if __name__ == "__main__":

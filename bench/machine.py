@@ -1,4 +1,7 @@
-"""What the benchmarks share: starting train.py, ending it the hard way, and writing results with the machine they are of."""
+"""What the benchmarks share with each other and with the tests.
+
+Starting and killing train.py, reading what a run has left, and writing results together with the machine they are from.
+"""
 
 import contextlib
 import importlib.metadata
@@ -8,44 +11,74 @@ import platform
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from files import publish_text
+from files import publish_text, sha256
 from settings import Config, RunError, cores
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-MEASURED = {"tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}  # metrics that no two runs share
+MEASURED = {"tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}  # metrics that differ between equal runs
+# A model of 30 thousand parameters that still has every part, trained alike on every machine.
+TINY = dict(
+    architecture="qwen3",
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    seq_len=16,
+    micro_batch_size=2,
+    log_every=1,
+    dtype="float32",
+    compile="off",
+    device="cpu",
+    threads=1,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting and killing train.py
+
+
+def arguments(script: str | Path = "train.py", preset: str = "", **flags) -> list[str]:
+    """A script, its preset if it has one, and its flags, as on a command line."""
+    return [str(script), *([preset] if preset else []), *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def launcher(ranks: int = 1, *options: str) -> list[str]:
+    """The beginning of a command line: python, with torchrun (and its `options`) if there is more than one rank."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
+    return [sys.executable, *(torchrun if ranks > 1 else [])]
 
 
 def command(ranks: int = 1, **flags) -> list[str]:
-    """The command line of train.py with `flags`, under torchrun if there is more than one rank."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    preset = [flags.pop("preset")] if "preset" in flags else []
-    return [sys.executable, *launcher, "train.py", *preset, *(f"--{name}={value}" for name, value in flags.items())]
+    """The command line of train.py on `ranks` local ranks. flags: see `arguments`."""
+    return [*launcher(ranks), *arguments(**flags)]
 
 
-def environment() -> dict[str, str]:
-    """This process's, without another torchrun's ranks in it."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {key: value for key, value in os.environ.items() if key not in ranks} | {"OMP_NUM_THREADS": "1"}
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment variables and `more`, without those of a torchrun that started this process."""
+    of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in os.environ.items() if key not in of_a_rank} | more
 
 
 def start(ranks: int = 1, stderr=subprocess.DEVNULL, **flags) -> subprocess.Popen:
-    """train.py in the background; what it prints is in its train.log."""
+    """Start train.py in the background. What it prints is in its train.log."""
     streams = dict(stdout=subprocess.DEVNULL, stderr=stderr)
-    return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=environment(), text=True, **streams)
+    one_thread = environment(OMP_NUM_THREADS="1")
+    return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=one_thread, text=True, **streams)
 
 
 def run(ranks: int = 1, **flags) -> None:
-    """train.py to its end. Raises RunError with what it said if it fails."""
+    """Run train.py to its end. Raises RunError with its error output if it fails."""
     process = start(ranks, stderr=subprocess.PIPE, **flags)
     try:
         _, errors = process.communicate()
@@ -56,7 +89,7 @@ def run(ranks: int = 1, **flags) -> None:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and all its descendants: torchrun's ranks are in sessions of their own and would live on."""
+    """Send SIGKILL to a process and all its descendants. torchrun's ranks are in sessions of their own and would go on."""
     if process.poll() is None:
         listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
         parents = dict(map(int, line.split()) for line in listed.splitlines())
@@ -70,7 +103,7 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def prepare_to_fork() -> None:
-    """Import what training imports once, before `fork`, and start no thread: it would not survive a fork."""
+    """Import what training imports, once, for all forks of this process, without starting a thread: a fork would lack it."""
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     import matplotlib.figure  # noqa: F401
     from tqdm import tqdm
@@ -81,9 +114,26 @@ def prepare_to_fork() -> None:
 
 
 def fork(config: Config, ranks: int, errors: Path) -> list[int]:
-    """Train as `config` says in forks of this process, one a rank, without the seconds that importing takes.
+    """Train as `config` says in forks of this process, one for each rank, which need not import anything.
 
-    Returns their process ids. They form one process group, led by the first. What they write to stderr goes to `errors`.
+    Returns their process ids. They are one process group, and the first one leads it. Their stderr is appended to `errors`.
+    """
+
+    def train_quietly() -> int:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        import train
+
+        return train.main(config)
+
+    return fork_ranks(ranks, train_quietly, new_group=True)
+
+
+def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:
+    """Fork this process once for each rank. A fork calls `work` and exits with the status that it returns.
+
+    Returns their process ids. The environment variables of the forks are those that torchrun would set.
+    new_group: make the forks a process group of their own.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -91,64 +141,78 @@ def fork(config: Config, ranks: int, errors: Path) -> list[int]:
     pids = []
     for rank in range(ranks):
         pid = os.fork()
+        leader = pids[0] if pids else pid
+        if new_group:  # the fork and its parent both do it, because either may be the first
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, leader)
         if pid == 0:
             if ranks > 1:
                 world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
                 world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 os.environ.update({key: str(value) for key, value in world.items()})
-            be_a_rank(config, pids[0] if pids else 0, errors)
+            exit_with(work)
         pids.append(pid)
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pids[0])
     return pids
 
 
-def be_a_rank(config: Config, group: int, errors: Path) -> None:
-    """In a forked process: train until the end or the kill. Does not return."""
+def exit_with(work: Callable[[], int]) -> NoReturn:
+    """End this process with the status that `work` returns or exits with, or with 1 and a traceback if it raises."""
     status = 1
     try:
-        os.setpgid(0, group)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        import train
-
-        status = train.main(config)
+        status = work()
+    except SystemExit as end:
+        status = end.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 
 def end(pids: list[int]) -> list[int]:
-    """SIGKILL to the process group of a `fork`. Returns the wait statuses: signal.SIGKILL of those alive until then."""
+    """Send SIGKILL to the process group of a `fork`. Returns the wait statuses: signal.SIGKILL of those that still ran."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pids[0], signal.SIGKILL)
     return [os.waitpid(pid, 0)[1] for pid in pids]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run has left
+
+
 def metrics(run: Path) -> list[dict]:
-    """The records of a run's metrics.jsonl; a line torn by a kill is left out."""
-    records = []
-    for line in (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    """The records of a run's metrics.jsonl, without a last line that is not complete."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]]
 
 
 def unmeasured(records: list[dict]) -> list[dict]:
-    """`records` without times and memory: what equal runs have in common."""
+    """`records` without times and memory, as two equal runs have them."""
     return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 
 
+def digests(run: Path) -> dict[str, str]:
+    """The sha256 of the weights and of the optimizer state in a run's newest checkpoint, by file name."""
+    latest = run / "checkpoints" / "latest"
+    return {name: sha256(latest / name) for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data, results and the machine they are from
+
+
 def prepare_tokens(directory: str) -> None:
-    """Make the dataset of the embedded corpus if it is not there."""
+    """Prepare the embedded corpus in `directory` if there is no dataset."""
     if not (ROOT / directory / "dataset.json").exists():
         subprocess.run([sys.executable, "prepare_data.py", f"--out={directory}"], cwd=ROOT, check=True)
 
 
 @contextlib.contextmanager
 def workspace():
-    """A directory for runs, removed at the end, also by SIGTERM; in runs/, for a system's temporary files may be in memory."""
+    """A directory for runs. It is removed at the end, also after SIGTERM.
+
+    It is in runs/, because a system may hold its temporary files in memory.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     (ROOT / "runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=ROOT / "runs") as directory:
@@ -156,11 +220,11 @@ def workspace():
 
 
 def describe() -> dict:
-    """This machine and the versions of what ran on it."""
+    """This machine, its load, and the versions of what runs on it."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpus = said(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
+    gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {
         "machine": {
@@ -170,20 +234,20 @@ def describe() -> dict:
             "gpus": gpus,
         },
         "versions": {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}", **versions},
-        "commit": said(["git", "describe", "--always", "--dirty"]),
+        "commit": output_of(["git", "describe", "--always", "--dirty"]),
         "load": [round(load, 2) for load in os.getloadavg()],
     }
 
 
-def said(command: list[str]) -> str:
-    """What a command prints; nothing where it is not there or fails."""
+def output_of(command: list[str]) -> str:
+    """What a command prints, or nothing if it is not installed."""
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
-    """Publish `result` with the machine as DIRECTORY/NAME.json by rename."""
+    """Publish `result` and the machine as DIRECTORY/NAME.json. Returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
     record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), **describe(), **result}
@@ -192,8 +256,14 @@ def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """Text in columns, the first one flush left."""
+    """The rows as text in columns. The first column is flush left, the others flush right."""
     cells = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
     return "\n".join("  ".join(line) for line in lines)
+
+
+def median_and_range(values: list[float], digits: int = 2, unit: str = "") -> str:
+    """The median and the extremes of measurements, as text."""
+    median, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return f"{median}{unit} ({low} to {high})"

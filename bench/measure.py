@@ -1,8 +1,7 @@
-"""What the benchmarks that compare share: contenders measured in turns, other programs and train.py as contenders."""
+"""What comparing benchmarks share: contenders measured in turns, and how to run train.py and nanoGPT as contenders."""
 
 import contextlib
 import io
-import json
 import multiprocessing
 import os
 import runpy
@@ -24,7 +23,7 @@ from settings import RunError, UserError
 
 
 def in_turns(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Measure all contenders one after the other, `rounds` times, so that other work on the machine meets them alike."""
+    """Measure all contenders one after the other, `rounds` times, so that other load on the machine hits them equally."""
     measured = {name: [] for name in contenders}
     for number in range(1, rounds + 1):
         for name, measure in contenders.items():
@@ -34,28 +33,28 @@ def in_turns(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[st
 
 
 def spread(values: list[float]) -> dict:
-    """Median, extremes and all of the measurements."""
+    """The median, the extremes and all measurements."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Median over the rounds of the ratio within each."""
+    """The median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def in_fresh_process(function: Callable, *arguments):
-    """`function(*arguments)` in a new interpreter, where no other module or setting is in its way."""
+    """`function(*arguments)` in a new interpreter, where no other module or setting disturbs it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def environment() -> dict[str, str]:
-    """This process's, where nothing says how many threads to take."""
+    """This process's environment variables without one that limits threads."""
     return {key: value for key, value in machine.environment().items() if key != "OMP_NUM_THREADS"}
 
 
 def timed(command: list, cwd: Path) -> float:
-    """Seconds that `python COMMAND` takes. Raises RunError with its last lines if it fails."""
+    """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
     began = time.perf_counter()
     done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment(), capture_output=True, text=True)
     seconds = time.perf_counter() - began
@@ -65,32 +64,32 @@ def timed(command: list, cwd: Path) -> float:
 
 
 def run_until(step: int, preset: str, **flags) -> tuple[float, list[dict]]:
-    """Train until the line of `step` is in metrics.jsonl, then kill the run, which thus saves and evaluates nothing.
+    """Train until metrics.jsonl has `step` records, then kill the run, before it saves or evaluates anything.
 
-    Returns the seconds from the command on and the lines. Raises RunError if the run ends before.
+    Returns the seconds since the command and the records. Raises RunError if the run ends earlier.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = {"out_dir": folder, "name": "run", "log_every": 1, "eval_every": 0, "save_every": 0} | flags
-        command = [sys.executable, "train.py", preset, *(f"--{name}={value}" for name, value in flags.items())]
-        metrics, output = Path(folder) / "run/metrics.jsonl", Path(folder) / "output"
+        command = machine.command(preset=preset, **flags)
+        run, output = Path(folder) / "run", Path(folder) / "output"
         began = time.perf_counter()
         with open(output, "w") as file:
             process = subprocess.Popen(command, cwd=machine.ROOT, stdout=file, stderr=file, env=environment())
         try:
             while True:
                 ended = process.poll() is not None
-                lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-                if len(lines) >= step:
-                    return time.perf_counter() - began, [json.loads(line) for line in lines[:step]]
+                records = machine.metrics(run) if (run / "metrics.jsonl").exists() else []
+                if len(records) >= step:
+                    return time.perf_counter() - began, records[:step]
                 if ended:
                     raise RunError(f"train.py {preset} ended before step {step}:\n{output.read_text()[-2000:]}")
-                time.sleep(0.005 if step == 1 else 0.25)  # looking disturbs what is measured
+                time.sleep(0.005 if step == 1 else 0.25)  # reading the file disturbs the measurement
         finally:
             machine.kill(process)
 
 
 def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
-    """A copy of a checkout, which nothing is written to, with `text` prepared by its data/shakespeare_char/prepare.py."""
+    """Copy a checkout to `folder` and let its data/shakespeare_char/prepare.py prepare `text` there."""
     if not (Path(checkout) / "data/shakespeare_char/prepare.py").exists():
         raise UserError(f"--nanogpt={checkout} is no checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
     shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
@@ -101,7 +100,7 @@ def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
 
 
 def nanogpt_train(checkout: Path, *flags: str) -> dict:
-    """Run nanoGPT's train.py in this process; returns its variables and functions."""
+    """Run nanoGPT's train.py in this process. Returns its global variables and functions."""
     os.chdir(checkout)
     sys.path.insert(0, str(checkout))
     sys.argv = ["train.py", *flags]

@@ -1,8 +1,8 @@
-"""Speed of preparing data: `python bench/prepare.py [--build_nanogpt=PATH]`.
+"""How fast is prepare_data.py? `python bench/prepare.py [--build_nanogpt=PATH]`
 
-prepare_data.py, from the command to a finished dataset directory, against tiktoken alone on all cores, the text in memory
-already, and against the process pool of build-nanogpt's fineweb.py; in turns, with one tokenizer, on one parquet file of the
-embedded corpus' files, shuffled and repeated.
+Measures prepare_data.py from the command to the finished dataset. Compares it with tiktoken alone, on all cores and with the
+text in memory already, and with the process pool of build-nanogpt's fineweb.py. All take turns, use one tokenizer and read one
+parquet file: the files of the embedded corpus, shuffled and repeated.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from settings import RunError, UserError, cores
 @dataclass(frozen=True)
 class PrepareConfig:
     build_nanogpt: str = ""
-    """A checkout of build-nanogpt (empty: without it)."""
+    """A checkout of build-nanogpt (empty: leave build-nanogpt out)."""
     megabytes: int = 200
-    """Text to encode."""
+    """Size of the text to encode."""
     rounds: int = 3
     tokenizer: str = "train:4096"
-    """As of prepare_data.py; made once, before."""
+    """See prepare_data.py. The tokenizer is made once, before the measurements."""
 
 
 def main(config: PrepareConfig) -> None:
-    """Measure all in turns; print and write MB of text a second and the peak memory."""
+    """Measure all in turns. Print and write MB of text a second and the peak memory."""
     from prepare_data import make_tokenizer
     from sources import embedded_corpus
 
@@ -60,7 +60,10 @@ def main(config: PrepareConfig) -> None:
             return size / in_fresh_process(build_nanogpt_seconds, script, text, tokenizer) / 1e6
 
         contenders = {"ours, MB/s": ours}
-        for method in ("encode_ordinary_batch", "encode_to_numpy"):  # its own threads; its fastest call in ours
+        for method in (
+            "encode_ordinary_batch",
+            "encode_to_numpy",
+        ):  # in its own threads; in ours
             contenders[f"tiktoken {method}, MB/s"] = lambda method=method: (
                 size / in_fresh_process(tiktoken_seconds, method, text, tokenizer) / 1e6
             )
@@ -78,13 +81,13 @@ def main(config: PrepareConfig) -> None:
 
 
 def make_text(path: Path, megabytes: int) -> int:
-    """Write the embedded corpus, again and again in another order, as a column of texts; returns their bytes."""
+    """Write the embedded corpus as a column of texts, repeatedly, each time in another order. Returns the size in bytes."""
     import pyarrow
     import pyarrow.parquet
 
     from sources import embedded_corpus
 
-    files = [text for file in embedded_corpus() if (text := file.read_text(errors="replace"))]
+    files = [text for file in embedded_corpus() if (text := file.path.read_text(errors="replace"))]
     chance, size, schema = random.Random(0), 0, pyarrow.schema([("text", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         while size < megabytes * 1e6:
@@ -106,7 +109,7 @@ def texts(path: Path) -> list[str]:
 
 
 def our_run(text: Path, tokenizer: Path) -> tuple[float, float]:
-    """Seconds of prepare_data.py and the peak memory in MB of all its processes, shared pages counted once."""
+    """Seconds that prepare_data.py takes, and the peak memory in MB of all its processes. Shared pages count once."""
     with tempfile.TemporaryDirectory(dir=text.parent) as out:
         command = [sys.executable, "prepare_data.py", str(text), f"--out={out}/tokens", f"--tokenizer={tokenizer}"]
         began, peak = time.perf_counter(), 0.0
@@ -126,7 +129,7 @@ def our_run(text: Path, tokenizer: Path) -> tuple[float, float]:
 
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
-    """Of tiktoken's threads for the texts, which are in memory."""
+    """Seconds that tiktoken takes to encode the texts on all cores. They are in memory already."""
     from tokenizer import load
 
     documents, encoding = texts(path), load(tokenizer).fast
@@ -141,21 +144,21 @@ def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
 
 
 def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
-    """Of build-nanogpt's fineweb.py as it stands, given these texts for FineWeb-Edu and this tokenizer for GPT-2's."""
+    """Seconds that build-nanogpt's fineweb.py takes, unchanged, with these texts and this tokenizer in place of its own."""
     import multiprocessing
 
     import tiktoken
 
     from tokenizer import load
 
-    multiprocessing.set_start_method("fork", force=True)  # its workers need the variables that it sets
+    multiprocessing.set_start_method("fork", force=True)  # its workers need the global variables of its main process
     documents, encoding = [{"text": text} for text in texts(path)], load(tokenizer).fast
     sys.modules["datasets"] = types.ModuleType("datasets")
     sys.modules["datasets"].load_dataset = lambda *_, **__: documents
     tiktoken.get_encoding = lambda _: encoding
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         here = Path(folder) / script.name
-        here.symlink_to(script)  # it writes beside itself
+        here.symlink_to(script)  # it writes into its own directory
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
             began = time.perf_counter()
             runpy.run_path(str(here), run_name="__main__")
@@ -167,7 +170,7 @@ def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
 
 
 def family(pid: int) -> list[int]:
-    """A process and its descendants, on Linux."""
+    """The ids of a process and its descendants, on Linux."""
     members = [pid]
     for member in members:
         for path in Path(f"/proc/{member}/task").glob("*/children"):
@@ -177,7 +180,7 @@ def family(pid: int) -> list[int]:
 
 
 def memory_mb(pid: int) -> float:
-    """Proportional set size of a process: resident memory, where pages of n processes count 1/n in each."""
+    """The proportional set size of a process in MB: resident memory, where a page shared by n processes counts 1/n."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

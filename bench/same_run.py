@@ -1,9 +1,10 @@
-"""Is it the same run? Train it on 1, 2, 3 and 4 ranks and once killed again and again and continued on other numbers of ranks.
+"""Is it the same run on any number of ranks, and also if it is killed again and again?
 
 python bench/same_run.py
 
-Draws all losses into bench/results/same_run.png and prints the sha256 of the final files of every run. Exit status 1 unless
-the runs under --strategy=exact are one, bit for bit. About ten minutes on two cores.
+Trains one run on 1, 2, 3 and 4 ranks. Trains it once more with kills, after each of which it continues on another number of
+ranks. Draws all losses into bench/results/same_run.png and prints the sha256 of every run's final files. The exit status is 0
+only if all runs under --strategy=exact are the same, bit for bit. About ten minutes on two cores.
 """
 
 import random
@@ -18,28 +19,18 @@ sys.path.append(str(Path(__file__).parent.parent))
 import machine
 import plot
 import settings
-from files import sha256
 
-# 0.5 million parameters with dropout; 12 micro-batches an update, which 1, 2, 3, 4 and 6 ranks share equally
-FLAGS = dict(
-    architecture="qwen3",
-    n_layer=2,
-    n_head=2,
+# 0.5 million parameters with dropout. An update has 12 micro-batches, which 1, 2, 3, 4 and 6 ranks can share equally.
+FLAGS = machine.TINY | dict(
     n_embd=64,
     seq_len=32,
     dropout=0.1,
     tokens_per_update=768,
-    micro_batch_size=2,
     optimizer="muon",
     lr=5e-3,
     eval_every=50,
     eval_tokens=8192,
     save_every=7,
-    log_every=1,
-    dtype="float32",
-    compile="off",
-    device="cpu",
-    threads=1,
 )
 KILL = dict(color="black", linestyle="", marker="x", markersize=7, markeredgewidth=1.6, zorder=5)
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -51,9 +42,9 @@ class SameRunConfig:
     steps: int = 200
     max_ranks: int = 4
     kills: int = 6
-    """How often the disturbed run is killed, each time to go on with another number of ranks."""
+    """How often the disturbed run is killed. Each time it continues on another number of ranks."""
     seed: int = 0
-    """Of the instants of the kills and the numbers of ranks."""
+    """Seeds the instants of the kills and the numbers of ranks."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
     out: str = str(machine.RESULTS)
@@ -61,8 +52,11 @@ class SameRunConfig:
 
 
 def killed_run(config: SameRunConfig, directory: Path, flags: dict) -> list[dict]:
-    """Train with `kills` hard kills, spread over the run, and a change of ranks at each. Returns the lives in order."""
-    chance, ranks, lives = random.Random(config.seed), 1, []
+    """Train with `kills` hard kills spread over the run. After each it continues on another number of ranks.
+
+    Returns the number of ranks and the last step of each attempt, in order.
+    """
+    chance, ranks, attempts = random.Random(config.seed), 1, []
     for i in range(config.kills + 1):
         ranks = chance.choice([n for n in range(1, config.max_ranks + 1) if n != ranks])
         if i == config.kills:
@@ -74,17 +68,18 @@ def killed_run(config: SameRunConfig, directory: Path, flags: dict) -> list[dict
                 time.sleep(0.005)
             time.sleep(chance.random() * 0.1)
             machine.kill(process)
-        lives.append({"ranks": ranks, "last_step": last_step(directory)})
-    return lives
+        attempts.append({"ranks": ranks, "last_step": last_step(directory)})
+    return attempts
 
 
 def last_step(directory: Path) -> int:
-    """The last step in the metrics of a run."""
-    return max((record["step"] for record in machine.metrics(directory)), default=0)
+    """The last step in the metrics of a run (0: none yet)."""
+    records = machine.metrics(directory) if (directory / "metrics.jsonl").exists() else []
+    return max((record["step"] for record in records), default=0)
 
 
 def train_all(config: SameRunConfig, strategies: list[str], runs: Path) -> list[dict]:
-    """Every run of every strategy, one after the other."""
+    """Train every run of every strategy, one after the other. Returns a row for each."""
     from tqdm import tqdm
 
     names = [*range(1, config.max_ranks + 1), "killed"]
@@ -95,18 +90,18 @@ def train_all(config: SameRunConfig, strategies: list[str], runs: Path) -> list[
         directory = runs / f"{strategy}-{name}"
         flags = dict(FLAGS, strategy=strategy, steps=config.steps, tokens=config.tokens, out_dir=runs, name=directory.name)
         if name == "killed":
-            lives = killed_run(config, directory, flags)
+            attempts = killed_run(config, directory, flags)
         else:
             machine.run(name, **flags)
-            lives = [{"ranks": name, "last_step": config.steps}]
+            attempts = [{"ranks": name, "last_step": config.steps}]
         records = machine.unmeasured(machine.metrics(directory))
-        digests = {file: sha256(directory / "checkpoints" / "latest" / file) for file in FILES}
-        rows.append({"strategy": strategy, "run": label, **digests, "lives": lives, "metrics": records})
+        digests = machine.digests(directory)
+        rows.append({"strategy": strategy, "run": label, **digests, "attempts": attempts, "metrics": records})
     return rows
 
 
-def is_one(rows: list[dict]) -> bool:
-    """Whether the runs have the same files and the same metrics."""
+def all_the_same(rows: list[dict]) -> bool:
+    """Whether all runs have the same files and the same metrics."""
     return all(row[key] == rows[0][key] for row in rows for key in (*FILES, "metrics"))
 
 
@@ -116,13 +111,13 @@ def losses(row: dict) -> list[float]:
 
 
 def drift(row: dict, rows: list[dict]) -> list[float]:
-    """How far each loss is from that of the same strategy on one rank."""
+    """The distance of each loss from that of the same strategy on one rank."""
     alone = next(other for other in rows if other["strategy"] == row["strategy"])
     return [abs(a - b) for a, b in zip(losses(row), losses(alone), strict=True)]
 
 
 def draw(rows: list[dict], out: Path) -> None:
-    """One column a strategy: the losses of all runs, and below how far each is from that on one rank."""
+    """Draw a column for each strategy: the losses of all runs, and below them their distance from those on one rank."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -133,14 +128,15 @@ def draw(rows: list[dict], out: Path) -> None:
         mine = [row for row in rows if row["strategy"] == strategy]
         for i, row in enumerate(mine):
             steps, color = range(1, len(losses(row)) + 1), plot.COLORS[i % len(plot.COLORS)]
-            upper.plot(steps, losses(row), color=color, linewidth=1 + 1.1 * (len(mine) - 1 - i))  # all stay to be seen
+            width = 1 + 1.1 * (len(mine) - 1 - i)  # so that no line hides another
+            upper.plot(steps, losses(row), color=color, linewidth=width)
             lower.plot(steps, drift(row, rows), color=color, linewidth=1.4)
-            kills = [life["last_step"] for life in row["lives"][:-1] if life["last_step"]]
+            kills = [attempt["last_step"] for attempt in row["attempts"][:-1] if attempt["last_step"]]
             upper.plot(kills, [losses(row)[step - 1] for step in kills], **KILL)
         different = len({row[FILES[0]] for row in mine})
-        one = f"{len(mine)} runs, " + ("one sha256" if is_one(mine) else f"{different} different sha256")
-        for axis, said, height in ((upper, one, 0.95), (lower, "0 at every step" * is_one(mine), 0.3)):
-            axis.text(0.98, height, said, transform=axis.transAxes, ha="right", va="top", fontsize=12, fontweight="bold")
+        one = f"{len(mine)} runs, " + ("one sha256" if all_the_same(mine) else f"{different} different sha256")
+        for axis, text, height in ((upper, one, 0.95), (lower, "0 at every step" * all_the_same(mine), 0.3)):
+            axis.text(0.98, height, text, transform=axis.transAxes, ha="right", va="top", fontsize=12, fontweight="bold")
             axis.grid(color="0.91", linewidth=0.8)
             axis.spines[["top", "right"]].set_visible(False)
         upper.set_title(f"--strategy={strategy}", loc="left", fontsize=13, family="monospace")
@@ -154,11 +150,11 @@ def draw(rows: list[dict], out: Path) -> None:
     handles = [Line2D([], [], color=plot.COLORS[i % len(plot.COLORS)], linewidth=3, label=name) for i, name in enumerate(names)]
     handles.append(Line2D([], [], label="SIGKILL", **KILL))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    plot.publish(figure, out)
+    plot.save(figure, out)
 
 
 def report(rows: list[dict]) -> int:
-    """Print the table and what it means; returns the exit status."""
+    """Print the table and the verdict. Returns the exit status."""
     head = ["strategy", "run", "weights", "optimizer", "last loss", "largest distance to W=1"]
     cells = []
     for row in rows:
@@ -168,10 +164,11 @@ def report(rows: list[dict]) -> int:
     status = 0
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         mine = [row for row in rows if row["strategy"] == strategy]
-        killed = mine[-1]["lives"]
-        print(f"{strategy}: killed {len(killed) - 1} times, W = {', '.join(str(life['ranks']) for life in killed)}")
-        if is_one(mine):
-            print(f"{strategy}: {len(mine)} runs are one, bit for bit: weights, optimizer state and every metric")
+        attempts = mine[-1]["attempts"]
+        ranks = ", ".join(str(attempt["ranks"]) for attempt in attempts)
+        print(f"{strategy}: killed {len(attempts) - 1} times, W = {ranks}")
+        if all_the_same(mine):
+            print(f"{strategy}: {len(mine)} runs are the same, bit for bit: weights, optimizer state and every metric")
         else:
             print(f"{strategy}: {len({row[FILES[0]] for row in mine})} different weights in {len(mine)} runs")
             status = max(status, int(strategy == "exact"))
@@ -188,9 +185,10 @@ def main(config: SameRunConfig) -> int:
         rows = train_all(config, strategies, runs)
     picture = Path(config.out) / "same_run.png"
     draw(rows, picture)
-    told = [{**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows))} for row in rows]
-    one = {strategy: is_one([row for row in rows if row["strategy"] == strategy]) for strategy in strategies}
-    path = machine.write("same_run", {"flags": FLAGS, "steps": config.steps, "is_one": one, "runs": told}, Path(config.out))
+    summaries = [{**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows))} for row in rows]
+    same = {strategy: all_the_same([row for row in rows if row["strategy"] == strategy]) for strategy in strategies}
+    result = {"flags": FLAGS, "steps": config.steps, "same": same, "runs": summaries}
+    path = machine.write("same_run", result, Path(config.out))
     print(f"{picture}, {path}")
     return report(rows)
 

@@ -1,10 +1,10 @@
-"""How long does training stand still for a checkpoint, with --async_save and without, and how fast is the save itself?
+"""How long does training wait for a checkpoint, with --async_save and without, and how fast is the save itself?
 
 python bench/save_stall.py
 
-Trains a model of 62 million parameters (0.74 GB a checkpoint) in turns with and without background saves. What a save costs is
-the time that training waits for it, and in the background the time by which it slows the steps beside it. Last, the same
-bytes are written and flushed to the same disk by nothing but write and fsync. About ten minutes on two cores.
+Trains a model of 62 million parameters (0.74 GB a checkpoint), in turns with and without background saves. A save costs the
+time that training waits for it. A background save also slows down the steps that run meanwhile. For comparison, the same
+number of bytes is written to the same disk by write and fsync alone. About ten minutes on two cores.
 """
 
 import os
@@ -26,11 +26,11 @@ WAITED = re.compile(r"^step +(\d+)  checkpoint; training waited ([\d.]+) s$", re
 @dataclass(frozen=True)
 class SaveStallConfig:
     pairs: int = 2
-    """Runs of each kind, in turns."""
+    """How often each kind of save is measured, in turns."""
     saves: int = 4
-    """Counted saves of a run; the first and the last are not."""
+    """Saves of a run that are counted. The first and the last are not."""
     save_every: int = 3
-    """Steps between saves: enough that one has ended before the next begins."""
+    """Steps between saves: enough for one to end before the next begins."""
     n_layer: int = 12
     n_embd: int = 640
     tokens_per_update: int = 512
@@ -91,34 +91,28 @@ def write_plainly(sizes: list[int], directory: Path) -> float:
     return seconds
 
 
-def told(values: list[float], unit: str, digits: int = 2) -> str:
-    """Median and range."""
-    return (
-        f"{statistics.median(values):.{digits}f} {unit} ({min(values):.{digits}f} to {max(values):.{digits}f}, n={len(values)})"
-    )
-
-
 def report(result: dict, save_every: int) -> None:
-    """Print medians, spreads and ratios."""
+    """Print what a save costs and how fast it writes."""
     sync, background = result["sync"], result["async"]
     stall = statistics.median(sync["waited_s"])
     waits = statistics.median(background["waited_s"])
-    # All the slowdown of the steps since the last save is put down to that save.
+    # A save is charged with the whole slowdown of the steps that follow it.
     slowdown = (statistics.mean(background["step_ms"]) - statistics.mean(sync["step_ms"])) * save_every / 1000
     gigabytes = result["bytes"] / 1e9
     plain = statistics.median(result["plain_s"])
     rows = [
-        ["training waits, --async_save=false", told(sync["waited_s"], "s")],
-        ["training waits, --async_save=true", told(background["waited_s"], "s", 3)],
-        ["a step, --async_save=false", told(sync["step_ms"], "ms", 0)],
-        ["a step, --async_save=true", told(background["step_ms"], "ms", 0)],
-        ["steps slowed by a background save", f"{slowdown:.2f} s a save"],
-        ["plain write and fsync", told(result["plain_s"], "s")],
+        ["training waits, --async_save=false", machine.median_and_range(sync["waited_s"], 2, " s")],
+        ["training waits, --async_save=true", machine.median_and_range(background["waited_s"], 3, " s")],
+        ["a step, --async_save=false", machine.median_and_range(sync["step_ms"], 0, " ms")],
+        ["a step, --async_save=true", machine.median_and_range(background["step_ms"], 0, " ms")],
+        ["a background save slows the steps by", f"{slowdown:.2f} s"],
+        ["plain write and fsync", machine.median_and_range(result["plain_s"], 2, " s")],
         ["a save writes", f"{gigabytes / stall:.2f} GB/s, {plain / stall:.2f} of plain {gigabytes / plain:.2f} GB/s"],
     ]
     print(machine.table([f"a checkpoint of {gigabytes:.2f} GB", ""], rows))
     lost = waits + max(0.0, slowdown)
-    print(f"in the background the wait is {stall / waits:.0f} times shorter; slower steps counted, {stall / lost:.1f} times")
+    print(f"with a background save training waits {stall / waits:.0f} times less")
+    print(f"counting the slower steps too, a background save costs {stall / lost:.1f} times less")
 
 
 def main(config: SaveStallConfig) -> int:

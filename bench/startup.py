@@ -1,6 +1,6 @@
-"""How long a command takes to answer: `python bench/startup.py`.
+"""How long does a command take to answer? `python bench/startup.py`
 
-`train.py --help`, and `train.py config/laptop.toml --compile=off` from the command to its first finished step.
+Measures `train.py --help`, and `train.py config/laptop.toml --compile=off` from the command to the end of its first step.
 """
 
 import sys
@@ -34,8 +34,7 @@ def main(config: StartupConfig) -> None:
     contenders = {"--help, s": lambda: timed(["train.py", "--help"], machine.ROOT), "first step, s": first_step}
     result = {name: spread(values) for name, values in in_turns(config.rounds, contenders).items()}
     print(machine.write("startup", result))
-    said = (f"{name} {row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f})" for name, row in result.items())
-    print("; ".join(said))
+    print("; ".join(f"{name} {machine.median_and_range(row['all'])}" for name, row in result.items()))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Time to a loss against nanoGPT: `python bench/time_to_loss.py --nanogpt=PATH --text=input.txt`.
+"""How fast does training reach a loss, compared with nanoGPT? `python bench/time_to_loss.py --nanogpt=PATH --text=input.txt`
 
-nanoGPT's README run for a CPU and our config/shakespeare_char.toml, each from command to finish, in turns, on the same text.
-Then the loss of both on the whole validation split (the last tenth of the text), in nats a character.
+Times nanoGPT's README run for a CPU and our config/shakespeare_char.toml in turns, on the same text, from the command to the
+end. Then compares their losses in nats a character on the whole validation split, which is the last tenth of the text.
 """
 
-import json
 import math
 import shlex
 import sys
@@ -29,14 +28,14 @@ class TimeToLossConfig:
     nanogpt: str
     """A checkout of nanoGPT."""
     text: str
-    """tiny Shakespeare's input.txt, or another text in ASCII."""
+    """tiny Shakespeare's input.txt, or another ASCII text."""
     pairs: int = 3
     target_loss: float = 1.8857
-    """Nats a character that our run must reach."""
+    """The loss that our run must reach, in nats a character."""
 
 
 def main(config: TimeToLossConfig) -> None:
-    """Run both in turns; print and write the times, losses, sizes and the ratio of the times."""
+    """Run both in turns. Print and write the times, losses, sizes and the ratio of the times."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", Path(config.text).read_text())
@@ -51,34 +50,34 @@ def main(config: TimeToLossConfig) -> None:
             return timed(["train.py", *README_RUN], peer)
 
         seconds = in_turns(config.pairs, {"ours, s": ours, "nanoGPT, s": nanogpt})
-        found = {"ours": our_result(folder / "run0"), "nanoGPT": in_fresh_process(nanogpt_result, peer)}
+        results = {"ours": our_result(folder / "run0"), "nanoGPT": in_fresh_process(nanogpt_result, peer)}
     faster = ratio(seconds["nanoGPT, s"], seconds["ours, s"])
-    reached = found["ours"]["loss"] <= config.target_loss
+    reached = results["ours"]["loss"] <= config.target_loss
     result = {
         "seconds": {name: spread(values) for name, values in seconds.items()},
-        "at_the_end": found,
+        "at_the_end": results,
         "target_loss": config.target_loss,
         "reached": reached,
         "times_faster": faster,
     }
     print(machine.write("time_to_loss", result))
-    for name, row in found.items():
+    for name, row in results.items():
         print(f"{name}: loss {row['loss']:.4f} a character, {row['parameters']:,} parameters")
     print(f"target {config.target_loss} {'reached' if reached else 'MISSED'}, {faster:.2f} times faster than nanoGPT")
 
 
 def our_result(run: Path) -> dict:
-    """Loss of a run's last evaluation and the number of its weights. A character is a byte here."""
+    """The last validation loss of our run and its number of weights. A character is a byte here."""
     from safetensors import safe_open
 
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = machine.metrics(run)
     with safe_open(run / "checkpoints/latest/model.safetensors", "pt") as weights:
         parameters = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     return {"loss": records[-1]["val_bpb"] * math.log(2), "parameters": parameters}
 
 
 def nanogpt_result(checkout: Path) -> dict:
-    """Loss of nanoGPT's checkpoint, loaded by itself, over all windows of 64 characters of val.bin."""
+    """The loss of nanoGPT's checkpoint over all windows of 64 characters of val.bin. nanoGPT itself loads it."""
     import numpy as np
     import torch
 

@@ -1,8 +1,8 @@
-"""Training speed against nanoGPT and the machine: `python bench/tokens_per_second.py --nanogpt=PATH`.
+"""How fast is training, compared with nanoGPT and with the machine? `python bench/tokens_per_second.py --nanogpt=PATH`
 
-nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and ours of the same architecture
-on the same tokens, each trained by its own train.py in turns: milliseconds of a step as the programs report them, the first
-steps left out. Between them the fastest bfloat16 matrix product, which our model FLOPs are a share of.
+Trains nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and ours of the same
+architecture on the same tokens, in turns, each by its own train.py. Reads the milliseconds of a step that the programs report,
+without the first steps. Also measures the fastest bfloat16 matrix product, to tell which share of it our model FLOPs reach.
 """
 
 import re
@@ -35,11 +35,11 @@ class TokensPerSecondConfig:
     warmup_steps: int = 8
     """Steps of each run that are not counted."""
     compile: bool = True
-    """Measure both programs compiled too. (On a CPU nanoGPT's README turns it off.)"""
+    """Also measure both programs compiled. (nanoGPT's README turns compiling off on a CPU.)"""
 
 
 def main(config: TokensPerSecondConfig) -> None:
-    """Measure all in turns; print and write tokens/s, the share of the peak and the ratios."""
+    """Measure all in turns. Print and write tokens/s, the shares of the peak and the ratios."""
     with tempfile.TemporaryDirectory() as folder:
         peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", random_text(2_000_000))
 
@@ -76,7 +76,7 @@ def main(config: TokensPerSecondConfig) -> None:
 
 
 def random_text(characters: int) -> str:
-    """VOCABULARY different characters in random order."""
+    """Random text of VOCABULARY different characters."""
     import numpy as np
 
     ids = np.random.default_rng(0).integers(VOCABULARY, size=characters, dtype=np.uint8) + ord("!")
@@ -84,28 +84,28 @@ def random_text(characters: int) -> str:
 
 
 def our_steps(tokens: Path, steps: int, mode: str) -> list[float]:
-    """Milliseconds of each step of train.py."""
+    """Milliseconds of each step of our train.py."""
     batch = {"tokens_per_update": BATCH * SEQ_LEN, "micro_batch_size": BATCH, "seq_len": SEQ_LEN, "vocab_size": 128}
     flags = {"architecture": "gpt2", "optimizer": "adamw", "lr": 1e-3, "device": "cpu", "dtype": "bfloat16", "compile": mode}
     lines = run_until(steps, "config/laptop.toml", tokens=tokens, steps=10 * steps, **SHAPE, **batch, **flags)[1]
-    return [line["step_ms"] for line in lines]
+    return [line["step_ms"] for line in lines if "step_ms" in line]  # the first step has none
 
 
 def nanogpt_steps(checkout: Path, steps: int, mode: str) -> list[float]:
-    """Milliseconds of each step of nanoGPT's train.py, without the first, in which it evaluates."""
+    """Milliseconds of each step of nanoGPT's train.py, without the first, which includes an evaluation."""
     shape = [f"--{name}={value}" for name, value in SHAPE.items()]
     batch = [f"--batch_size={BATCH}", f"--block_size={SEQ_LEN}", f"--max_iters={steps}", "--log_interval=1", "--dropout=0.0"]
     flags = ["--device=cpu", f"--compile={mode == 'on'}", "--eval_iters=1", "--eval_interval=1000000"]
     command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *shape, *batch, *flags]
     done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True)
-    milliseconds = [float(told) for told in re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)]
+    milliseconds = [float(text) for text in re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)]
     if done.returncode or len(milliseconds) <= steps:
         raise RunError(f"nanoGPT's train.py ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
     return milliseconds[1:]
 
 
 def matmul_peak(dtype: str, device: str) -> float:
-    """FLOP/s of the product of two square matrices, of the best size, kept up for a second as training must keep it up."""
+    """FLOP/s of products of two square matrices of the best size, sustained for a second, because training must sustain it."""
     import torch
 
     best = 0.0
@@ -123,7 +123,7 @@ def matmul_peak(dtype: str, device: str) -> float:
 
 
 def flops_of_a_token() -> int:
-    """Of our model, forward and backward."""
+    """FLOPs of our model for one token, forward and backward."""
     from model import flops_per_token
 
     return flops_per_token(settings.resolve_model(ModelConfig("gpt2", **SHAPE, seq_len=SEQ_LEN), VOCABULARY))

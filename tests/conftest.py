@@ -1,6 +1,5 @@
-"""A tiny dataset and the front door: real processes, real ranks, real torchrun."""
+"""A tiny dataset, and train.py as users start it: real processes, real ranks, real torchrun."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,30 +11,19 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+import machine
 import warm
+from machine import ROOT
 
-ROOT = Path(__file__).parent.parent
-
-# A model of 30 thousand parameters that still has every part, trained for 20 updates of 12 micro-batches of 2 x 16 tokens.
-TINY = dict(
-    architecture="qwen3",
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    seq_len=16,
+# 20 updates of 12 micro-batches of 2 x 16 tokens. One thread: as many tests as cores run side by side.
+TINY = machine.TINY | dict(
     steps=20,
     tokens_per_update=384,
-    micro_batch_size=2,
     lr=1e-2,
     warmup_steps=2,
     eval_every=5,
     eval_tokens=640,
     save_every=5,
-    log_every=1,
-    dtype="float32",
-    compile="off",
-    device="cpu",
-    threads=1,  # as many tests as cores run side by side
 )
 
 # train.py with a change to its modules before it runs.
@@ -48,13 +36,12 @@ with settings.user_errors():
 
 
 def environment(**more):
-    """This process's, without what another torchrun or a test's rank may have left in it."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return kept | {"WANDB_SILENT": "true", **more}
+    """This process's environment variables and `more`, without those that another torchrun or a test has left."""
+    return machine.environment(WANDB_SILENT="true", **more)
 
 
 def execute(command, status=0, env=None, cwd=ROOT, timeout=120):
-    """Run a command to its end, as from a shell; the exit status must be `status`."""
+    """Run a command to its end, as from a shell. The exit status must be `status`."""
     command = [*map(str, command)]
     done = subprocess.run(command, cwd=cwd, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout)
     assert done.returncode == status, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -69,30 +56,28 @@ class Trainer:
 
     def arguments(self, name, script="train.py", **flags):
         """The script and its flags."""
-        flags = {"tokens": self.tokens, "out_dir": self.runs, "name": name, **TINY, **flags}
-        return [script, *(f"--{key}={value}" for key, value in flags.items())]
+        return machine.arguments(script, **dict(tokens=self.tokens, out_dir=self.runs, name=name) | TINY | flags)
 
-    def command(self, name, ranks=0, launcher=(), **flags):
-        """The command line of a shell; ranks=0 runs without torchrun."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher] if ranks else []
-        return [sys.executable, *torchrun, *self.arguments(name, **flags)]
+    def command(self, name, ranks=1, launcher=(), **flags):
+        """The command line of a shell: python or, for more than one rank, torchrun with the options `launcher`."""
+        return [*machine.launcher(ranks, *launcher), *self.arguments(name, **flags)]
 
-    def start(self, name, ranks=0, env=None, **flags):
-        """Start in the background, in a process group of its own, forked from a process that has imported torch."""
+    def start(self, name, ranks=1, env=None, **flags):
+        """Start in the background, in a process group of its own. It is forked from a process that has imported torch."""
         self.started += 1
         streams = self.runs.parent / f"streams{self.started}"
         streams.mkdir()
         return warm.Process(self.arguments(name, **flags), ranks, environment(**(env or {})), ROOT, streams)
 
-    def __call__(self, name, ranks=0, status=0, env=None, **flags):
-        """`start`, and wait for the end; the exit status must be `status`."""
+    def __call__(self, name, ranks=1, status=0, env=None, **flags):
+        """Start, and wait for the end. The exit status must be `status`."""
         process = self.start(name, ranks, env, **flags)
         stdout, stderr = process.communicate(timeout=120)
         assert process.returncode == status, f"exit {process.returncode}\n{stdout}\n{stderr}"
         return subprocess.CompletedProcess(process, status, stdout, stderr)
 
     def torchrun(self, name, ranks, launcher=(), **flags):
-        """Start in the background under torchrun, from nothing, in a process group of its own."""
+        """Start in the background under a real torchrun, in a process group of its own."""
         return subprocess.Popen(
             self.command(name, ranks, launcher, **flags),
             cwd=ROOT,
@@ -103,8 +88,8 @@ class Trainer:
             start_new_session=True,
         )
 
-    def changed(self, change, name, ranks=0, **more):
-        """As a call, of train.py into which the text `change` has put a fault or a measurement."""
+    def changed(self, change, name, ranks=1, **more):
+        """Like a call, but the code `change`, a fault or a measurement, runs in train.py before training."""
         script = self.runs.parent / "changed.py"
         script.write_text(CHANGED.format(change=change))
         return self(name, ranks, script=script, **more)
@@ -118,25 +103,23 @@ class Trainer:
         return load_file(self.latest(name) / "model.safetensors")
 
     def files(self, name):
-        """The bytes of what must be bit-identical."""
-        return [(self.latest(name) / file).read_bytes() for file in ("model.safetensors", "optimizer.safetensors")]
+        """The digests of what must be bit-identical."""
+        return machine.digests(self.runs / name)
 
     def metrics(self, name):
-        """The records of metrics.jsonl without those that measure time and memory."""
-        measured = {"tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
-        lines = (self.runs / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k not in measured} for line in lines]
+        """The records of metrics.jsonl without times and memory."""
+        return machine.unmeasured(machine.metrics(self.runs / name))
 
 
 def largest_difference(a, b):
-    """Over all tensors of two state dictionaries with the same names."""
+    """The largest absolute difference between two state dictionaries with the same names."""
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory):
-    """A dataset of bytes with something to learn: our own sources, prepared through the front door."""
+    """A dataset of bytes with something to learn: our own sources, prepared by prepare_data.py."""
     out = tmp_path_factory.mktemp("tokens") / "tiny"
     sources = [str(ROOT / name) for name in ("train.py", "data.py", "model.py", "settings.py")]
     execute([sys.executable, "prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"])
@@ -152,7 +135,7 @@ def train(tokens, tmp_path):
 
 @pytest.fixture(scope="session")
 def shared(tokens, tmp_path_factory):
-    """A Trainer whose runs the tests of a session share, and only read: `plain` is one process, undisturbed."""
+    """A Trainer whose runs all tests share and only read. `plain` is one process, undisturbed."""
     trainer = Trainer(tokens, tmp_path_factory.mktemp("shared") / "runs")
     execute(trainer.command("plain"))  # as a user does
     return trainer

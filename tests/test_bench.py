@@ -1,84 +1,88 @@
-"""The benchmarks that are also proofs give the right verdict through the front door, and notice what they must not pass."""
+"""The benchmarks that are also proofs give the right verdict, and notice what they must not accept."""
 
-import importlib
 import json
 import shutil
 import subprocess
 import sys
 
-import pytest
-
 import checkpoint
 import files
+import hard_kills
+import machine
+import resume
+import same_run
 from conftest import ROOT, environment
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    """Imports a script of bench/ as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module
-
-
 def run(script, out, **flags):
-    """Run a benchmark to its end; returns it and the JSON it wrote."""
-    command = [sys.executable, f"bench/{script}.py", *(f"--{key}={value}" for key, value in flags.items()), f"--out={out}"]
+    """Run a benchmark to its end. Returns its output and the JSON it wrote."""
+    command = [sys.executable, *machine.arguments(f"bench/{script}.py", out=out, **flags)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode in (0, 1), done.stderr
-    return done, json.loads((out / f"{script}.json").read_text())
-
-
-def test_same_run_finds_exact_to_be_one_run_and_a_changed_one_not_to_be(bench, tokens, tmp_path, capsys):
-    done, told = run("same_run", tmp_path, strategy="exact", steps=8, max_ranks=2, kills=1, tokens=tokens)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert told["is_one"] == {"exact": True} and [row["run"] for row in told["runs"]] == ["W=1", "W=2", "killed"]
-    assert {life["ranks"] for life in told["runs"][2]["lives"]} == {1, 2}
-    assert told["runs"][0]["model.safetensors"][:12] in done.stdout and "3 runs are one, bit for bit" in done.stdout
+    return done.stdout, json.loads((out / f"{script}.json").read_text())
+
+
+def test_same_run_accepts_equal_runs_and_under_exact_no_others(tokens, tmp_path):
+    output, result = run("same_run", tmp_path, strategy="exact", steps=8, max_ranks=2, kills=1, tokens=tokens)
+    assert result["same"] == {"exact": True} and [row["run"] for row in result["runs"]] == ["W=1", "W=2", "killed"]
+    assert {attempt["ranks"] for attempt in result["runs"][2]["attempts"]} == {1, 2}
+    assert result["runs"][0]["model.safetensors"][:12] in output and "3 runs are the same, bit for bit" in output
     assert (tmp_path / "same_run.png").read_bytes().startswith(b"\x89PNG")
 
-    same_run = bench("same_run")
-    rows = [{**row, "metrics": [{"step": 1, "loss": 1.0}]} for row in told["runs"]]
+    rows = [{**row, "metrics": [{"step": 1, "loss": 1.0}]} for row in result["runs"]]
     assert same_run.report(rows) == 0
     digest, other_losses = "0" * 64, [{"step": 1, "loss": 1.1}]
-    for doctored in ({"model.safetensors": digest}, {"optimizer.safetensors": digest}, {"metrics": other_losses}):
-        assert same_run.report([rows[0], {**rows[1], **doctored}, rows[2]]) == 1
-    rows = [{**row, "strategy": "ddp"} for row in rows]  # of which nobody promised it
+    for change in ({"model.safetensors": digest}, {"optimizer.safetensors": digest}, {"metrics": other_losses}):
+        assert same_run.report([rows[0], {**rows[1], **change}, rows[2]]) == 1
+    rows = [{**row, "strategy": "ddp"} for row in rows]  # ddp promises nothing on other numbers of ranks
     assert same_run.report([rows[0], {**rows[1], "model.safetensors": digest}, rows[2]]) == 0
 
 
-def test_hard_kills_finds_no_unusable_state_and_reports_one(bench, tokens, tmp_path, capsys):
-    done, told = run("hard_kills", tmp_path, kills=5, tokens=tokens)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert told["unusable"] == [] and sum(told["places"].values()) == 5 and all(told["same"].values())
-    assert "0 unusable states" in done.stdout
+def test_resume_accepts_equal_runs_and_no_others(tokens, tmp_path, capsys):
+    output, result = run("resume", tmp_path, ranks=3, strategies="ddp", steps=2, more="false", tokens=tokens)
+    [row] = result["cases"]
+    undisturbed, repeated, resumed = row["sha256"]
+    assert (row["case"], row["ranks"]) == ("ddp", 3) and undisturbed == repeated == resumed
+    assert undisturbed["model.safetensors"][:8] in output
 
-    hard_kills = bench("hard_kills")
-    assert hard_kills.report(told) == 0
-    assert hard_kills.report({**told, "unusable": [{"kill": 3, "wrong": ["step-00000007: manifest.json is missing"]}]}) == 1
-    assert hard_kills.report({**told, "same": {**told["same"], "metrics.jsonl": False}}) == 1
+    assert resume.report([row]) == 0
+    changed = {**resumed, "optimizer.safetensors": "0" * 64}
+    assert resume.report([row, {**row, "sha256": [undisturbed, repeated, changed]}]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_hard_kills_finds_no_unusable_state_and_reports_one(tokens, tmp_path, capsys):
+    output, result = run("hard_kills", tmp_path, kills=5, tokens=tokens)
+    assert result["unusable"] == [] and sum(result["killed_while"].values()) == 5 and all(result["same"].values())
+    assert "0 unusable states" in output
+
+    assert hard_kills.report(result) == 0
+    assert (
+        hard_kills.report({**result, "unusable": [{"kill": 3, "problems": ["step-00000007: manifest.json is missing"]}]}) == 1
+    )
     assert "kill 3: step-00000007: manifest.json is missing" in capsys.readouterr().out
+    assert hard_kills.report({**result, "same": {**result["same"], "metrics.jsonl": False}}) == 1
 
 
-def test_hard_kills_sees_a_torn_checkpoint_a_lost_one_and_where_the_kill_fell(bench, tmp_path):
-    hard_kills = bench("hard_kills")
+def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(tmp_path):
     assert hard_kills.examine(tmp_path, 0) == [] and hard_kills.newest_step(tmp_path) == 0
     for step in (3, 4):
         with files.publish_directory(tmp_path / f"step-{step:08d}") as directory:
             (directory / "model.safetensors").write_bytes(b"weights")
             checkpoint.write_manifest(directory)
     files.link(tmp_path / "latest", tmp_path / "step-00000004")
-    assert hard_kills.examine(tmp_path, 4) == [] and hard_kills.place_of_death(tmp_path) == "no checkpoint under way"
-    assert "of step 5 and is of step 4" in hard_kills.examine(tmp_path, 5)[0]
+    assert hard_kills.examine(tmp_path, 4) == [] and hard_kills.killed_while(tmp_path) == "no checkpoint under way"
+    assert "of step 5 and is now of step 4" in hard_kills.examine(tmp_path, 5)[0]
 
     (tmp_path / ".step-00000005.tmp").mkdir()
-    assert hard_kills.place_of_death(tmp_path) == "writing a checkpoint"
+    assert hard_kills.killed_while(tmp_path) == "writing a checkpoint"
     (tmp_path / ".step-00000005.tmp").rename(tmp_path / ".step-00000002.old.tmp")
-    assert hard_kills.place_of_death(tmp_path) == "removing an old checkpoint"
+    assert hard_kills.killed_while(tmp_path) == "removing an old checkpoint"
     files.link(tmp_path / "latest", tmp_path / "step-00000003")
-    assert hard_kills.place_of_death(tmp_path) == "between publishing and `latest`"
+    assert hard_kills.killed_while(tmp_path) == "between publishing and `latest`"
 
     (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"weighty")
-    wrong = hard_kills.examine(tmp_path, 4)
-    assert wrong == [f"{name}: model.safetensors does not match its sha256" for name in ("step-00000003", "latest")]
+    problems = hard_kills.examine(tmp_path, 4)
+    assert problems == [f"{name}: model.safetensors does not match its sha256" for name in ("step-00000003", "latest")]
     shutil.rmtree(tmp_path / "step-00000003")
     assert hard_kills.examine(tmp_path, 4) == ["latest: manifest.json is missing"]

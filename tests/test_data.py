@@ -61,7 +61,7 @@ def test_tokens_of_a_step_do_not_depend_on_the_number_of_ranks(
 ):
     stream = stream_of(sizes)
     batches = data.Batches(stream, seq_len, micro_batches * micro_batch_size, micro_batch_size, seed, shuffled)
-    n = stream.windows(seq_len)
+    n = stream.num_windows(seq_len)
     for step in range(first_step, first_step + 2):
         seen = {}
         for size in (1, 2, 3, 4, 5):  # 5 divides neither: ranks then take unequal shares
@@ -79,7 +79,7 @@ def test_tokens_of_a_step_do_not_depend_on_the_number_of_ranks(
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), seq_len=st.integers(1, 9), epochs=st.integers(1, 3))
 def test_every_window_is_seen_once_an_epoch(sizes, seq_len, epochs):
     stream = stream_of(sizes)
-    n = stream.windows(seq_len)
+    n = stream.num_windows(seq_len)
     if n == 0:
         with pytest.raises(UserError):
             data.Batches(stream, seq_len, 1, 1, 0)
@@ -106,8 +106,8 @@ def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
             file = f"{split}_{i:06d}.bin"
             digest = data.write_shard(directory / file, rng.integers(0, vocab_size, size), vocab_size)
             rows.append(dict(file=file, split=split, tokens=size, bytes_of_text=3 * size, documents=1, sha256=digest))
-    told = dict(format="lockstep-tokens", version=1, vocab_size=vocab_size, eot_token=0, dtype="uint16", shards=rows)
-    (directory / "dataset.json").write_text(json.dumps(told))
+    metadata = dict(format="lockstep-tokens", version=1, vocab_size=vocab_size, eot_token=0, dtype="uint16", shards=rows)
+    (directory / "dataset.json").write_text(json.dumps(metadata))
     return directory
 
 
@@ -146,7 +146,7 @@ def test_foreign_directories_are_read_without_conversion(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage, said",
+    "damage, message",
     [
         (lambda d: (d / "train_000001.bin").unlink(), "train_000001.bin"),
         (lambda d: (d / "train_000000.bin").write_bytes((d / "train_000000.bin").read_bytes()[:-2]), "promises"),
@@ -156,9 +156,9 @@ def test_foreign_directories_are_read_without_conversion(tmp_path):
         (lambda d: (d / "dataset.json").write_text('{"version": 2}'), "version 2"),
     ],
 )
-def test_damaged_datasets_are_refused(tmp_path, damage, said):
+def test_damaged_datasets_are_refused(tmp_path, damage, message):
     damage(make(tmp_path))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         data.open_dataset(tmp_path)
 
 
@@ -178,14 +178,14 @@ def test_a_bad_token_deep_in_a_large_shard_is_caught_when_it_is_read():
 
 def test_prefetcher_hands_out_the_same_batches_in_order_and_passes_errors_on():
     batches = data.Batches(stream_of([50, 70]), 7, 6, 2, seed=3)
-    places = [(step, micro) for step in range(5) for micro in range(3)]
-    prefetcher = data.Prefetcher(batches, places, torch.device("cpu"))
-    for step, micro in places:
+    schedule = [(step, micro) for step in range(5) for micro in range(3)]
+    prefetcher = data.Prefetcher(batches, schedule, torch.device("cpu"))
+    for step, micro in schedule:
         inputs, targets = prefetcher.next()
         tokens = torch.from_numpy(batches.batch(step, micro))
         assert torch.equal(inputs, tokens[:, :-1]) and torch.equal(targets, tokens[:, 1:])
     prefetcher.close()
-    broken = data.Prefetcher(replace(batches, stream=replace(batches.stream, vocab_size=3)), places, torch.device("cpu"))
+    broken = data.Prefetcher(replace(batches, stream=replace(batches.stream, vocab_size=3)), schedule, torch.device("cpu"))
     with pytest.raises(UserError, match="outside the vocabulary"):
         broken.next()
     broken.close()

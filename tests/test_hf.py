@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import hf
+from checkpoint import find_model, write_manifest
 from model import GPT, initialize
 from settings import ModelConfig, UserError, resolve_model
 
@@ -66,9 +67,9 @@ TOKENS = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(3))
 def test_transformers_opens_what_we_write(written, tokenizer_json):
     model, directory = written
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    other, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    other, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert type(other).__name__ == hf.ARCHITECTURES[model.config.architecture]
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     assert other.dtype == torch.float32
     torch.testing.assert_close(other(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
 
@@ -188,9 +189,9 @@ def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     ],
 )
 def test_what_is_not_exactly_ours_is_refused_by_name(shape, change, named, tmp_path):
-    told = hf.config_json(resolve_model(SHAPES[shape], 300), eot_token=0) | change
-    told = {key: value for key, value in told.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    config = hf.config_json(resolve_model(SHAPES[shape], 300), eot_token=0) | change
+    config = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=named):
         hf.read_config(tmp_path)
 
@@ -218,13 +219,15 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
 
 def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     model = build("gpt2")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint.parent / "latest").symlink_to(checkpoint.name)
-    hf.write_model(checkpoint, model.state_dict(), model.config, None, eot_token=0)
-    assert hf.find_model(str(checkpoint)) == checkpoint
-    assert hf.find_model(str(tmp_path / "run")).resolve() == checkpoint
-    with pytest.raises(UserError, match="no config.json and no checkpoints/latest, only run"):
+    saved = tmp_path / "run" / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    hf.write_model(saved, model.state_dict(), model.config, None, eot_token=0)
+    assert hf.find_model(str(saved)) == saved
+    with pytest.raises(UserError, match="step-00000001: manifest.json is missing"):
+        find_model(str(tmp_path / "run"))
+    write_manifest(saved)
+    assert find_model(str(tmp_path / "run")) == find_model(str(saved)) == (saved, [])
+    with pytest.raises(UserError, match="neither a run nor a model directory: it has no config.json, only run"):
         hf.find_model(str(tmp_path))
     with pytest.raises(UserError, match=r"absent is not a directory; .* has run"):
         hf.find_model(str(tmp_path / "absent"))

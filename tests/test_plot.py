@@ -47,7 +47,7 @@ def figure_of(monkeypatch, tmp_path):
 
     def figure(*runs: Path):
         kept = []
-        monkeypatch.setattr(plot, "publish", lambda figure, out: kept.append(figure))
+        monkeypatch.setattr(plot, "save", lambda figure, out: kept.append(figure))
         plot.draw(list(runs), tmp_path / "unused.png")
         monkeypatch.undo()
         return kept[0]
@@ -87,7 +87,7 @@ def test_a_gradient_norm_over_decades_is_drawn_on_a_log_axis(tmp_path, figure_of
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, figure_of):
-    runs = [write_run(tmp_path / place / "base") for place in ("here", "there")]
+    runs = [write_run(tmp_path / folder / "base") for folder in ("here", "there")]
     assert {str(run) for run in runs} <= words(figure_of(*runs))
 
 
@@ -116,7 +116,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     good, spoiled = write_run(tmp_path / "good"), write_run(tmp_path / "spoiled", tail='nonsense\n{"step": 70}\n')
-    for args, said in [
+    for args, message in [
         ([], "at least one run"),
         ([str(tmp_path / "nowhere")], "nowhere/metrics.jsonl"),
         ([str(tmp_path / "empty")], "nothing was logged yet"),
@@ -126,7 +126,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
     ]:
         result = command(*args)
         assert result.returncode == 2, args
-        assert result.stderr.startswith("error: ") and said in result.stderr and "Traceback" not in result.stderr
+        assert result.stderr.startswith("error: ") and message in result.stderr and "Traceback" not in result.stderr
     assert not list(tmp_path.glob(".curves*"))
 
 

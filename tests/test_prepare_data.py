@@ -44,19 +44,19 @@ class Made:
 
     def __init__(self, directory):
         self.directory = directory
-        self.told = json.loads((directory / "dataset.json").read_text())
+        self.metadata = json.loads((directory / "dataset.json").read_text())
         self.tokenizer = tokenizer.load(directory / "tokenizer.json")
 
     def rows(self, split):
-        return [row for row in self.told["shards"] if row["split"] == split]
+        return [row for row in self.metadata["shards"] if row["split"] == split]
 
     def tokens(self, split):
         return np.concatenate([open_shard(self.directory / row["file"]) for row in self.rows(split)])
 
     def documents(self, split):
         tokens = self.tokens(split)
-        assert tokens[0] == self.told["eot_token"]
-        starts = np.flatnonzero(tokens == self.told["eot_token"])
+        assert tokens[0] == self.metadata["eot_token"]
+        starts = np.flatnonzero(tokens == self.metadata["eot_token"])
         return [self.tokenizer.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
 
 
@@ -76,66 +76,66 @@ def command(*arguments, **more):
 
 def test_the_command_makes_the_embedded_corpus(here):
     process = command()
-    said, errors = process.communicate()
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert "tokens/python" in said and "bytes a token" in said
+    assert "tokens/python" in output and "bytes per token" in output
     made = Made(here / "tokens/python")
-    assert " ".join(made.told) == "format version tokenizer vocab_size eot_token dtype source val_fraction shards"
-    assert list(made.told["shards"][0]) == ["file", "split", "tokens", "bytes_of_text", "documents", "sha256"]
-    assert (made.told["format"], made.told["version"], made.told["dtype"]) == ("lockstep-tokens", 1, "uint16")
-    assert made.told["tokenizer"] == {"name": "train:4096", "sha256": made.tokenizer.sha256}
-    assert (made.told["vocab_size"], made.told["eot_token"]) == (4096, 0)
-    for row in made.told["shards"]:
+    assert " ".join(made.metadata) == "format version tokenizer vocab_size eot_token dtype source val_fraction shards"
+    assert list(made.metadata["shards"][0]) == ["file", "split", "tokens", "bytes_of_text", "documents", "sha256"]
+    assert (made.metadata["format"], made.metadata["version"], made.metadata["dtype"]) == ("lockstep-tokens", 1, "uint16")
+    assert made.metadata["tokenizer"] == {"name": "train:4096", "sha256": made.tokenizer.sha256}
+    assert (made.metadata["vocab_size"], made.metadata["eot_token"]) == (4096, 0)
+    for row in made.metadata["shards"]:
         assert hashlib.sha256((made.directory / row["file"]).read_bytes()).hexdigest() == row["sha256"]
 
-    texts = [path.read_bytes().decode("utf-8", "replace") for path in sources.embedded_corpus()]
-    assert not any("/test/" in str(p) or "site-packages" in str(p) for p in sources.embedded_corpus())
+    texts = [file.path.read_bytes().decode("utf-8", "replace") for file in sources.embedded_corpus()]
+    assert not any("/test/" in str(f.path) or "site-packages" in str(f.path) for f in sources.embedded_corpus())
     assert set(made.documents("val")) < set(texts)
-    assert sum(row["documents"] for row in made.told["shards"]) == len([text for text in texts if text])
-    assert sum(row["bytes_of_text"] for row in made.told["shards"]) == sum(len(text.encode()) for text in texts)
-    for row in made.told["shards"]:
+    assert sum(row["documents"] for row in made.metadata["shards"]) == len([text for text in texts if text])
+    assert sum(row["bytes_of_text"] for row in made.metadata["shards"]) == sum(len(text.encode()) for text in texts)
+    for row in made.metadata["shards"]:
         assert np.count_nonzero(open_shard(made.directory / row["file"]) == 0) == row["documents"]
     assert 0.01 < len(made.documents("val")) / len(texts) < 0.1
 
     dataset = open_dataset(made.directory)
     tokens, size = sum(map(len, dataset.splits.values())), sum(dataset.bytes_of_text.values())
-    assert size / tokens > 3.5  # bytes a token: the prototype had 3.4
+    assert size / tokens > 3.5  # bytes per token: the prototype had 3.4
 
     process = command()
-    said, errors = process.communicate()
-    assert process.returncode == 0 and "already" in said, errors
+    output, errors = process.communicate()
+    assert process.returncode == 0 and "already" in output, errors
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz"])
-@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".parquet"])
-def test_every_format_gives_the_same_documents(here, kind, suffix):
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_every_format_gives_the_same_documents(here, suffix, compression):
     folder = here / "source" / "deep"
     folder.mkdir(parents=True)
-    if kind == ".txt":
+    if suffix == ".txt":
         for i, text in enumerate(DOCUMENTS):
             (folder / f"{i:04d}.txt").write_bytes(text.encode())
         (folder / "9999.txt").write_bytes(b"")
-    elif kind == ".jsonl":
+    elif suffix == ".jsonl":
         write_lines(folder / "a.jsonl", [*DOCUMENTS[:70], ""])
         write_lines(folder / "b.jsonl", DOCUMENTS[70:])
     else:
         pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "a.parquet", row_group_size=40)
     (folder / "notes.rst").write_text("not read")
-    for path in list(folder.glob(f"*{kind}")) if suffix else []:
+    for path in list(folder.glob(f"*{suffix}")) if compression else []:
         packed = {
             ".gz": gzip.compress,
             ".zst": lambda data: pyarrow.Codec("zstd").compress(data, asbytes=True),
             ".xz": lzma.compress,
-        }[suffix](path.read_bytes())
-        path.with_name(path.name + suffix).write_bytes(packed)
+        }[compression](path.read_bytes())
+        path.with_name(path.name + compression).write_bytes(packed)
         path.unlink()
-    if kind == ".parquet" and suffix:
+    if suffix == ".parquet" and compression:
         with pytest.raises(settings.UserError, match="parquet"):
             make("source")
         return
     made = make("source")
     train, val = made.documents("train"), made.documents("val")
-    in_val = [text for text in DOCUMENTS if sources.place(text.encode()) < 0.05]
+    in_val = [text for text in DOCUMENTS if sources.split_hash(text.encode()) < 0.05]
     assert 0 < len(in_val) < 25
     assert val == in_val
     assert train == [text for text in DOCUMENTS if text not in in_val]
@@ -155,7 +155,7 @@ def test_one_text_is_split_by_its_tail_as_nanogpt_does(here):
     made = make("input.txt")
     cut = int(len(text) * 0.9)
     assert made.documents("train") == [text[:cut]] and made.documents("val") == [text[cut:]]
-    assert made.told["val_fraction"] == 0.1
+    assert made.metadata["val_fraction"] == 0.1
     assert make("input.txt", out="half", val_fraction=0.5).documents("val") == [text[len(text) // 2 :]]
 
 
@@ -173,7 +173,7 @@ def test_a_tail_that_begins_with_a_piece_begins_with_end_of_text(here, monkeypat
     monkeypatch.setattr(sources, "UNIT_BYTES", 64)
     text = "".join(DOCUMENTS[:50])
     (here / "a.txt").write_bytes(text.encode())
-    piece = next(sources.read_blocks(here / "a.txt")).data.decode()
+    piece = next(sources.read_pieces(here / "a.txt", "text")).data.decode()
     made = make("a.txt", val_fraction=1 - (len(piece) + 0.5) / len(text))
     assert made.documents("train") == [piece] and made.documents("val") == [text[len(piece) :]]
 
@@ -196,7 +196,7 @@ def test_the_number_of_workers_changes_nothing(here, monkeypatch):
     made = [make("a.jsonl", out=f"w{n}", tokenizer="train:300", workers=n, shard_tokens=997) for n in (1, 2, 3)]
     assert content("w1") == content("w2") == content("w3")
     assert len(made[0].rows("train")) > 3
-    assert sorted(content("w1")) == sorted(["dataset.json", "tokenizer.json", *(r["file"] for r in made[0].told["shards"])])
+    assert sorted(content("w1")) == sorted(["dataset.json", "tokenizer.json", *(r["file"] for r in made[0].metadata["shards"])])
 
 
 def test_shards_are_one_stream_cut_anywhere(here):
@@ -207,7 +207,7 @@ def test_shards_are_one_stream_cut_anywhere(here):
         assert all(row["tokens"] == 1000 for row in cut.rows(split)[:-1])
         for key in ("tokens", "bytes_of_text", "documents"):
             assert sum(row[key] for row in whole.rows(split)) == sum(row[key] for row in cut.rows(split))
-    for row in cut.told["shards"]:
+    for row in cut.metadata["shards"]:
         tokens = open_shard(cut.directory / row["file"])
         assert row["bytes_of_text"] == np.count_nonzero(tokens != 256) and row["documents"] == np.count_nonzero(tokens == 256)
 
@@ -217,7 +217,7 @@ def test_a_killed_run_goes_on_behind_its_finished_shards(here):
     write_lines(here / "a.jsonl", [f"{i} {source}" for i in range(300)])
     flags = ["a.jsonl", "--tokenizer=train:300", "--shard_tokens=150000", "--workers=2"]
     process = command(*flags, "--out=whole")
-    said, errors = process.communicate()
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
     shards = len(list((here / "whole").glob("*.bin")))
     assert shards > 10
@@ -225,19 +225,63 @@ def test_a_killed_run_goes_on_behind_its_finished_shards(here):
     kept = {}
     for target in (2, 5, shards - 2):
         process = command(*flags, "--out=killed")
-        while len(finished := sorted((here / "killed").glob("train_*.bin"))) < target:
+        while len(list((here / "killed").glob("train_*.bin"))) < target:
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
         assert all(path.stat().st_mtime_ns == when for path, when in kept.items())  # shards of the last life, untouched
-        kept = {path: path.stat().st_mtime_ns for path in finished[:-1]}  # the newest may not be in the record yet
+        progress = json.loads((here / "killed" / "progress.json").read_text())
+        finished = [here / "killed" / record["file"] for record in progress["splits"]["train"]["finished"]]
+        kept = {path: path.stat().st_mtime_ns for path in finished}
         assert not (here / "killed" / "dataset.json").exists()
     process = command(*flags, "--out=killed")
-    said, errors = process.communicate()
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    assert kept and all(path.stat().st_mtime_ns == when for path, when in kept.items())
     assert content("killed") == content("whole")
+
+
+@pytest.mark.parametrize("sizes", [[20, 900, 2500, 30, 30, 1000, 1100], [1000, 1000, 1000], [5, 5], [3000, 10, 10, 3000]])
+def test_reading_from_where_a_unit_is_counted_gives_the_same_units(here, monkeypatch, sizes):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
+    paths = [here / f"{i}.txt" for i in range(len(sizes))]
+    for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        path.write_text(f"word{i} " * (size // 6))
+    units = list(sources.read_units(paths, "text"))
+    assert b"".join(piece.data for _, unit in units for piece in unit) == b"".join(path.read_bytes() for path in paths)
+    assert [position for position, _ in units] == sorted({position for position, _ in units})
+    for first in {position[0] for position, _ in units}:
+        assert list(sources.read_units(paths[first:], "text", first)) == [u for u in units if u[0][0] >= first]
+
+
+@pytest.mark.parametrize("total", ["100", "3K", "0.005M"])
+def test_max_tokens_is_the_beginning_of_both_splits(here, total):
+    write_lines(here / "a.jsonl")
+    whole, cut = make("a.jsonl", out="whole", val_fraction=0.2), make("a.jsonl", out="cut", val_fraction=0.2, max_tokens=total)
+    count = {"100": 100, "3K": 3000, "0.005M": 5000}[total]
+    assert cut.metadata["options"] == {"max_tokens": count} and "options" not in whole.metadata
+    for split, share in (("train", count * 4 // 5), ("val", count // 5)):
+        assert cut.tokens(split).tolist() == whole.tokens(split)[:share].tolist()
+        assert sum(row["tokens"] for row in cut.rows(split)) == share
+
+
+def test_another_column_is_read(here):
+    (here / "a.jsonl").write_text("".join(json.dumps({"text": "no", "body": text}) + "\n" for text in DOCUMENTS))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["no"] * 150, "body": DOCUMENTS}), here / "b.parquet")
+    one, two = make("a.jsonl", out="one", column="body"), make("b.parquet", out="two", column="body")
+    assert one.documents("train") == two.documents("train") and len(one.documents("train")) > 100
+    assert one.metadata["options"] == {"column": "body"}
+    with pytest.raises(settings.UserError, match="--column body, not None"):
+        make("a.jsonl", out="one")
+
+
+def test_the_order_of_the_sources_does_not_matter(here):
+    write_lines(here / "a.jsonl", DOCUMENTS[:80])
+    write_lines(here / "b.jsonl", DOCUMENTS[80:])
+    make("a.jsonl", "b.jsonl", out="one")
+    make("b.jsonl", "a.jsonl", "b.jsonl", out="two")
+    assert content("one") == content("two")
 
 
 def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
@@ -275,14 +319,14 @@ def test_an_unfinished_dataset_of_another_request_is_begun_anew(here):
 
 
 def test_a_large_vocabulary_is_written_as_uint32(here):
-    told = json.loads(tokenizer.resolve("train:300", lambda: DOCUMENTS).json)
-    told["added_tokens"].append({**told["added_tokens"][0], "id": 70000, "content": "<|high|>"})
-    (here / "big.json").write_text(json.dumps(told))
+    definition = json.loads(tokenizer.resolve("train:300", lambda: DOCUMENTS).json)
+    definition["added_tokens"].append({**definition["added_tokens"][0], "id": 70000, "content": "<|high|>"})
+    (here / "big.json").write_text(json.dumps(definition))
     write_lines(here / "a.jsonl")
     made = make("a.jsonl", tokenizer="big.json")
     header = np.fromfile(made.directory / "train_000000.bin", dtype="<i4", count=256)
     assert header[:3].tolist() == [20240801, 7, made.rows("train")[0]["tokens"]] and not header[3:].any()
-    assert made.told["dtype"] == "uint32" and made.documents("val")
+    assert made.metadata["dtype"] == "uint32" and made.documents("val")
 
 
 def test_hostile_text_survives(here):
@@ -293,7 +337,7 @@ def test_hostile_text_survives(here):
     made = make("a.jsonl", "b.txt", val_fraction=0.01)
     text = "".join(made.documents("train") + made.documents("val"))
     assert text == "a<|endoftext|>blone ? surrogatenul \0" + "latin \ufffd text\ufffd" * 3 + "\ufffd"
-    assert sum(row["bytes_of_text"] for row in made.told["shards"]) == len(text.encode())
+    assert sum(row["bytes_of_text"] for row in made.metadata["shards"]) == len(text.encode())
 
 
 def broken(here):
@@ -313,7 +357,7 @@ def broken(here):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("missing.txt", "no such file"),
         ("empty", "wanted .txt"),
@@ -327,15 +371,15 @@ def broken(here):
         ("cut.txt.gz", "cut.txt.gz"),
         ("cut.txt.xz", "cut.txt.xz"),
         ("not.txt.zst", "not.txt.zst"),
-        ("hf://datasets/a/b", "hf://"),
+        ("hf://models/a/b", "hf://datasets/OWNER/NAME"),
     ],
 )
-def test_a_bad_source_is_refused(here, source, said):
+def test_a_bad_source_is_refused(here, source, message):
     broken(here)
     with pytest.raises(settings.UserError) as error:
         make(source)
     assert source in str(error.value) or source == "empty.txt"
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert not (here / "out").exists()
 
 
@@ -351,7 +395,16 @@ def test_a_bad_line_far_in_is_named_by_a_worker(here):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"val_fraction": 0.0}, {"val_fraction": 1.0}, {"shard_tokens": 0}, {"workers": -1}, {"tokenizer": "nonsense"}],
+    [
+        {"val_fraction": 0.0},
+        {"val_fraction": 1.0},
+        {"shard_tokens": 0},
+        {"workers": -1},
+        {"tokenizer": "nonsense"},
+        {"max_tokens": "10X"},
+        {"max_tokens": "1"},
+        {"max_tokens": "-5"},
+    ],
 )
 def test_a_bad_flag_is_refused(here, flags):
     write_lines(here / "a.jsonl")
@@ -362,6 +415,6 @@ def test_a_bad_flag_is_refused(here, flags):
 
 def test_bad_input_ends_in_two_lines_and_status_2(here):
     process = command("missing.txt", "--tokenizer=bytes")
-    said, errors = process.communicate()
-    assert process.returncode == 2 and not said
+    output, errors = process.communicate()
+    assert process.returncode == 2 and not output
     assert errors == "error: missing.txt: no such file or folder\n"

@@ -12,6 +12,7 @@ import hf
 import sample
 import settings
 import tokenizer
+from checkpoint import write_manifest
 from model import GPT, generate, initialize
 from settings import ModelConfig, resolve_model
 
@@ -30,6 +31,7 @@ def run(tmp_path_factory):
     model = GPT(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=32, seq_len=16), text.vocab_size))
     initialize(model, 0)
     hf.write_model(checkpoint, model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
+    write_manifest(checkpoint)
     return folder
 
 

@@ -1,5 +1,7 @@
 """Presets and flags: one parser, flags win, bad input is refused with what would work."""
 
+import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import data
 import settings
 from settings import UserError
 
@@ -47,13 +50,28 @@ def test_booleans(word, value):
         (["--warmup_step=1"], "perhaps you meant --warmup_steps"),
         (["--learning_rate=1"], "perhaps you meant --lr"),
         (["--sed=1"], "perhaps you meant --seed"),
-        (["--lr=fast"], "--lr"),
+        (["--lerning_rate=1"], "unknown flag --lerning_rate; perhaps you meant --lr"),
+        (["--max-iter=1"], "perhaps you meant --steps"),
+        (["--blocksize", "1"], "perhaps you meant --seq_len"),
+        (["--lr=fast"], "--lr must be NUMBER, not 'fast'"),
+        (["--seed=1.5"], "--seed must be INTEGER, not '1.5'"),
+        (["--seed=-1"], "--seed must be at least 0"),
+        (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
+        (["--micro_batch_size=0"], "--micro_batch_size must be greater than 0"),
+        (["--lr=nan"], "--lr must be greater than 0, not nan"),
+        (["--min_lr=-inf"], "--min_lr must be a finite number"),
+        (["--lr=1" + "0" * 400], "--lr must be greater than 0, not inf"),
+        (["--timeout_minutes=1e300"], "--timeout_minutes must be"),
         (["--lr"], "--lr needs a value"),
-        (["--strategy=magic"], "'ddp'"),
-        (["--tie_embeddings=maybe"], "--tie_embeddings"),
+        (["--strategy=magic"], "must be ddp|zero1|"),
+        (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
         (["config/nothing.toml"], "config/laptop.toml"),
+        (["config"], "no preset config; there are config/gpt2_124m.toml, "),
         (["--lr=1", "config/laptop.toml"], "before all flags"),
-        (["--n_head=5"], "--n_embd=256 is not a multiple of --n_head=5; try 255 or 260"),
+        (
+            ["--n_head=5"],
+            "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need heads of an even width); try 250 or 260",
+        ),
         (["--n_kv_head=3"], "--n_kv_head=3 does not divide"),
         (["--steps=0"], "--steps must be greater than 0"),
         (["--dropout=1"], "--dropout"),
@@ -77,7 +95,7 @@ def test_all_faults_are_told_at_once():
 
 def test_the_update_must_divide_among_the_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UserError, match=r"3 rank\(s\)"):
+    with pytest.raises(UserError, match=r"3 ranks; try 7680 or 8448; or --strategy=exact"):
         load("--tokens_per_update=8192")
 
 
@@ -87,7 +105,16 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
         ("[optimizer]\nlr = 1\n", r"\[optimizer\] is not one of"),
         ("[model]\nlr = 1\n", r"key lr in \[model\]"),
+        ("[model]\nlr = 1\n", r"it belongs in \[optim\]"),
+        ("[optim]\nlearning_rat = 1\n", "perhaps you meant --lr"),
         ("lr = 1\n", r"\[lr\] is not one of"),
+        ('[optim]\nlr = "1"\n', r"mine.toml: lr in \[optim\] must be NUMBER, not '1'"),
+        ("[optim]\nlr = true\n", r"lr in \[optim\] must be NUMBER, not True"),
+        ("[train]\nsteps = 10.0\n", r"steps in \[train\] must be INTEGER, not 10.0"),
+        ("[train]\nsteps = [10]\n", r"steps in \[train\] must be INTEGER"),
+        ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size in \[train\] must be INTEGER|auto"),
+        ("[model]\ntie_embeddings = 1\n", r"tie_embeddings in \[model\] must be true|false, not 1"),
+        ("[data]\ntokens = 1\n", r"tokens in \[data\] must be TEXT, not 1"),
         ("[optim\n", "mine.toml"),
     ],
 )
@@ -97,7 +124,74 @@ def test_bad_presets_are_refused(tmp_path, text, said):
         load(str(tmp_path / "mine.toml"))
 
 
-@given(name=st.text(min_size=1, max_size=20), lr=st.floats(1e-9, 1e3), steps=st.integers(50, 10**9), tied=st.booleans())
+def test_all_mistakes_of_a_preset_are_told_at_once(tmp_path):
+    (tmp_path / "mine.toml").write_text('[optim]\nlrr = 1\nbeta1 = "x"\n[modl]\n[train]\nsteps = 0.5\n')
+    with pytest.raises(UserError) as error:
+        load(str(tmp_path / "mine.toml"))
+    assert all(word in str(error.value) for word in ("key lrr in [optim]", "beta1 in [optim]", "[modl]", "steps in [train]"))
+
+
+def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
+    (tmp_path / "mine.toml").write_text("[optim]\nlr = 1\n[train]\nmicro_batch_size = 4\n")
+    config = load(str(tmp_path / "mine.toml"))
+    assert type(config.optim.lr) is float and config.train.micro_batch_size == 4
+    assert load("--lr=1", "--micro_batch_size=auto").train.micro_batch_size == "auto"
+    assert type(load("--lr=1").optim.lr) is float
+
+
+def test_every_number_has_a_range():
+    """A new setting must be put into RANGES, unless every finite value makes sense."""
+    numbers = {name for name, value in settings.flat_values(settings.Config()).items() if type(value) in (int, float)}
+    ranged = [name for names, *_ in settings.RANGES for name in names.split()]
+    assert len(ranged) == len(set(ranged))
+    assert set(ranged) - {"micro_batch_size"} == numbers - {"min_lr", "warmup_steps"}
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    seq_len=st.integers(1, 64),
+    micro=st.just("auto") | st.integers(1, 8),
+    ranks=st.integers(1, 9),
+    shape=st.tuples(st.integers(1, 400), st.integers(1, 16), st.integers(0, 16)),
+    architecture=st.sampled_from(["gpt2", "qwen3"]),
+    strategy=st.sampled_from(["ddp", "exact", "fsdp"]),
+)
+def test_what_a_refusal_suggests_passes_every_check(tokens, seq_len, micro, ranks, shape, architecture, strategy):
+    n_embd, n_head, n_kv_head = shape
+    batch = {"tokens_per_update": tokens, "seq_len": seq_len, "micro_batch_size": micro, "strategy": strategy}
+    sizes = {"n_embd": n_embd, "n_head": n_head, "n_kv_head": n_kv_head, "architecture": architecture}
+    config = settings.replace(settings.Config(), **batch, **sizes)
+    changes = {"n_kv_head": "0"}
+    try:
+        settings.check(config, ranks)
+    except UserError as error:
+        for line in str(error).split("\n"):
+            if suggested := re.search(r"--(\w+)=.*; try (?:one of )?([\d, or]+)", line):
+                changes[suggested[1]] = suggested[2]
+            if "or --strategy=exact" in line:
+                exact = settings.replace(config, strategy="exact", n_embd=768, n_head=12, n_kv_head=0)
+                settings.check(exact, ranks)
+    for last in (0, -1):
+        values = {name: int(re.findall(r"\d+", text)[last]) for name, text in changes.items()}
+        if "n_kv_head" in changes and architecture == "gpt2":
+            values["n_kv_head"] = 0
+        settings.check(settings.replace(config, **values), ranks)
+
+
+def test_the_global_batch_in_sequences_and_micro_batches():
+    config = load("--tokens_per_update=8192", "--seq_len=256", "--micro_batch_size=4")
+    assert (config.sequences_per_update, config.micro_batches) == (32, 8)
+
+
+def test_exact_needs_a_micro_batch_for_each_rank(monkeypatch):
+    batch = ["--seq_len=256", "--micro_batch_size=4"]
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    assert load("--strategy=exact", "--tokens_per_update=8192", *batch).micro_batches == 8
+    with pytest.raises(UserError, match="is less than --seq_len=256 x --micro_batch_size=4 x 7 ranks; try 7168"):
+        load("--strategy=exact", "--tokens_per_update=4096", *batch)
+
+
+@given(name=st.text(min_size=1, max_size=20), lr=st.floats(1e-300, 1e300), steps=st.integers(50, 10**9), tied=st.booleans())
 def test_config_toml_reads_back(name, lr, steps, tied):
     config = settings.replace(settings.Config(), name=name, lr=lr, steps=steps, tie_embeddings=tied)
     tables = tomllib.loads(settings.dumps(config))
@@ -124,8 +218,80 @@ def test_large_presets_run_on_one_to_eight_gpus(preset, monkeypatch):
         load(f"config/{preset}.toml")
 
 
-def run(*args):
-    return subprocess.run([sys.executable, "train.py", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+def run(*args, script="train.py", cwd=ROOT, **environment):
+    command = [sys.executable, str(ROOT / script), *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8"}, ASCII], ids=["utf-8", "ascii"])
+def test_a_refused_command_tells_all_mistakes_on_any_terminal(environment):
+    refused = run("--lrr=1", "--sed", "2", "--lerning-rate=3", "--steps=many", "--lr", "--wandb=on", "x", **environment)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.splitlines() == [
+        "error: --lr needs a value, as in --lr=NUMBER",
+        "       unknown flag --lrr; perhaps you meant --lr (--help lists all flags)",
+        "       unknown flag --sed; perhaps you meant --seed (--help lists all flags)",
+        "       unknown flag --lerning-rate; perhaps you meant --lr (--help lists all flags)",
+        "       unexpected x: a preset or a run stands before all flags, and a flag is --name=value",
+        "       --steps must be INTEGER, not 'many'",
+        "       --wandb must be off|offline|online, not 'on'",
+    ]
+    refused = run("--seed=x\u00e9", **environment)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: --seed must be INTEGER, not 'x")
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8"}, ASCII], ids=["utf-8", "ascii"])
+def test_help_shows_the_defaults_of_the_preset(environment):
+    for preset, steps, tied in [([], 240, "true"), (["config/llama_1.3b.toml"], 95367, "false")]:
+        shown = run(*preset, "--help", **environment)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        text = " ".join(shown.stdout.replace("\u2502", " ").replace("|", " ").split())
+        assert f"(default: {steps})" in text.split("--steps INTEGER")[1][:100]
+        assert f"(default: {tied})" in text.split("--tie_embeddings true false")[1][:100]
+
+
+@pytest.mark.parametrize("script", ["evaluate.py", "sample.py", "plot.py"])
+def test_a_command_without_a_run_says_which_runs_there_are(tmp_path, script):
+    nothing = run(script=script, cwd=tmp_path)
+    for name in ("mine", "laptop", "refused"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    for name in ("mine", "laptop"):
+        (tmp_path / "runs" / name / "metrics.jsonl").touch()
+    found = run(script=script, cwd=tmp_path)
+    assert nothing.returncode == found.returncode == 2
+    assert "none yet; python train.py makes one" in nothing.stderr
+    assert re.fullmatch(
+        rf"error: name (a|at least one) run: python {script} runs/NAME; there are runs/laptop, runs/mine\n", found.stderr
+    )
+
+
+@pytest.mark.parametrize("preset", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_preset_knows_the_command_that_makes_its_dataset(preset, tmp_path):
+    """The command is printed where the tokens are missing, but not for other tokens than the preset's."""
+    config = load(str(preset))
+    command = config.data.prepare_command
+    assert command.startswith("python prepare_data.py ") and f"--out={config.data.tokens}" in command.split()
+    with pytest.raises(UserError) as error:
+        data.open_dataset(tmp_path / "mine", 0, command)
+    assert f"make it with: python prepare_data.py [SOURCE ...] --out={tmp_path}/mine" in str(error.value)
+
+
+def test_missing_tokens_are_refused_with_the_command_that_makes_them(tmp_path):
+    refused = run(ROOT / "config/gpt2_124m.toml", "--device=cpu", cwd=tmp_path)
+    command = load("config/gpt2_124m.toml").data.prepare_command
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: --tokens=tokens/fineweb10B does not exist; make it with: {command}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_not_the_users_input(capsys):
+    with pytest.raises(SystemExit) as end, settings.user_errors(), open("/dev/full", "w") as file:
+        file.write("x")
+        file.flush()
+    assert end.value.code == 1 and capsys.readouterr().err.startswith("error: the disk: No space left on device")
 
 
 def test_help_lists_every_flag_and_bad_input_exits_2_without_importing_torch():

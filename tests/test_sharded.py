@@ -158,8 +158,8 @@ def test_float8_is_refused_where_there_is_none(train):
     "flags, said",
     [
         (dict(strategy="zero1", grad_compression="bf16"), "--grad_compression=bf16 is for --strategy=ddp, not zero1"),
-        (dict(strategy="fsdp", optimizer="muon"), "use --strategy=zero1"),
-        (dict(strategy="fsdp", optimizer="adamw", replicate=2), "--replicate=2 does not divide the 3 rank(s)"),
+        (dict(strategy="fsdp", optimizer="muon"), "which needs whole matrices; --strategy=zero1 does"),
+        (dict(strategy="fsdp", optimizer="adamw", replicate=2), "--replicate=2 does not divide the number of ranks, 3"),
         (dict(strategy="ddp", replicate=3), "--replicate=3 is for --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),
         (dict(replicate=0), "--replicate must be greater than 0"),

@@ -80,11 +80,11 @@ def tiktoken_ids(ours, text):
     return ours.fast.encode(text, disallowed_special=())
 
 
-@pytest.mark.parametrize("kind", ["train:1000", "bytes", pytest.param("gpt2", marks=needs_gpt2)])
+@pytest.mark.parametrize("name", ["train:1000", "bytes", pytest.param("gpt2", marks=needs_gpt2)])
 @settings(max_examples=300, deadline=None)
 @given(text=texts)
-def test_both_libraries_agree_and_give_the_text_back(made, kind, text):
-    ours, theirs, _ = made[kind]
+def test_both_libraries_agree_and_give_the_text_back(made, name, text):
+    ours, theirs, _ = made[name]
     ids = ours.encode(text)
     assert ids.tolist() == tiktoken_ids(ours, text) == theirs.encode(text, add_special_tokens=False).ids
     assert ours.decode(ids) == text
@@ -116,9 +116,9 @@ def test_both_engines_split_alike(crossing, name):
     agree()
 
 
-@pytest.mark.parametrize("kind", ["train:1000", pytest.param("gpt2", marks=needs_gpt2)])
-def test_every_code_point_is_split_alike(made, kind):
-    ours, theirs, _ = made[kind]
+@pytest.mark.parametrize("name", ["train:1000", pytest.param("gpt2", marks=needs_gpt2)])
+def test_every_code_point_is_split_alike(made, name):
+    ours, theirs, _ = made[name]
     assigned = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
     kept = [c for c in assigned if not "\u4e00" < c < "\u9f00" and not "\uac00" < c < "\ud700" and c < "\U00020000"]
     for start in range(0, len(kept), 5000):
@@ -181,8 +181,8 @@ def test_openai_names_split_as_tiktoken_does(crossing, name, monkeypatch):
     ranks = {token: rank - 1 for token, rank in crossing.items()}  # theirs begin at 0
     for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
         monkeypatch.setattr(tiktoken_ext.openai_public, loader, lambda *a, **k: ranks)
-    told = tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS[name]()
-    reference = tiktoken.Encoding(**{key: value for key, value in told.items() if key != "explicit_n_vocab"})
+    parts = tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS[name]()
+    reference = tiktoken.Encoding(**{key: value for key, value in parts.items() if key != "explicit_n_vocab"})
     ours = tokenizer.resolve(name)
     assert ours.eot_token == reference.eot_token and ours.vocab_size == reference.n_vocab
 
@@ -233,15 +233,15 @@ def test_a_broken_tiktoken_file_is_refused(tmp_path, text):
 
 def test_foreign_tokenizers(made, tmp_path):
     """A file that tiktoken cannot follow is encoded by tokenizers itself; a word-level one is refused."""
-    told = json.loads(made["train:1000"][0].json)
+    definition = json.loads(made["train:1000"][0].json)
     path = tmp_path / "tokenizer.json"
 
-    path.write_text(json.dumps(told | {"normalizer": {"type": "NFC"}}))
+    path.write_text(json.dumps(definition | {"normalizer": {"type": "NFC"}}))
     normalizing = tokenizer.load(path)
     assert normalizing.fast is None
     assert normalizing.encode("e\u0301 x").tolist() == made["train:1000"][0].encode("é x").tolist()
 
-    gpt2_like = told | {
+    gpt2_like = definition | {
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     }
     path.write_text(json.dumps(gpt2_like))
@@ -249,7 +249,7 @@ def test_foreign_tokenizers(made, tmp_path):
     assert converted.fast is not None
     assert converted.encode(ENGLISH).tolist() == read(path).encode(ENGLISH, add_special_tokens=False).ids
 
-    shuffled = told | {"model": told["model"] | {"merges": told["model"]["merges"][::-1]}}
+    shuffled = definition | {"model": definition["model"] | {"merges": definition["model"]["merges"][::-1]}}
     path.write_text(json.dumps(shuffled))
     assert tokenizer.load(path).fast is None
 

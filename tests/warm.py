@@ -1,7 +1,7 @@
-"""Real processes without the seconds that importing takes: forked from one that has imported everything already.
+"""Real processes without the seconds that importing takes: they are forked from one that has imported all modules already.
 
-A script runs in a process of its own, as under `python SCRIPT`, and on ranks as a launcher would start them. Most tests use
-it; those of start-up and of torchrun itself run the commands as a user does.
+A script runs in a process of its own, as under `python SCRIPT`, or on several ranks, as torchrun would start them. Most tests
+use this. The tests of start-up and of torchrun itself run the commands as a user does.
 """
 
 import contextlib
@@ -9,11 +9,11 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
-import traceback
 from pathlib import Path
+
+import machine
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -22,7 +22,7 @@ SERVER.set_forkserver_preload(
 
 
 class Process:
-    """What the tests use of subprocess.Popen. It leads a process group of its own."""
+    """A process with the methods of subprocess.Popen that the tests use. It leads a process group of its own."""
 
     def __init__(self, command: list, ranks: int, env: dict[str, str], cwd: Path, folder: Path):
         self.streams = [folder / "stdout", folder / "stderr"]
@@ -43,7 +43,7 @@ class Process:
             os.kill(self.pid, number)
 
     def communicate(self, timeout):
-        """Wait; returns what it wrote to stdout and stderr."""
+        """Wait for the end. Returns what it wrote to stdout and stderr."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             os.killpg(self.pid, signal.SIGKILL)
@@ -52,38 +52,27 @@ class Process:
 
 
 def launch(command, ranks, env, cwd, streams):
-    """In the new process: run the script, or be the launcher of its ranks."""
+    """In the new process: run the script, or start its ranks and wait for them."""
     os.setsid()
     os.chdir(cwd)
     for fd, stream in enumerate(streams, 1):
         os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ.clear()
     os.environ.update(env)
-    for number in (signal.SIGINT, signal.SIGCHLD):  # the server has set them otherwise
+    for number in (signal.SIGINT, signal.SIGCHLD):  # the server has changed their handlers
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if not ranks:
-        run(command)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
-    for rank in range(ranks):
-        if (pid := os.fork()) == 0:
-            place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-            place |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            os.environ.update({key: str(value) for key, value in place.items()})
-            run(command)
-        pids.append(pid)
-    os._exit(watch(pids))
+    if ranks > 1:
+        os._exit(watch(machine.fork_ranks(ranks, lambda: run(command))))
+    machine.exit_with(lambda: run(command))
 
 
 def watch(pids):
-    """0 when all ranks have ended well; when one has not, end the others, as torchrun does, and return 1."""
+    """Wait for all ranks. Returns 0 if all end well, else 1, after ending the others as torchrun does."""
     status, left = 0, set(pids)
     while left:
-        pid, how = os.wait()
+        pid, wait_status = os.wait()
         left.remove(pid)
-        if how and not status:
+        if wait_status and not status:
             status = 1
             for other in left:
                 os.kill(other, signal.SIGTERM)
@@ -91,18 +80,8 @@ def watch(pids):
 
 
 def run(command):
-    """Be `python COMMAND`; does not return."""
-    status = 1
-    try:
-        sys.argv = command
-        sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
-        runpy.run_path(command[0], run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    """Do what `python COMMAND` does. Returns the exit status."""
+    sys.argv = command
+    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+    runpy.run_path(command[0], run_name="__main__")
+    return 0

@@ -1,0 +1,200 @@
+"""The command line of every command: flags into a frozen dataclass, and errors without a traceback.
+
+tyro reads the flags and writes `--help`. What is added here: all mistakes are reported at once, each in one line that says
+what would work.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import errno
+import io
+import os
+import sys
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+# What a flag is called in nanoGPT, build-nanogpt and Hugging Face.
+OTHER_NAMES = {
+    "lr": "learning_rate max_lr",
+    "steps": "max_iters max_steps lr_decay_iters",
+    "warmup_steps": "warmup_iters",
+    "grad_clip": "max_grad_norm",
+    "schedule": "lr_scheduler_type",
+    "seq_len": "block_size max_seq_len",
+    "micro_batch_size": "batch_size per_device_train_batch_size",
+    "tokens_per_update": "gradient_accumulation_steps total_batch_size",
+    "eval_every": "eval_interval eval_steps",
+    "eval_tokens": "eval_iters",
+    "log_every": "log_interval logging_steps",
+    "save_every": "save_steps",
+    "tokens": "dataset",
+    "out_dir": "output_dir",
+}
+SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
+
+
+class UserError(Exception):
+    """Bad input. The message names the flag or file and what would work."""
+
+
+class RunError(Exception):
+    """The run cannot go on. The message says why and what is left."""
+
+
+@contextlib.contextmanager
+def user_errors():
+    """Print an error that the user can act on as `error: ...`, without a traceback, and exit.
+
+    The status is 2 for bad input (a UserError, or a path that is not what it has to be), and 1 where the run cannot go on
+    (a RunError, or a full disk).
+    """
+    try:
+        yield
+        return
+    except UserError as error:
+        message, status = str(error), 2
+    except RunError as error:
+        message, status = str(error), 1
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        if not full and error.filename is None:
+            raise
+        message, status = f"{error.filename or 'the disk'}: {error.strerror}", 1 if full else 2
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        # torchrun ends all ranks when the first one exits. Let that be the master, whose message is mostly the same.
+        time.sleep(3)
+        message += f" [rank {rank}]"
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one UserError with all `problems`, a line each, if there are any."""
+    if problems := list(problems):
+        raise UserError("\n       ".join(problems))
+
+
+def flat_fields(cls) -> dict[str, dataclasses.Field]:
+    """The fields of a config dataclass by flag name; groups (nested dataclasses) are opened."""
+    flags = {}
+    for item in dataclasses.fields(cls):
+        flags |= flat_fields(item.type) if dataclasses.is_dataclass(item.type) else {item.name: item}
+    return flags
+
+
+def flat_values(config) -> dict[str, Any]:
+    """The settings of a config by flag name."""
+    values = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        values |= flat_values(value) if dataclasses.is_dataclass(value) else {item.name: value}
+    return values
+
+
+def parse(cls, args: list[str], description: str, default=None):
+    """Parse command-line `args` into the frozen dataclass `cls`: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
+
+    default: an instance of `cls` with the values of flags that are not given. `--help` prints them and exits 0.
+    Raises one UserError with all mistakes: unknown flags with the nearest known one, wrong values with what is allowed.
+    """
+    import tyro
+
+    flags, complete, mistakes = flat_fields(cls), [], []
+    for argument, following in pairwise([*args, "--"]):
+        name = argument.removeprefix("--").replace("-", "_")
+        ends = following == "--" or (following.startswith("-") and following.lstrip("-")[:1].isalpha())
+        if ends and argument.startswith("--") and name in flags and flags[name].type is bool:
+            complete.append(f"{argument}=true")
+        elif ends and argument.startswith("--") and name in flags:
+            mistakes.append(f"--{name} needs a value, as in --{name}={syntax(flags[name].type)}")
+        else:
+            complete.append(argument)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            config, unknown = tyro.cli(
+                cls,
+                args=complete,
+                default=default or tyro.MISSING_NONPROP,
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+                registry=value_rules(),
+                return_unknown_args=True,
+                use_underscores=True,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        # All other mistakes are collected here. So what is missing is the one argument without --, which is a run.
+        raise UserError(f"name a run: {run_example()}") from None
+    for before, argument in pairwise(["", *unknown]):
+        if argument.startswith("--"):
+            name = argument[2:].partition("=")[0]
+            mistakes.append(f"unknown flag --{name}{suggestion(name, flags)} (--help lists all flags)")
+        elif not before.startswith("--") or "=" in before:  # else it is the value of an unknown flag
+            mistakes.append(f"unexpected {argument}: a preset or a run stands before all flags, and a flag is --name=value")
+    values = flat_values(config).items()
+    refuse(mistakes + [f"--{name} {value}" for name, value in values if isinstance(value, ValueError)])
+    return config
+
+
+def value_rules():
+    """How tyro reads and shows values. A wrong one becomes a ValueError in its place, for tyro would stop at the first."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    rules = ConstructorRegistry()
+
+    @rules.primitive_rule
+    def rule(info):
+        if info.type not in SCALARS and get_origin(info.type) not in (Literal, Union):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=syntax(info.type),
+            instance_from_str=lambda texts: read_value(info.type, texts[0]),
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: [str(value).lower() if isinstance(value, bool) else str(value)],
+        )
+
+    return rules
+
+
+def alternatives(kind) -> list:
+    """What a value of type `kind` may be: types among SCALARS and words."""
+    return [kind] if kind in SCALARS or isinstance(kind, str) else [a for k in get_args(kind) for a in alternatives(k)]
+
+
+def syntax(kind) -> str:
+    """What a value of type `kind` may be, as text."""
+    return "|".join(SCALARS.get(allowed, allowed) for allowed in alternatives(kind))
+
+
+def read_value(kind, text: str):
+    """The value of type `kind` that `text` means, or a ValueError that says what is allowed."""
+    for allowed in alternatives(kind):
+        if allowed is str or allowed == text:
+            return text
+        if allowed is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if allowed in (int, float):
+            with contextlib.suppress(ValueError):
+                return allowed(text)
+    return ValueError(f"must be {syntax(kind)}, not {text!r}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; perhaps you meant --lr` where `name` is near to a known name or to one of its OTHER_NAMES, else nothing."""
+    names = {other: ours for ours in known for other in [ours, *OTHER_NAMES.get(ours, "").split()]}
+    near = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
+    return f"; perhaps you meant --{names[near[0]]}" if near else ""
+
+
+def run_example() -> str:
+    """What to type for a command that needs a run, and which runs there are."""
+    runs = [str(path.parent) for path in sorted(Path("runs").glob("*/metrics.jsonl"))]
+    there = ", ".join(runs[:8] + ["..."] * (len(runs) > 8)) or "none yet; python train.py makes one"
+    return f"python {Path(sys.argv[0]).name} runs/NAME; there are {there}"

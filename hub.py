@@ -1,0 +1,161 @@
+"""Files of a dataset repository on the Hugging Face hub: listed at one commit, downloaded, and checked by their hash.
+
+The client is huggingface_hub. It finds the user's token by itself (HF_TOKEN, or what `hf auth login` has saved).
+"""
+
+import errno
+import hashlib
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import files
+from settings import UserError
+
+SCHEME = "hf://"
+ADDRESS = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/@]+))?(?:/(?P<path>.*?))?/*")
+WAIT_SECONDS = (0.5, 1, 2, 4, 8, 15)  # between the tries of a request
+LONGEST_WAIT = 300.0  # however long a server asks us to wait
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # the same request may succeed after these HTTP statuses
+PERMANENT = ("OfflineModeIsEnabled", "HFValidationError")  # errors without a status that no patience helps against
+
+
+@dataclass(frozen=True)
+class Address:
+    """What hf://datasets/OWNER/NAME[@REVISION][/PATH] names. PATH is a folder or a file."""
+
+    repository: str
+    revision: str | None
+    path: str
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository at one commit."""
+
+    repository: str
+    commit: str
+    path: str  # in the repository
+    size: int
+    digest: str  # sha256, or git's sha1 for a small file that is not in large file storage
+    directory: Path  # where it is downloaded to
+
+    @property
+    def local(self) -> Path:
+        """Its path on this machine, once it is downloaded."""
+        return self.directory / self.path
+
+
+def parse_address(source: str) -> Address:
+    """Take an address apart. Raises UserError."""
+    match = ADDRESS.fullmatch(source)
+    if not match:
+        raise UserError(f"{source}: wanted hf://datasets/OWNER/NAME, also with @REVISION or /FOLDER after it")
+    return Address(match["repository"], match["revision"], match["path"] or "")
+
+
+def find_commit(source: str) -> str:
+    """The sha of the commit that an address means at this moment. Raises UserError."""
+    address = parse_address(source)
+    return retry(source, lambda: client().dataset_info(address.repository, revision=address.revision).sha)
+
+
+def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: Path) -> list[HubFile]:
+    """The files at an address that end in one of `suffixes`, at a commit, in order. Raises UserError.
+
+    downloads: the folder for the files of all repositories.
+    """
+    address = parse_address(source)
+    folder = str(PurePosixPath(address.path).parent) if address.path.endswith(suffixes) else address.path
+    folder = None if folder in ("", ".") else folder
+
+    def list_tree():
+        return list(client().list_repo_tree(address.repository, folder, recursive=True, revision=commit, repo_type="dataset"))
+
+    found = []
+    for entry in retry(source, list_tree):
+        path = PurePosixPath(entry.path)
+        if path.is_relative_to(address.path or ".") and entry.path.endswith(suffixes) and hasattr(entry, "blob_id"):
+            if path.is_absolute() or ".." in path.parts:
+                raise UserError(f"{source}: the repository lists {entry.path}, which leads out of it")
+            digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
+            directory = downloads / address.repository
+            found.append(HubFile(address.repository, commit, entry.path, entry.size, digest, directory))
+    return sorted(found, key=lambda file: PurePosixPath(file.path))
+
+
+def download(file: HubFile) -> None:
+    """Download a file if it is not there yet. Raises UserError."""
+    from huggingface_hub import hf_hub_download
+
+    def fetch():
+        hf_hub_download(file.repository, file.path, repo_type="dataset", revision=file.commit, local_dir=file.directory)
+        if not is_whole(file):
+            file.local.unlink()
+            raise ValueError("its content does not have the hash that the repository lists")
+
+    if not is_whole(file):
+        file.local.unlink(missing_ok=True)
+        client()  # for its settings
+        retry(f"{SCHEME}datasets/{file.repository}/{file.path}", fetch)
+
+
+def remove_unfinished(downloads: Path) -> None:
+    """Remove what the client keeps beside the files that it downloads, such as the first half of one."""
+    for cache in downloads.glob("*/*/.cache"):
+        shutil.rmtree(cache)
+
+
+def is_whole(file: HubFile) -> bool:
+    """Whether the file is on this machine with the content that the repository lists."""
+    if not file.local.is_file() or file.local.stat().st_size != file.size:
+        return False
+    if len(file.digest) == 64:
+        return files.sha256(file.local) == file.digest
+    return hashlib.sha1(b"blob %d\0" % file.size + file.local.read_bytes()).hexdigest() == file.digest  # git's way
+
+
+def client():
+    """The hub's client, without its own progress bars and warnings: errors are reported here."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)
+    return HfApi()
+
+
+def retry(name: str, request: Callable):
+    """Return the result of `request`. Tries again after an error that may pass. Raises UserError, which begins with `name`."""
+    for seconds in (*WAIT_SECONDS, None):
+        try:
+            return request()
+        except Exception as error:  # the classes for HTTP, sockets and time limits differ between versions of the client
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+                raise
+            error = error.__cause__ or error  # the client puts "check your connection" in front of what happened
+            response = getattr(error, "response", None)
+            status = getattr(response, "status_code", None)
+            reason = f"{name}: {explain(error, status)}"
+            is_permanent = status not in TRANSIENT if status else type(error).__name__ in PERMANENT
+            if is_permanent or seconds is None:
+                raise UserError(reason) from None
+            retry_after = response.headers.get("Retry-After", "") if status else ""
+            seconds = min(max(seconds, int(retry_after) if retry_after.isdecimal() else 0), LONGEST_WAIT)
+            print(f"{reason}; trying again in {seconds} s", file=sys.stderr, flush=True)
+            time.sleep(seconds)
+
+
+def explain(error: Exception, status: int | None) -> str:
+    """The reason for an error in one line. It never quotes a URL, which may hold a signature."""
+    if status in (401, 403):
+        return "it does not exist, or you have no access; set HF_TOKEN to a token that may read it"
+    if status == 404:
+        return "there is no such repository, revision or folder"
+    if status:
+        return f"the server answered with HTTP status {status}"
+    return str(error).strip().partition("\n")[0] or type(error).__name__

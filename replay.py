@@ -1,0 +1,327 @@
+"""Look back at a step of a run: `python replay.py runs/NAME --step=12345`. Was it the data, or the machine?
+
+The steps since the newest intact checkpoint before it are computed again. If loss and gradient norm are those of metrics.jsonl,
+bit for bit, the machine did what it should. The sequences of the step, worst loss first, then show what the model saw. If they
+are not, the first step that differs is named. Nothing is written into the run directory.
+
+A run under --strategy=exact is replayed by one process, whatever the number of ranks it had. Other runs need their own number:
+`torchrun --standalone --nproc_per_node=W replay.py ...`.
+"""
+
+import os
+import sys
+
+import settings
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as train.py does
+
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+import tyro
+
+import checkpoint
+import data
+import files
+import tokenizer
+import train
+from checkpoint import TrainState
+from parallel import whole
+from settings import Config, UserError
+from world import World
+
+OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
+SHOWN = 8  # sequences, and tensors
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    run: tyro.conf.Positional[str]
+    """A run directory."""
+    step: int = 0
+    """The step to look at, as metrics.jsonl counts steps (0: the last one recorded)."""
+    steps: int = 1
+    """How many steps to look at, from --step on."""
+    all: bool = False
+    """Print every sequence and tensor of the step, not the most striking ones alone."""
+    json: bool = False
+    """Print one JSON object, for programs."""
+    verify: bool = False
+    """Check that each kept checkpoint follows from the one before it, sha256 for sha256."""
+    tokens: str = ""
+    """Where the dataset is now (empty: where the run found it)."""
+
+
+@dataclass
+class Replayed:
+    """A step that was computed again."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    recorded: dict | None  # the record of metrics.jsonl, if there is one
+    norms: dict[str, float] = field(default_factory=dict)  # gradient norm of each tensor, before clipping
+    updates: dict[str, float] = field(default_factory=dict)  # size of each tensor's update, relative to its norm
+    sequences: list[dict] = field(default_factory=list)  # worst loss first
+
+    @property
+    def same(self) -> bool | None:
+        """Whether loss and gradient norm have the recorded bits; None without a record."""
+        return self.recorded and (self.recorded["loss"], self.recorded["grad_norm"]) == (self.loss, self.grad_norm)
+
+
+def main(config: ReplayConfig) -> int:
+    """Replay and print. Returns 1 if something is not what the run recorded. Raises UserError."""
+    directory = Path(config.run)
+    newest, warnings = checkpoint.find(config.run)
+    state = checkpoint.load_state(newest)
+    world = train.join(settings.replace(Config(), **state.settings))
+    if config.verify:
+        return verify(config, directory, state, world)
+    records = read_records(directory / "metrics.jsonl")
+    step = config.step or max(records, default=0)
+    last = step + config.steps - 1
+    if step < 1 or last > max(records, default=0):
+        raise UserError(f"--step={step} --steps={config.steps}: {directory} has steps 1 to {max(records, default=0)}")
+    run = open_before(config, directory, state, world, step)
+    if world.is_master and not config.json:
+        for line in [*warnings, f"replaying steps {run.state.step + 1} to {last}"]:
+            print(line, flush=True)
+    replayed = replay(run, last, range(step, last + 1), records)
+    if world.is_master:
+        if config.json:
+            print(json.dumps({"run": str(directory), "steps": [asdict(r) | {"same": r.same} for r in replayed]}))
+        else:
+            tell(replayed, range(step, last + 1), config.all)
+    world.leave(failed=False)
+    return int(any(r.same is False for r in replayed))
+
+
+def read_records(path: Path) -> dict[int, dict]:
+    """The training records of a metrics.jsonl by step. Raises UserError where it cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; a run directory is wanted, such as runs/NAME") from None
+    records = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+            if "loss" in record:
+                records[record["step"]] = record
+        except (ValueError, KeyError, TypeError):  # torn by a kill
+            continue
+    return records
+
+
+def open_before(
+    config: ReplayConfig, directory: Path, state: TrainState, world: World, step: int, start: Path | None = None
+) -> train.Run:
+    """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning."""
+    era = max((e for e in state.history if e["step"] < step), key=lambda e: e["step"], default=None)
+    if era is None:
+        raise UserError(
+            f"{directory} begins at step {state.history[0]['step']}; earlier steps are those of the run it came from"
+        )
+    for path in reversed(checkpoint.published(directory / "checkpoints")) if start is None else ():
+        if path.name < checkpoint.step_directory(path.parent, step).name and checkpoint.fault(path) is None:
+            start = path
+            break
+    training = settings.replace(Config(), **era["settings"])
+    if config.tokens:
+        training = settings.replace(training, tokens=config.tokens)
+    if start is None and training.run.resume not in ("auto", "off"):
+        start, _ = checkpoint.find(training.run.resume)
+    before = checkpoint.load_state(start) if start else TrainState()
+    if before.step < era["step"]:
+        raise UserError(
+            f"the settings changed at step {era['step']}, and no intact checkpoint between it and step {step} is left"
+        )
+    if training.parallel.strategy != "exact" and world.size != era["world_size"]:
+        raise UserError(
+            f"step {step} was computed on {era['world_size']} ranks, and its bits depend on that; use torchrun --standalone "
+            f"--nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
+        )
+    dataset = data.open_dataset(training.data.tokens, training.model.vocab_size)
+    if dataset.identity != state.dataset:
+        raise UserError(
+            f"{dataset.directory} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are"
+        )
+    pretrained = None
+    if start is None and training.model.init_from != "scratch":
+        pretrained, _ = checkpoint.find_model(training.model.init_from)
+    run = train.build(training, world, dataset, before, start, pretrained)
+    run.engine.warm_up(training.train.micro_batch_size, training.model.seq_len)
+    return run
+
+
+def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -> list[Replayed]:
+    """Compute the steps up to `last` again, and look closely at those that are `wanted`. All ranks must call it."""
+    upcoming = [(s, m) for s in range(run.state.step, last) for m in run.world.share(run.config.micro_batches)]
+    prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
+    norms, clip = {}, run.engine.clip
+
+    def clip_and_note_norms(limit: float) -> float:
+        for name, parameter in run.engine.parameters.items():
+            if parameter.grad is not None:
+                norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item()
+        return clip(limit)
+
+    run.engine.clip = clip_and_note_norms
+    replayed = []
+    while run.state.step < last:
+        step = run.state.step + 1
+        sequences = look_at_sequences(run) if step in wanted else []
+        before = {n: p.detach().clone() for n, p in run.engine.parameters.items()} if step in wanted else {}
+        losses, grad_norm = train.update(run, prefetcher)
+        loss = run.world.sum_over_ranks(losses).mean().item()
+        updates = {n: relative_change(old, run.engine.parameters[n].detach()) for n, old in before.items()}
+        replayed.append(Replayed(step, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
+    prefetcher.close()
+    run.engine.clip = clip
+    return replayed
+
+
+def relative_change(before: torch.Tensor, after: torch.Tensor) -> float:
+    """The norm of the change of a tensor over the norm that it had."""
+    change, norm = (whole(torch.linalg.vector_norm(t)).item() for t in (after - before, before))
+    return change / norm if norm else float("inf") if change else 0.0
+
+
+@torch.no_grad()
+def look_at_sequences(run: train.Run) -> list[dict]:
+    """The sequences of the coming update, worst loss first: their losses, where they come from, and their text."""
+    batches, step, each = run.batches, run.state.step, run.config.train.micro_batch_size
+    losses = run.world.zeros(run.config.sequences_per_update)
+    run.engine.module.eval()  # without dropout
+    for micro_batch in run.world.share(run.config.micro_batches):
+        tokens = torch.from_numpy(batches.batch(step, micro_batch)).to(run.world.device)  # [micro_batch_size, seq_len + 1]
+        for i, sequence in enumerate(tokens):
+            with run.engine.autocast():
+                losses[micro_batch * each + i] = run.engine.eval_model(sequence[None, :-1], sequence[None, 1:]).to(losses.dtype)
+    run.engine.module.train()
+    losses = run.world.sum_over_ranks(losses).tolist()
+    if not run.world.is_master:
+        return []
+    text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
+    windows = batches.windows(batches.first_sequence(step), len(losses))
+    rows = []
+    for number, (loss, window, tokens) in enumerate(zip(losses, windows.tolist(), batches.tokens(windows), strict=True)):
+        shard, position = batches.stream.locate(window * batches.seq_len)
+        rows.append(
+            {
+                "sequence": number,
+                "loss": loss,
+                "dataset": str(run.dataset.directory),
+                "shard": shard.name,
+                "position": position,
+                "documents_begin": [i for i, token in enumerate(tokens[:-1].tolist()) if token == run.dataset.eot_token],
+                "text": text.decode(tokens[:-1]) if text else " ".join(map(str, tokens[:-1].tolist())),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["loss"])
+
+
+def tell(replayed: list[Replayed], wanted: range, everything: bool) -> None:
+    """Print the verdict, then the steps that are `wanted`."""
+    for line in verdict(replayed):
+        print(line)
+    for i, r in enumerate(replayed):
+        if r.step in wanted:
+            tell_step(r, replayed[:i], everything)
+
+
+def verdict(replayed: list[Replayed]) -> list[str]:
+    """Whether the steps are those of the run."""
+    compared = [r for r in replayed if r.recorded]
+    different = [r for r in compared if not r.same]
+    if not compared:
+        return ["metrics.jsonl has no record of these steps to compare with"]
+    if not different:
+        return [f"{len(compared)} recorded steps: loss and gradient norm are the recorded ones, bit for bit; look at the data"]
+    first = different[0]
+    lines = [
+        f"step {first.step} is the first that differs: loss {first.loss!r}, recorded {first.recorded['loss']!r}; "
+        f"gradient norm {first.grad_norm!r}, recorded {first.recorded['grad_norm']!r}"
+    ]
+    after = [r for r in compared if r.step >= first.step]
+    if all(not r.same for r in after) and len(after) > 1:
+        return [
+            *lines,
+            "all recorded steps after it differ too: the state before it was not this one, or the machine computed otherwise",
+        ]
+    if first is not compared[-1]:
+        return [*lines, "later steps agree again: only what was recorded is wrong, not what was computed"]
+    return lines
+
+
+def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
+    """Print one step: its sequences, worst first, and the tensors whose gradients are out of line."""
+    width = max(60, shutil.get_terminal_size().columns)
+    print(f"\nstep {r.step}  loss {r.loss:.4f}  gradient norm {r.grad_norm:.3f}\n\nsequences, worst loss first")
+    for row in r.sequences if everything else r.sequences[:SHOWN]:
+        begins = f"; documents begin at {', '.join(map(str, row['documents_begin'][:6]))}" if row["documents_begin"] else ""
+        print(f"  {row['loss']:8.4f}  sequence {row['sequence']}: {row['shard']} from token {row['position']:,}{begins}")
+        shown = row["text"] if everything else row["text"][: 2 * width]
+        print(f"            {shown.encode('unicode_escape').decode()[: width - 13]}")
+    if not everything and len(r.sequences) > SHOWN:
+        print(f"  ... {len(r.sequences) - SHOWN} more: --all")
+    usual = {name: median(b.norms[name] for b in before if name in b.norms) for name in r.norms if before}
+    ratio = {name: r.norms[name] / usual[name] if usual.get(name) else 1.0 for name in r.norms}
+    striking = [name for name in sorted(r.norms, key=lambda n: (-ratio[n], -r.norms[n])) if ratio[name] > OUT_OF_LINE]
+    if before:
+        print(f"\ntensors whose gradient norm is more than {OUT_OF_LINE:g} times the median of {len(before)} steps before")
+    else:
+        print("\ntensors by gradient norm; no step before was replayed to compare with")
+    names = sorted(r.norms, key=lambda n: -ratio[n] if before else -r.norms[n]) if everything or not before else striking
+    for name in names if everything else names[:SHOWN]:
+        times = f"  {ratio[name]:7.1f} times" if before else ""
+        print(f"  {r.norms[name]:10.4g}{times}  {name}, changed by {r.updates[name]:.2%}")
+    if before and not striking:
+        print("  none")
+    largest = max(r.updates, key=r.updates.get)
+    print(f"largest update: {largest}, by {r.updates[largest]:.2%} of its norm")
+
+
+def verify(config: ReplayConfig, directory: Path, state: TrainState, world: World) -> int:
+    """Compute each kept checkpoint from the one before it and compare sha256. Returns 1 if one does not follow."""
+    kept = checkpoint.published(directory / "checkpoints")
+    if len(kept) < 2:
+        raise UserError(f"{directory} has {len(kept)} checkpoint; --verify compares each with the one before (see --keep_last)")
+    wrong = 0
+    for start, end in zip(kept, kept[1:], strict=False):
+        problem = checkpoint.fault(start) or checkpoint.fault(end)
+        if problem is None:
+            run = open_before(config, directory, state, world, checkpoint.load_state(start).step + 1, start)
+            replay(run, checkpoint.load_state(end).step, range(0), {})
+            model, optimizer = run.engine.gather(run.optimizers)
+            if not world.is_master:
+                continue
+            with tempfile.TemporaryDirectory() as temporary:
+                checkpoint.write_tensors(Path(temporary), model, run.config.model, optimizer, run.dataset)
+                names = ("model.safetensors", "optimizer.safetensors")
+                different = [name for name in names if files.sha256(Path(temporary) / name) != files.sha256(end / name)]
+            problem = f"{', '.join(different)} would be others" if different else None
+        print(
+            f"{end.name} {'follows from' if problem is None else 'DOES NOT follow from'} {start.name}"
+            + (f": {problem}" if problem else "")
+        )
+        wrong += problem is not None
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        with settings.user_errors():
+            status = main(settings.parse(ReplayConfig, sys.argv[1:], __doc__))
+    except SystemExit as end:
+        status = end.code
+    sys.stdout.flush()
+    os._exit(status)  # as train.py does

@@ -1,0 +1,165 @@
+"""A server on loopback that speaks the hub's protocol as huggingface_hub uses it, and can misbehave on request.
+
+It has two ports, as the hub has two hosts: one for the interface and one that serves the content of large files.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+PAGE = 3  # files on a page of a listing
+
+
+def git_sha1(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class HubServer:
+    """Dataset repositories by name: the content of each file at each commit, the last of which is main.
+
+    misbehave: what to do instead of answering a request, by its number, method and path: "drop" the connection, "truncate"
+    the content, "corrupt" it, answer with an HTTP status (an int), or None to answer it.
+    """
+
+    def __init__(self, token: str = ""):
+        self.token = token
+        self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.misbehave: Callable[[int, str, str], str | int | None] = lambda number, method, path: None
+        self.requests: list[tuple[str, str]] = []
+        self.authorizations: dict[str, set] = {"hub": set(), "content": set()}
+        self.lock = threading.Lock()
+        self.servers = {}
+        for name in ("hub", "content"):
+            handler = type("Handler", (Handler,), {"hub": self, "host": name})
+            self.servers[name] = Server(("127.0.0.1", 0), handler)
+            threading.Thread(target=self.servers[name].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def url(self, name: str = "hub") -> str:
+        return f"http://127.0.0.1:{self.servers[name].server_port}"
+
+    def commit_files(self, repository: str, contents: dict[str, bytes]) -> str:
+        """Add a commit with these files. Returns its sha."""
+        commits = self.repositories.setdefault(repository, {})
+        sha = hashlib.sha1(f"{repository} {len(commits)}".encode()).hexdigest()
+        commits[sha] = contents
+        return sha
+
+    def close(self):
+        for server in self.servers.values():
+            server.shutdown()
+            server.server_close()
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """A client that was killed is no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: HubServer
+    host: str
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        path = unquote(url.path)
+        with self.hub.lock:
+            self.hub.requests.append((self.command, path))
+            number = len(self.hub.requests) - 1
+            self.hub.authorizations[self.host].add(self.headers.get("Authorization"))
+        self.fault = self.hub.misbehave(number, self.command, path)
+        if self.fault == "drop":
+            self.close_connection = True
+            return
+        if isinstance(self.fault, int):
+            return self.answer(b"", self.fault, {"Retry-After": "1"} if self.fault == 429 else {})
+        if self.host == "content":
+            sha256 = path.removeprefix("/")
+            found = [c for r in self.hub.repositories.values() for s in r.values() for c in s.values()]
+            return self.send(next(c for c in found if hashlib.sha256(c).hexdigest() == sha256))
+        if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self.answer(b'{"error": "Invalid username or password."}', 401)
+        words = path.strip("/").split("/")
+        if words[:2] == ["api", "datasets"]:
+            self.interface("/".join(words[2:4]), words[4:], parse_qs(url.query))
+        elif words[0] == "datasets" and words[3] == "resolve":
+            self.resolve("/".join(words[1:3]), words[4], "/".join(words[5:]))
+        else:
+            self.answer(b"", 404)
+
+    def commit_of(self, repository: str, revision: str) -> str | None:
+        commits = self.hub.repositories.get(repository, {})
+        return revision if revision in commits else list(commits)[-1] if commits and revision == "main" else None
+
+    def interface(self, repository: str, words: list[str], query: dict):
+        """/api/datasets/REPOSITORY[/revision/REVISION] and .../tree/REVISION[/FOLDER]."""
+        commit = self.commit_of(repository, words[1] if words else "main")
+        if commit is None:
+            error = "RevisionNotFound" if repository in self.hub.repositories else "RepoNotFound"
+            return self.answer(b"{}", 404, {"X-Error-Code": error})
+        if words[:1] != ["tree"]:
+            return self.json({"id": repository, "sha": commit, "siblings": []})
+        folder, contents = "/".join(words[2:]), self.hub.repositories[repository][commit]
+        found = [self.entry(p, c) for p, c in contents.items() if not folder or p.startswith(folder + "/")]
+        if not found:
+            return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
+        found.insert(0, {"type": "directory", "oid": "0" * 40, "size": 0, "path": folder or "data"})
+        page = int(query.get("cursor", ["0"])[0])
+        following = f"{self.hub.url()}{urlsplit(self.path).path}?recursive=True&cursor={page + PAGE}"
+        link = {"Link": f'<{following}>; rel="next"'} if len(found) > page + PAGE else {}
+        self.json(found[page : page + PAGE], link)
+
+    def entry(self, path: str, content: bytes) -> dict:
+        entry = {"type": "file", "path": path, "size": len(content), "oid": git_sha1(content)}
+        if not path.endswith(".jsonl"):
+            entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        return entry
+
+    def resolve(self, repository: str, revision: str, path: str):
+        """/datasets/REPOSITORY/resolve/REVISION/PATH: a small file, or a redirection to a large one."""
+        commit = self.commit_of(repository, revision)
+        content = self.hub.repositories.get(repository, {}).get(commit, {}).get(path)
+        if content is None:
+            return self.answer(b"", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit or ""})
+        headers = {"X-Repo-Commit": commit}
+        if path.endswith(".jsonl"):
+            return self.send(content, headers | {"ETag": f'"{git_sha1(content)}"'})
+        sha256 = hashlib.sha256(content).hexdigest()
+        headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(content))}
+        self.answer(b"", 302, headers | {"Location": f"{self.hub.url('content')}/{sha256}?Signature=geheim"})
+
+    def send(self, content: bytes, headers: dict | None = None):
+        """The content of a file, or of the range that is asked for."""
+        headers, status = headers or {}, 200
+        if self.fault == "corrupt":
+            content = bytes(len(content))
+        size = len(content)
+        if asked := self.headers.get("Range"):
+            start = int(asked.removeprefix("bytes=").split("-")[0])
+            content, status = content[start:], 206
+            headers = headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
+        self.answer(content, status, headers | {"Accept-Ranges": "bytes"})
+
+    def json(self, value, headers: dict | None = None):
+        self.answer(json.dumps(value).encode(), 200, {"Content-Type": "application/json"} | (headers or {}))
+
+    def answer(self, content: bytes, status: int, headers: dict | None = None):
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            if self.fault == "truncate":
+                content = content[: len(content) // 2]
+                self.close_connection = True
+            self.wfile.write(content)

@@ -1,0 +1,65 @@
+"""A run that moves to another directory, number of ranks or strategy, and keeps all the bits that it can keep."""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+
+from conftest import largest_difference
+
+MOVES = 20
+WALK = dict(optimizer="adamw", schedule="constant", lr=1e-4, warmup_steps=0, eval_every=0, save_every=0)
+
+
+def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train):
+    train("whole", schedule="constant")
+    train("here", steps=10, schedule="constant")
+    there = train.runs.parent / "another machine"
+    shutil.copytree(train.runs / "here", there / "runs" / "here", symlinks=True)
+    shutil.copytree(train.tokens, there / "data" / "tokens")
+    train("here", schedule="constant", out_dir=there / "runs", tokens=there / "data" / "tokens")
+    whole = train.files("whole"), train.metrics("whole")
+    train.runs = there / "runs"
+    assert (train.files("here"), train.metrics("here")) == whole
+
+
+def walk(train, name, strategies, most_ranks):
+    """Take MOVES steps, each under a random strategy on a random number of ranks."""
+    chance, visited = random.Random(0), []
+    for step in range(1, MOVES + 1):
+        strategy, ranks = chance.choice(strategies), chance.randint(1, most_ranks)
+        train(name, ranks=ranks, steps=step, strategy=strategy, **WALK)
+        visited.append((strategy, ranks))
+    history = json.loads((train.latest(name) / "trainer_state.json").read_text())["history"]
+    assert len(history) == MOVES and [era["world_size"] for era in history] == [ranks for _, ranks in visited]
+    assert len(set(visited)) >= 5
+
+
+def test_a_walk_over_numbers_of_ranks_keeps_all_bits_under_exact(train):
+    train("straight", steps=MOVES, strategy="exact", **WALK)
+    walk(train, "walk", ["exact"], most_ranks=6)
+    assert train.files("walk") == train.files("straight")
+    assert [r for r in train.metrics("walk") if "loss" in r] == [r for r in train.metrics("straight") if "loss" in r]
+
+
+def test_a_walk_over_strategies_and_numbers_of_ranks_ends_at_the_same_weights_up_to_rounding(train):
+    train("straight", steps=MOVES, **WALK)
+    strategies = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
+    walk(train, "walk", strategies, most_ranks=3)
+    assert largest_difference(train.weights("walk"), train.weights("straight")) < 2e-5
+
+
+@pytest.mark.parametrize("change, setting", [("choose_compile", "compile"), ("choose_dtype", "dtype")])
+def test_ranks_that_would_choose_differently_agree_on_what_works_on_all(train, change, setting):
+    values = {"compile": ("on", "off"), "dtype": ("bfloat16", "float32")}[setting]
+    differ = f"import device\ndevice.{change} = lambda *args: {values}[int(os.environ['RANK'] == '1')]"
+    train.changed(differ, "agreed", 3, steps=2, compile="off", dtype="float32")
+    assert f'{setting} = "{values[1]}"' in (train.runs / "agreed" / "config.toml").read_text()
+
+
+def test_a_last_save_longer_than_the_timeout_does_not_end_the_other_ranks(train):
+    slow = "import checkpoint, time\nwrite = checkpoint.write\ncheckpoint.write = lambda *args: (time.sleep(8), write(*args))"
+    train.changed(slow, "slow", 2, steps=3, save_every=0, eval_every=0, timeout_minutes=0.05)
+    assert os.path.exists(train.latest("slow") / "manifest.json")

@@ -1,0 +1,140 @@
+"""replay.py and --skip_steps through the front door: was it the data or the machine, and how to leave the data out."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import data
+import settings
+from conftest import ROOT, execute
+
+FLAGS = dict(keep_last=0, eval_every=0)
+
+
+def replay(*arguments, status=0):
+    return execute([sys.executable, "replay.py", *arguments], status=status).stdout
+
+
+def everything_in(directory):
+    """Every file below a directory, with its content."""
+    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def kept(shared):
+    """A run that keeps all its checkpoints."""
+    shared("kept", **FLAGS)
+    return shared.runs / "kept"
+
+
+def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
+    before = everything_in(kept)
+    out = replay(kept, "--step=13")
+    assert "replaying steps 11 to 13" in out and "bit for bit; look at the data" in out
+    losses = [float(x) for x in re.findall(r"^ +([\d.]+)  sequence \d+: train_00000\d.bin from token", out, re.M)]
+    assert len(losses) == 8 and losses == sorted(losses, reverse=True)
+    result = json.loads(replay(kept, "--step=4", "--steps=3", "--json"))
+    assert [step["step"] for step in result["steps"]] == [4, 5, 6] or [s["step"] for s in result["steps"]] == [1, 2, 3, 4, 5, 6]
+    assert all(step["same"] for step in result["steps"])
+    sixth = result["steps"][-1]
+    assert len(sixth["sequences"]) == 24 and len(sixth["norms"]) == len(sixth["updates"]) > 10
+    mean = sum(row["loss"] for row in sixth["sequences"]) / 24
+    assert mean == pytest.approx(sixth["loss"], rel=1e-5)  # the sequences are those of the step
+    assert everything_in(kept) == before
+
+
+def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
+    tokens = (np.arange(30000) * 7 % 60).astype("<u2")  # easy text ...
+    noise = (36 * 24 + 5) * 16  # ... but for sequences 5 to 8 of step 37
+    tokens[noise : noise + 4 * 16] = np.random.default_rng(0).integers(0, 60, 4 * 16)
+    for split, part in (("train", tokens), ("val", tokens[:3000])):
+        part.tofile(tmp_path / f"{split}.bin")
+    flags = dict(FLAGS, tokens=tmp_path, vocab_size=64, order="sequential", steps=40, save_every=20)
+    train("spike", **flags)
+    out = replay(train.runs / "spike", "--step=37")
+    assert "bit for bit; look at the data" in out
+    worst = re.findall(r"sequence (\d+): train.bin from token ([\d,]+)", out)[:4]
+    assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
+    assert "times" in out.split("tensors")[1] and "none" not in out.split("tensors")[1]  # gradients out of line
+
+    norms = {record["step"]: record["grad_norm"] for record in train.metrics("spike") if "grad_norm" in record}
+    assert norms[37] > 3 * norms[36]
+    shutil.copytree(train.runs / "spike", train.runs / "without", symlinks=True)
+    for step in (40,):
+        shutil.rmtree(train.runs / "without" / "checkpoints" / f"step-{step:08d}")
+    late = train("without", status=2, **dict(flags, skip_steps="3,37"))
+    assert "--skip_steps=3,37 changes what one of the 20 steps that are done saw" in late.stderr
+    train("without", **dict(flags, skip_steps="37"))
+    norms = {record["step"]: record["grad_norm"] for record in train.metrics("without") if "grad_norm" in record}
+    assert norms[37] < 2 * norms[36]
+    assert "bit for bit" in replay(train.runs / "without", "--step=38")
+    assert "bit for bit" in replay(train.runs / "without", "--step=15")
+
+
+def test_skipped_batches_are_left_out_and_nothing_else():
+    stream = data.Stream([Path("train.bin")], [np.arange(4000, dtype="<u2")], 4000)
+    plain = data.Batches(stream, 16, 4, 2, seed=1)
+    config = settings.replace(settings.Config(), skip_steps="3-4, 7,1")
+    assert config.skipped_batches == (0, 2, 3, 6)
+    skipping = data.Batches(stream, 16, 4, 2, seed=1, skipped=config.skipped_batches)
+    assert [skipping.first_sequence(step) // 4 for step in range(5)] == [1, 4, 5, 7, 8]
+    assert (skipping.batch(1, 1) == plain.batch(4, 1)).all()
+    assert checkpoint.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and checkpoint.seen_by(2, (5,)) == []
+
+
+@pytest.mark.parametrize("wrong", ["x", "5-", "0", "3--4"])
+def test_skip_steps_that_are_none_are_refused(train, wrong):
+    assert f"--skip_steps={wrong} must be steps" in train("wrong", status=2, skip_steps=wrong).stderr
+
+
+def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path):
+    records = tmp_path / "records"
+    shutil.copytree(kept, records, symlinks=True)
+    lines = [json.loads(line) for line in (records / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["step"] == 12 and "loss" in line:
+            line["loss"] += 1e-9
+    (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = replay(records, "--step=15", status=1)
+    assert "step 12 is the first that differs" in out and "only what was recorded is wrong" in out
+
+    weights = tmp_path / "weights"
+    shutil.copytree(kept, weights, symlinks=True)
+    changed = weights / "checkpoints" / "step-00000010"
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1e-6
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    (changed / "manifest.json").unlink()
+    checkpoint.write_manifest(changed)
+    out = replay(weights, "--step=15", status=1)
+    assert "step 11 is the first that differs" in out and "the state before it was not this one" in out
+    out = replay(weights, "--verify", status=1)
+    assert "step-00000010 DOES NOT follow from step-00000005: model.safetensors" in out
+    assert "step-00000015 DOES NOT follow from step-00000010" in out
+    assert "step-00000020 follows from step-00000015" in out
+
+
+def test_three_ranks_under_exact_are_replayed_by_one_process_and_others_by_their_own_number(train):
+    train("exact", ranks=3, strategy="exact", **FLAGS)
+    assert "bit for bit" in replay(train.runs / "exact", "--step=14")
+    assert "follows from" in replay(train.runs / "exact", "--verify")
+    train("three", ranks=3, **FLAGS)
+    refused = execute([sys.executable, "replay.py", train.runs / "three", "--step=14"], status=2)
+    assert "--nproc_per_node=3 replay.py" in refused.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = subprocess.run([*torchrun, "replay.py", train.runs / "three", "--step=14"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "bit for bit; look at the data" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_step_that_the_run_does_not_have_is_refused(kept):
+    for arguments in (["--step=21"], ["--step=20", "--steps=2"], ["--step=-1"]):
+        refused = execute([sys.executable, "replay.py", kept, *arguments], status=2)
+        assert refused.stderr.startswith("error: ") and "has steps 1 to 20" in refused.stderr
