@@ -7,7 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 import files
-from data import Dataset, Stream, open_dataset
+from dataset import Dataset, Stream, open_dataset
 from settings import UserError
 from tokenizer import Tokenizer, load, resolve
 

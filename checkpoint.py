@@ -21,7 +21,7 @@ from torch import Tensor
 import files
 import hf
 import settings
-from data import Dataset
+from data import Mixture
 from log import Log
 from model import GPT
 from settings import Config, ModelConfig, RunError, UserError
@@ -52,14 +52,19 @@ class TrainState:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
-    def begin(self, config: Config, dataset: Dataset, world: World, continues: bool) -> None:
+    def begin(self, config: Config, dataset: Mixture, world: World, continues: bool) -> None:
         """Note how the run goes on from this step. A run that starts from another's checkpoint has a history of its own."""
         self.dataset, self.settings = dataset.identity, settings.flat_values(config)
-        self.versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        self.versions = versions()
         self.history = list(self.history) if continues else []
         now = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **now} != self.history[-1]:
             self.history.append({"step": self.step, **now})
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a run depend on besides its settings and the hardware."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
 
 
 class Checkpoints:
@@ -68,7 +73,7 @@ class Checkpoints:
     All ranks call the methods; only the master writes and removes files.
     """
 
-    def __init__(self, directory: Path, config: Config, dataset: Dataset, world: World, log: Log, start_step: int):
+    def __init__(self, directory: Path, config: Config, dataset: Mixture, world: World, log: Log, start_step: int):
         self.directory, self.config, self.model, self.dataset = directory, config.checkpoint, config.model, dataset
         self.world, self.log = world, log
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
@@ -163,7 +168,7 @@ def write(
     model: dict[str, Tensor],
     model_config: ModelConfig,
     optimizer: dict[str, Tensor],
-    dataset: Dataset,
+    dataset: Mixture,
 ) -> Path:
     """Publish the checkpoint of `state.step` and point `latest` at it."""
     path = step_directory(checkpoints, state.step)
@@ -177,7 +182,7 @@ def write(
 
 
 def write_tensors(
-    directory: Path, model: dict[str, Tensor], model_config: ModelConfig, optimizer: dict[str, Tensor], dataset: Dataset
+    directory: Path, model: dict[str, Tensor], model_config: ModelConfig, optimizer: dict[str, Tensor], dataset: Mixture
 ) -> None:
     """Write the Hugging Face model and the optimizer state. The same tensors give the same bytes."""
     hf.write_model(directory, model, model_config, dataset.tokenizer, dataset.eot_token)
@@ -253,7 +258,7 @@ def find_start(run: Path, resume: str) -> tuple[Path | None, list[str]]:
     return start, [*damaged, f"starting from {start}"]
 
 
-def check_changes(state: TrainState, config: Config, dataset: Dataset, own: bool) -> list[str]:
+def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool) -> list[str]:
     """A line for each setting that differs from the checkpoint's. Raises UserError for one that may not.
 
     own: the checkpoint is of this very run, whose model and data are fixed. A new run from it may change the data.

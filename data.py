@@ -1,258 +1,148 @@
-"""Token shards on disk, the stream of windows they form, and which windows a step sees.
+"""Which tokens a step sees.
 
-The shards of a split are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs and T targets shifted by one, so
-there are n = (N - 1) // T windows. Sequence q of the whole run is window permute(q mod n) of epoch q // n. This is a pure
-function of (seed, q): no position in the data needs saving, and the tokens of a step do not depend on the number of ranks.
+The train shards of a dataset are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs and T targets shifted by
+one, so there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. A run takes its
+sequences from one or several datasets: in every block of 4,096 each dataset has its share, in a shuffled order. All of this is
+a pure function of (seed, sequence): no position in the data needs saving, and the tokens of a step do not depend on the number
+of ranks.
 """
 
 import contextlib
 import functools
-import hashlib
-import json
-import mmap
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 import files
+from dataset import Dataset, Stream, digest, open_dataset, read_windows
 from settings import UserError
 
-HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
-MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-GPT2_VOCAB_SIZE = 50257  # foreign shards do not say their vocabulary; theirs is GPT-2's
-SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split, and samples a larger one
+ROUNDS = 6  # of the Feistel network
+BLOCK = 4096  # sequences in which each dataset has its share
+PERIOD = 4096  # blocks after which the shares come out exactly
+SHARES = BLOCK * PERIOD  # shares of a mixture are whole numbers that add up to this
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shards
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits, else uint32."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
-    """Publish `tokens` [n] as an llm.c token shard. Returns the sha256 of the file."""
-    dtype = token_dtype(vocab_size)
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = *next(key for key, value in MAGICS.items() if value == dtype), len(tokens)
-    body = np.ascontiguousarray(tokens, dtype=dtype)
-    with files.publish(path) as file:
-        file.write(header.tobytes())
-        file.write(body)
-    digest = hashlib.sha256(header.tobytes())
-    digest.update(body)
-    return digest.hexdigest()
-
-
-def open_shard(path: Path) -> np.ndarray:
-    """Map the tokens of a shard into memory: llm.c's .bin with either magic, nanoGPT's headerless .bin, or a .npy.
-
-    Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
-    """
-    try:
-        if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-                raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
-            return map_tokens(path, tokens.dtype, tokens.offset, len(tokens))
-        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-        size = path.stat().st_size
-        dtype = MAGICS.get(tuple(header[:2].tolist())) if len(header) == HEADER_INTS else None
-        if dtype is None:
-            if size % 2 or not size:
-                raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
-            return map_tokens(path, np.dtype("<u2"), 0, size // 2)
-        wanted = HEADER_INTS * 4 + int(header[2]) * dtype.itemsize
-        if size != wanted:
-            raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
-        return map_tokens(path, dtype, HEADER_INTS * 4, int(header[2]))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def map_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Map `count` tokens of a file, from byte `offset` on. The system reads a page when it is first touched.
-
-    Reading ahead is switched off, because a shuffled order would load megabytes around every window. The result is a plain
-    array: slicing an np.memmap takes ten times as long.
-    """
-    with open(path, "rb") as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):
-        pages.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(pages, dtype, count, offset)
-
-
-def open_shards(paths: list[Path]) -> list[np.ndarray]:
-    """Open all shards. Each one keeps a file open, and many systems allow only 1024 by default, so raise that limit."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # some systems have no such limit or do not let us change it
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = soft + len(paths)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-    return [open_shard(path) for path in paths]
+# Mixtures of datasets
 
 
 @dataclass(frozen=True)
-class Stream:
-    """The shards of one split as one stream of tokens."""
+class Mixture:
+    """The datasets of a run, all of one tokenizer, and their shares. A run on a single dataset has a mixture of one."""
 
-    paths: list[Path]
-    shards: list[np.ndarray]
-    vocab_size: int
-    starts: np.ndarray = field(init=False)  # [shards + 1] position of each shard's first token
+    datasets: tuple[Dataset, ...]
+    shares: tuple[int, ...]  # how many of SHARES sequences come from each
 
-    def __post_init__(self):
-        object.__setattr__(self, "starts", np.cumsum([0] + [len(shard) for shard in self.shards]))
+    def __str__(self) -> str:
+        parts = (f"{d.directory}:{share / SHARES:g}" for d, share in zip(self.datasets, self.shares, strict=True))
+        return ",".join(parts) if len(self.datasets) > 1 else str(self.datasets[0].directory)
 
-    def __len__(self) -> int:
-        return int(self.starts[-1])
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the tokenizer has."""
+        return self.datasets[0].vocab_size
 
-    def num_windows(self, seq_len: int) -> int:
-        """How many windows of `seq_len` inputs and as many targets the stream has."""
-        return max(0, (len(self) - 1) // seq_len)
-
-    def locate(self, position: int) -> tuple[Path, int]:
-        """The shard that holds the token at `position` of the stream, and where in the shard it is."""
-        shard = int(np.searchsorted(self.starts, position, side="right")) - 1
-        return self.paths[shard], position - int(self.starts[shard])
-
-    def read(self, start: int, out: np.ndarray) -> None:
-        """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
-        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-        filled = 0
-        while filled < len(out):
-            offset = start + filled - int(self.starts[shard])
-            tokens = self.shards[shard][offset : offset + len(out) - filled]
-            out[filled : filled + len(tokens)] = tokens
-            filled += len(tokens)
-            shard += 1
-
-    def check(self, tokens: np.ndarray, where: str) -> None:
-        """Raise UserError if a token id is outside the vocabulary. `where` names the tokens in the message."""
-        if not len(tokens):
-            return
-        lowest, highest = int(tokens.min()) if tokens.dtype.kind == "i" else 0, int(tokens.max())
-        if lowest < 0 or highest >= self.vocab_size:
-            raise UserError(
-                f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}; "
-                "--vocab_size=N says that it is larger, or the files are of another kind"
-            )
-
-    def check_ids(self) -> None:
-        """Check every token id of a small split and a sample of a large one. Each batch is checked again when it is read."""
-        share = max(1, SCAN_TOKENS // max(1, len(self.shards)))
-        for path, shard in zip(self.paths, self.shards, strict=True):
-            if len(shard) <= share:
-                self.check(shard, str(path))
-            else:
-                for start in np.linspace(0, len(shard) - 1024, num=min(64, share // 1024), dtype=np.int64):
-                    self.check(shard[start : start + 1024], str(path))
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """An opened dataset directory."""
-
-    directory: Path
-    vocab_size: int
-    eot_token: int
-    splits: dict[str, Stream]  # "train" and "val"
-    bytes_of_text: dict[str, int]  # of each split; empty if the directory does not say
-    identity: str  # sha256 of what the shards hold; the directory's name does not matter
+    @property
+    def eot_token(self) -> int:
+        """The end-of-text token."""
+        return self.datasets[0].eot_token
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer.json of the directory, if there is one."""
-        path = self.directory / "tokenizer.json"
-        return path if path.exists() else None
+        """The tokenizer.json, if one of the datasets has it."""
+        return next((dataset.tokenizer for dataset in self.datasets if dataset.tokenizer), None)
 
-    def bits_per_byte(self, loss: float, split: str = "val") -> float | None:
-        """Convert `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
-        if not self.bytes_of_text.get(split):
-            return None
-        return loss / float(np.log(2)) * len(self.splits[split]) / self.bytes_of_text[split]
+    @property
+    def identity(self) -> str:
+        """sha256 of what the shards hold and of the shares; the directories' names do not matter."""
+        if len(self.datasets) == 1:
+            return self.datasets[0].identity
+        return digest([(dataset.identity, share) for dataset, share in zip(self.datasets, self.shares, strict=True)])
 
+    @property
+    def names(self) -> list[str]:
+        """A name for each dataset: its directory's, or the whole path if two directories have the same name."""
+        names = [dataset.directory.resolve().name for dataset in self.datasets]
+        return names if len(set(names)) == len(names) else [str(dataset.directory) for dataset in self.datasets]
 
-def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
-    """Open a dataset directory and check sizes, counts and token ids. It has a dataset.json, or foreign token files.
+    def streams(self, split: str) -> list[Stream]:
+        """A split of each dataset."""
+        return [dataset.splits[split] for dataset in self.datasets]
 
-    vocab_size: the vocabulary of foreign files, which do not state it (0: GPT-2's). prepare_command: what makes the dataset,
-    if it names this directory as --out; the UserError for a missing directory prints it.
-    """
-    directory = Path(directory)
-    if (directory / "dataset.json").exists():
-        return _open_own(directory)
-    if not directory.is_dir():
-        if f"--out={directory}" not in prepare_command.split():
-            prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
-        raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")
-    names = {split: _foreign_files(directory, split) for split in ("train", "val")}
-    if not names["train"] or not names["val"]:
-        raise UserError(
-            f"--tokens={directory} has neither dataset.json nor *_train_*.bin and *_val_*.bin, *_train_*.npy and "
-            "*_val_*.npy, or train.bin and val.bin; make a dataset with prepare_data.py"
-        )
-    vocab_size = vocab_size or GPT2_VOCAB_SIZE
-    splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
-    for stream in splits.values():
-        stream.check_ids()
-    sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]
-    return Dataset(directory, vocab_size, min(GPT2_VOCAB_SIZE, vocab_size) - 1, splits, {}, _digest(sizes))
+    def validation(self, losses: list[float]) -> dict[str, float | None]:
+        """What to record of the validation losses of the datasets: those of the mixture, and of each dataset if it has several.
+
+        The loss of the mixture is the mean, weighted by the shares. Bits per byte is None if a dataset does not know its bytes.
+        """
+        weights = [share / SHARES for share in self.shares]
+        tokens = sum(len(stream) for stream in self.streams("val"))
+        sizes = [weight * dataset.text_bytes(tokens) for weight, dataset in zip(weights, self.datasets, strict=True)]
+        loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+        record = {"val_loss": loss, "val_bpb": loss / float(np.log(2)) * tokens / sum(sizes) if all(sizes) else None}
+        for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
+            if len(self.datasets) > 1:
+                record |= {f"val_loss/{name}": loss, f"val_bpb/{name}": dataset.bits_per_byte(loss)}
+        return record
 
 
-def _open_own(directory: Path) -> Dataset:
-    path = directory / "dataset.json"
-    metadata = files.read_json(path)
-    try:
-        if metadata["version"] != 1:
-            raise UserError(f"{path}: version {metadata['version']}; this Lockstep reads version 1")
-        splits, bytes_of_text = {}, {}
-        for split in ("train", "val"):
-            rows = [row for row in metadata["shards"] if row["split"] == split]
-            paths = [directory / row["file"] for row in rows]
-            if len({path.name for path in paths if path.parent == directory}) < len(rows):
-                raise UserError(f"{path}: the {split} shards are not different files of this directory")
-            splits[split] = Stream(paths, open_shards(paths), metadata["vocab_size"])
-            for row, shard in zip(rows, splits[split].shards, strict=True):
-                if len(shard) != row["tokens"]:
-                    raise UserError(f"{directory / row['file']}: {len(shard)} tokens, dataset.json says {row['tokens']}")
-            splits[split].check_ids()
-            bytes_of_text[split] = sum(row["bytes_of_text"] for row in rows)
-        identity = _digest([(row["split"], row["tokens"], row["sha256"]) for row in metadata["shards"]])
-        return Dataset(directory, metadata["vocab_size"], metadata["eot_token"], splits, bytes_of_text, identity)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: {type(error).__name__} {error}; prepare the dataset again") from None
+def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
+    """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
+    if Path(tokens).exists():  # whatever its name looks like
+        return [(tokens, Fraction(1))]
+    parts = []
+    for part in tokens.split(","):
+        directory, _, weight = part.strip().rpartition(":")
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            if directory and Fraction(weight) > 0:
+                parts.append((directory, Fraction(weight)))
+    if len(parts) == tokens.count(",") + 1:
+        return parts
+    if "," not in tokens:
+        return [(tokens, Fraction(1))]
+    raise UserError(
+        f"--tokens={tokens}: each dataset of a mixture needs a weight greater than 0, as in tokens/web:0.8,tokens/code:0.2"
+    )
 
 
-def _foreign_files(directory: Path, split: str) -> list[Path]:
-    for pattern in (f"*_{split}_*.bin", f"*_{split}_*.npy", f"{split}.bin"):
-        if paths := sorted(directory.glob(pattern)):
-            return paths
-    return []
+def open_mixture(tokens: str, vocab_size: int = 0, prepare_command: str = "") -> Mixture:
+    """Open the datasets that --tokens names; see `open_dataset`. Raises UserError if their tokenizers differ."""
+    directories, weights = zip(*parse_mixture(tokens), strict=True)
+    datasets = tuple(open_dataset(directory, vocab_size, prepare_command) for directory in directories)
+    first = datasets[0]
+    for dataset in datasets[1:]:
+        hashes = {files.sha256(d.tokenizer) for d in (first, dataset) if d.tokenizer}
+        if (dataset.vocab_size, dataset.eot_token) != (first.vocab_size, first.eot_token) or len(hashes) > 1:
+            raise UserError(f"--tokens={tokens}: {first.directory} and {dataset.directory} were made with different tokenizers")
+    shares = round_shares(weights)
+    if not all(shares):
+        raise UserError(f"--tokens={tokens}: a weight is too small; the smallest share is 1 of {SHARES:,} sequences")
+    return Mixture(datasets, shares)
 
 
-def _digest(value: list) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+def round_shares(weights: Iterable[Fraction]) -> tuple[int, ...]:
+    """Weights as whole numbers that add up to SHARES: rounded down, and the largest remainders up."""
+    weights = list(weights)
+    exact = [weight * SHARES / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    for i in sorted(range(len(shares)), key=lambda i: shares[i] - exact[i])[: SHARES - sum(shares)]:
+        shares[i] += 1
+    return tuple(shares)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which windows a step sees
-
-ROUNDS = 6
-BLOCK = 4096
+# The order of sequences
 
 
-def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Shuffle: a bijection of [0, n) keyed by (seed, epoch), computed for `index` [k] alone. It needs no table of n entries.
+def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """Shuffle: a bijection of [0, n) that depends on `key`, computed for `index` [k] alone. It needs no table of n entries.
 
     The method is a Feistel network over the next power of two. A value outside [0, n) is encrypted again until it falls
     inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the
@@ -261,7 +151,7 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     bits = max(2, (n - 1).bit_length())
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
+    keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
 
     def encrypt(value: np.ndarray) -> np.ndarray:
         high, low = value >> low_bits, value & low_mask
@@ -288,11 +178,68 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ value >> np.uint64(31)
 
 
+def sequences_before(block: int, shares: tuple[int, ...]) -> np.ndarray:
+    """How many sequences of each dataset the blocks before `block` have, int64 [datasets].
+
+    It is the dataset's share of them to within one sequence, and so is its number in every single block.
+    """
+    periods, rest = divmod(block, PERIOD)
+    whole = np.array(shares) // PERIOD  # sequences that a dataset has in every block
+    return periods * np.array(shares) + rest * whole + extra_sequences(shares)[rest]
+
+
+@functools.lru_cache(maxsize=4)
+def extra_sequences(shares: tuple[int, ...]) -> np.ndarray:
+    """How many blocks, of the first 0, 1, ... PERIOD, give each dataset one sequence more: int64 [PERIOD + 1, datasets].
+
+    A share is seldom a whole number of sequences a block. What is left over must be given out one at a time, at most one a
+    block to each dataset, and never late or early by as much as one: the problem of scheduling periodic tasks fairly. The
+    i-th extra sequence of a dataset has a window of blocks. In each block, those whose windows end first are given:
+    algorithm PF of Baruah, Cohen, Plaxton and Varvel, "Proportionate Progress", 1996, which always succeeds.
+    """
+    rates = [share % PERIOD for share in shares]  # extra sequences in a period
+    per_block = sum(rates) // PERIOD
+    given = [0] * len(rates)
+    table = np.zeros((PERIOD + 1, len(rates)), np.int64)
+
+    def is_open(i: int, block: int) -> bool:
+        return rates[i] > 0 and given[i] * PERIOD // rates[i] <= block
+
+    def compare(i: int, j: int) -> int:
+        """Which of two is more urgent: negative for i."""
+        if (rates[i], given[i]) == (rates[j], given[j]):
+            return 0
+        for ahead in itertools.count(1):
+            ends = [divmod(-(given[d] + ahead) * PERIOD, rates[d]) for d in (i, j)]
+            keys = [(-end, rest == 0) for end, rest in ends]  # on equal ends, one that overlaps its successor comes first
+            if keys[0] != keys[1] or keys[0][1]:
+                return (keys[0] > keys[1]) - (keys[0] < keys[1])
+
+    for block in range(PERIOD):
+        candidates = [i for i in range(len(rates)) if is_open(i, block)]
+        for i in sorted(candidates, key=functools.cmp_to_key(compare))[:per_block]:
+            given[i] += 1
+        table[block + 1] = given
+    return table
+
+
+@functools.lru_cache(maxsize=4)
+def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
+    """The sequences of the run from BLOCK * block on: the dataset of each, and its number in there. int64 [2, BLOCK]."""
+    first, end = sequences_before(block, shares), sequences_before(block + 1, shares)
+    mixed = np.empty((2, BLOCK), np.int64)
+    mixed[0] = np.repeat(np.arange(len(shares)), end - first)[permute(np.arange(BLOCK), BLOCK, seed, block, len(shares))]
+    for dataset in range(len(shares)):
+        mixed[1, mixed[0] == dataset] = np.arange(first[dataset], end[dataset])
+    return mixed
+
+
 @dataclass(frozen=True)
 class Batches:
     """The tokens of each micro-batch of each step, as a pure function."""
 
-    stream: Stream
+    streams: list[Stream]  # one for each dataset
+    shares: tuple[int, ...]
     seq_len: int
     sequences_per_update: int
     micro_batch_size: int
@@ -301,15 +248,37 @@ class Batches:
     skipped: tuple[int, ...] = ()  # batches that no step sees, in ascending order
 
     def __post_init__(self):
-        if not self.stream.num_windows(self.seq_len):
-            raise UserError(
-                f"the split has {len(self.stream)} tokens, less than one window of --seq_len={self.seq_len} and its last "
-                "target; prepare more text or lower --seq_len"
-            )
+        for stream in self.streams:
+            if not stream.num_windows(self.seq_len):
+                raise UserError(
+                    f"{stream.paths[0].parent if stream.paths else 'a dataset'} has {len(stream)} train tokens, less than one "
+                    f"window of --seq_len={self.seq_len} and its last target; prepare more text or lower --seq_len"
+                )
 
-    def windows(self, first: int, count: int) -> np.ndarray:
-        """The windows [count] that sequences first ... first + count - 1 of the run are."""
-        n = self.stream.num_windows(self.seq_len)
+    def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which datasets [count] and windows [count] the sequences first ... first + count - 1 of the run are."""
+        mixed, filled = np.empty((2, count), np.int64), 0
+        while filled < count:
+            block, index = divmod(first + filled, BLOCK)
+            part = mixed_block(block, self.shares, self.seed)[:, index : index + count - filled]
+            mixed[:, filled : filled + part.shape[1]] = part
+            filled += part.shape[1]
+        datasets, windows = mixed
+        for dataset in set(datasets.tolist()):
+            mask = datasets == dataset
+            own = windows[mask]  # consecutive numbers of sequences, replaced by those of their windows
+            windows[mask] = self.windows(dataset, int(own[0]), len(own))
+        return datasets, windows
+
+    def sequences_read(self, count: int) -> list[int]:
+        """How many of the first `count` sequences of the run are of each dataset."""
+        block, rest = divmod(count, BLOCK)
+        begun = mixed_block(block, self.shares, self.seed)[0, :rest]
+        return (sequences_before(block, self.shares) + np.bincount(begun, minlength=len(self.shares))).tolist()
+
+    def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
+        """The windows [count] that sequences first ... first + count - 1 of a dataset are."""
+        n = self.streams[dataset].num_windows(self.seq_len)
         out, filled = np.empty(count, dtype=np.int64), 0
         while filled < count:
             epoch, index = divmod(first + filled, n)
@@ -321,18 +290,13 @@ class Batches:
             filled += len(part)
         return out
 
-    def tokens(self, windows: np.ndarray) -> np.ndarray:
-        """Read windows: int64 [len(windows), seq_len + 1]. Inputs are [:, :-1], targets [:, 1:]."""
-        out = np.empty((len(windows), self.seq_len + 1), dtype=self.stream.shards[0].dtype)
-        for row, window in zip(out, windows.tolist(), strict=True):
-            self.stream.read(window * self.seq_len, row)
-        self.stream.check(out.reshape(-1), f"windows {windows.tolist()[:4]}... of {self.stream.paths[0].parent}")
-        return out.astype(np.int64)
-
     def batch(self, step: int, micro_batch: int) -> np.ndarray:
-        """The tokens of a micro-batch of update `step`. Micro-batches are numbered over the whole update, not within a rank."""
+        """The tokens of a micro-batch of update `step`: int64 [micro_batch_size, seq_len + 1].
+
+        Inputs are [:, :-1], targets [:, 1:]. Micro-batches are numbered over the whole update, not within a rank.
+        """
         first = self.first_sequence(step) + micro_batch * self.micro_batch_size
-        return self.tokens(self.windows(first, self.micro_batch_size))
+        return read_windows(self.streams, *self.sequences(first, self.micro_batch_size), self.seq_len)
 
     def first_sequence(self, step: int) -> int:
         """The first sequence of update `step`, which takes the batch number `step` of those that are not skipped."""
@@ -340,6 +304,11 @@ class Batches:
         for skipped in self.skipped:
             batch += skipped <= batch
         return batch * self.sequences_per_update
+
+    def epochs(self, step: int) -> list[float]:
+        """How many times the first `step` updates read each dataset."""
+        counts = self.sequences_read(self.first_sequence(step))
+        return [n / stream.num_windows(self.seq_len) for n, stream in zip(counts, self.streams, strict=True)]
 
 
 class Prefetcher:

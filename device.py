@@ -17,9 +17,14 @@ from settings import UserError
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 COMPILE_PAYS_FLOPS = 3e13  # compiling for a CPU takes half a minute, which a shorter run does not win back
 
-# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets.
+# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A name fits if it has all the words of an entry.
 GPU_PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
     "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 836e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -36,6 +41,8 @@ GPU_PEAK_FLOPS = {
     "V100": 125e12,
     "T4": 65e12,
 }
+# What is less than the whole GPU of the datasheet: a slice of it, a virtual one, or one with fewer units and watts.
+GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
 
 
 def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
@@ -116,12 +123,10 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
 
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.15) -> float:
     """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else the best of matrix products for `seconds`."""
-    if device.type == "cuda" and dtype != "float32":
-        name = torch.cuda.get_device_name(device)
-        for known, peak in GPU_PEAK_FLOPS.items():
-            if all(re.search(rf"\b{word}", name) for word in known.split()):
-                return peak
-    size = 1024 if device.type == "cpu" else 4096
+    if device.type == "cuda" and dtype != "float32" and (peak := datasheet_flops(torch.cuda.get_device_name(device))):
+        return peak
+    # Large enough that starting and awaiting a product, some 30 microseconds, does not count.
+    size = {"cpu": 1024, "cuda": 8192}.get(device.type, 4096)
     a = torch.randn(size, size, device=device).to(DTYPES[dtype])
     best, deadline = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < deadline:
@@ -131,6 +136,14 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.15) -> float
             product[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best
+
+
+def datasheet_flops(name: str) -> float | None:
+    """The dense bfloat16 peak in FLOP/s of the GPU that CUDA calls `name`. None: not known, or not a whole GPU."""
+    words = set(re.split(r"[ -]", name)) | set(name.split())
+    if words & GPU_PARTS:
+        return None
+    return next((peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split())), None)
 
 
 def peak_memory_gb(device: torch.device) -> float:

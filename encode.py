@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import token_dtype
+from dataset import token_dtype
 from settings import UserError
 from shards import SPLITS
 from sources import Piece, Position, parse, read_units, split_hash

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import files
-from data import open_shard
+from dataset import open_shard
 from encode import FEW_DOCUMENTS
 from settings import UserError
 from shards import SPLITS, DatasetWriter, is_finished, read_progress

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from footprint import rows_at_a_time
+
 SHORT = 512  # longest context whose whole matrix of attention weights is computed at once on a CPU
 
 
@@ -99,18 +101,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None) 
     part: a compiled `cross_entropy_part` (None: the plain function).
     """
     # Equal parts where possible, because the compiler makes new code for another number of rows.
-    parts = math.ceil(len(x) / rows_at_a_time(len(weight), x.device))
+    parts = math.ceil(len(x) / rows_at_a_time(len(weight), x.device.type))
     rows = math.ceil(len(x) / parts / 128) * 128
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled(), part or cross_entropy_part)
-
-
-def rows_at_a_time(vocab_size: int, device: torch.device) -> int:
-    """How many rows of logits to compute at a time, at most.
-
-    Four megabytes of float32 logits fit a CPU's cache. Fewer than 256 rows would read the weights too often. A GPU needs more
-    rows to be busy: the same batch takes 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480).
-    """
-    return max(256, (1 << 20) // vocab_size) if device.type == "cpu" else 1 << 14
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -166,17 +166,6 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-def flops_per_token(config: ModelConfig) -> int:
-    """Floating-point operations of forward and backward for one token of a full context, as MFU counts them (PaLM, appendix B).
-
-    6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 C T a
-    layer for attention. The half of attention that the causal mask leaves out is counted; what is recomputed is not.
-    """
-    C, kv_width = config.n_embd, config.n_embd // config.n_head * config.n_kv_head
-    layer = 2 * C * (C + kv_width) + (2 if config.architecture == "gpt2" else 3) * C * config.d_ff
-    return 6 * (config.n_layer * layer + config.vocab_size * C) + 12 * config.n_layer * C * config.seq_len
-
-
 def norm_layer(config: ModelConfig) -> nn.Module:
     """LayerNorm for gpt2, RMSNorm for the others."""
     return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)

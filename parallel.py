@@ -12,14 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import device
+import footprint
 import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter, check_replicas
 from exact import Exact
-from kernels import rows_at_a_time
-from model import attention_kernel, compile_blocks, flops_per_token
+from model import attention_kernel, compile_blocks
 from optim import Optimizers
-from settings import Config, ModelConfig, OptimConfig, ParallelConfig, RunError, UserError
+from settings import Config, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
+
+STAGING_BYTES = 1 << 26  # of page-locked memory, through which checkpoints leave a GPU
 
 
 class Engine:
@@ -56,6 +58,7 @@ class Engine:
         self.eval_model = torch.compiler.set_stance("force_eager")(module) if eager else module
         self.parameters = dict(module.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
+        self.staging: Tensor | None = None
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
         """The optimizers of the model. The strategy may share their state out over the ranks."""
@@ -120,8 +123,11 @@ class Engine:
     def gather_into(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         """Add the whole `tensor` to the master's `copies`, in host memory, where training does not change it any more."""
         tensor = whole(tensor.detach())
-        if self.world.is_master:
-            copies[name] = tensor.to("cpu", copy=True)
+        if not self.world.is_master:
+            return
+        if self.staging is None and tensor.device.type == "cuda":
+            self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        copies[name] = tensor.to("cpu", copy=True) if self.staging is None else copy_through(self.staging, tensor)
 
     def scatter(self, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
         """Give `optimizers` this rank's part of the state that `gather` returned, from any strategy and number of ranks."""
@@ -168,6 +174,23 @@ def use_float8(module: nn.Module, world: World) -> None:
     except ImportError:
         raise UserError("--fp8=true is done by torchao, which is not installed: pip install torchao") from None
     convert_to_float8_training(module.blocks)
+
+
+def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of `tensor` in ordinary host memory. It passes piece by piece through `staging` [bytes], page-locked memory.
+
+    A GPU writes only to page-locked memory at the full speed of its bus. For other memory the driver copies a second time,
+    on one core. torch uses all cores for that.
+    """
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    staging = staging.view(tensor.dtype)
+    for source, target in zip(tensor.reshape(-1).split(len(staging)), copy.view(-1).split(len(staging)), strict=True):
+        piece = staging[: len(source)]
+        piece.copy_(source, non_blocking=True)
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+        target.copy_(piece)
+    return copy
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -220,27 +243,20 @@ def bf16_gradients(group, bucket):
     return bf16_compress_hook(group, bucket)
 
 
-def fit_micro_batch(config: Config, model: ModelConfig, previous: int | None, world: World) -> int:
-    """Sequences of a micro-batch: as set, or for auto the largest equal share of an update whose activations fit memory.
+def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
+    """Sequences of a micro-batch: as set, or for auto the largest equal share of an update that fits (see `footprint`).
 
-    A run keeps its `previous` choice where the ranks can share it, because bits depend on it. The estimate counts what
-    backward keeps: per layer about 14 widths and 3 MLP widths of two bytes a token, and the logits computed at a time.
-    All ranks must call it: the rank with the least memory decides. Under `exact` the cut must not depend on the number of
-    ranks or on what else uses the memory now: it allows 8 ranks and counts the total memory, rounded down.
+    All else in `config` is resolved. A run keeps its `previous` choice where the ranks can share it, because bits depend on it.
+    All ranks must call it: the rank with the least memory decides. Under `exact` what else uses the memory now must not count:
+    it takes the total memory, rounded down.
     """
     if config.train.micro_batch_size != "auto":
         return int(config.train.micro_batch_size)
-    sequences, exact = config.train.tokens_per_update // model.seq_len, config.parallel.strategy == "exact"
+    sequences, exact = config.sequences_per_update, config.parallel.strategy == "exact"
     if previous and sequences % (previous * (1 if exact else world.size)) == 0:
         return previous
-    bytes_per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
-    logits = 10 * model.vocab_size * rows_at_a_time(model.vocab_size, world.device)
-    budget = 1 << 28  # on a CPU: small enough for caches to matter, large enough to hide Python
+    budget = footprint.CPU_BYTES
     if world.device.type == "cuda":
-        weights = flops_per_token(model) / 6  # a few more than there are
-        state = weights * (24 if exact else 16) / (world.size if config.parallel.strategy == "fsdp" else 1)
         free, total = torch.cuda.mem_get_info(world.device)
-        budget = 0.7 * (min(world.all_gather(total >> 32 << 32 if exact else free)) - state)
-    share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world.size
-    fitting = [n for n in range(1, share + 1) if share % n == 0 and n * bytes_per_sequence + logits <= budget]
-    return max(fitting, default=1)
+        budget = footprint.USABLE * min(world.all_gather(total >> 32 << 32 if exact else free))
+    return footprint.largest_micro_batch(config, world.size, world.device.type, budget)

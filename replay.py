@@ -32,6 +32,7 @@ import files
 import tokenizer
 import train
 from checkpoint import TrainState
+from dataset import read_windows
 from parallel import whole
 from settings import Config, UserError
 from world import World
@@ -73,7 +74,7 @@ class Replayed:
     @property
     def same(self) -> bool | None:
         """Whether loss and gradient norm have the recorded bits; None without a record."""
-        return self.recorded and (self.recorded["loss"], self.recorded["grad_norm"]) == (self.loss, self.grad_norm)
+        return self.recorded and repr([self.recorded["loss"], self.recorded["grad_norm"]]) == repr([self.loss, self.grad_norm])
 
 
 def main(config: ReplayConfig) -> int:
@@ -148,14 +149,15 @@ def open_before(
             f"step {step} was computed on {era['world_size']} ranks, and its bits depend on that; use torchrun --standalone "
             f"--nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
         )
-    dataset = data.open_dataset(training.data.tokens, training.model.vocab_size)
+    dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
-        raise UserError(
-            f"{dataset.directory} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are"
-        )
+        raise UserError(f"{dataset} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are")
     pretrained = None
     if start is None and training.model.init_from != "scratch":
         pretrained, _ = checkpoint.find_model(training.model.init_from)
+    ours = checkpoint.versions()
+    if world.is_master and ours != era["versions"]:
+        print(f"warning: the step was computed with {era['versions']}; here are {ours}", file=sys.stderr)
     run = train.build(training, world, dataset, before, start, pretrained)
     run.engine.warm_up(training.train.micro_batch_size, training.model.seq_len)
     return run
@@ -167,7 +169,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
     prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
     norms, clip = {}, run.engine.clip
 
-    def clip_and_note_norms(limit: float) -> float:
+    def clip_and_note_norms(limit: float) -> float:  # an update calls it when the gradients are complete
         for name, parameter in run.engine.parameters.items():
             if parameter.grad is not None:
                 norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item()
@@ -179,8 +181,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
         step = run.state.step + 1
         sequences = look_at_sequences(run) if step in wanted else []
         before = {n: p.detach().clone() for n, p in run.engine.parameters.items()} if step in wanted else {}
-        losses, grad_norm = train.update(run, prefetcher)
-        loss = run.world.sum_over_ranks(losses).mean().item()
+        loss, grad_norm = train.update(run, prefetcher)
         updates = {n: relative_change(old, run.engine.parameters[n].detach()) for n, old in before.items()}
         replayed.append(Replayed(step, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
     prefetcher.close()
@@ -210,15 +211,16 @@ def look_at_sequences(run: train.Run) -> list[dict]:
     if not run.world.is_master:
         return []
     text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
-    windows = batches.windows(batches.first_sequence(step), len(losses))
+    datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))
+    sequences = read_windows(batches.streams, datasets, windows, batches.seq_len)
     rows = []
-    for number, (loss, window, tokens) in enumerate(zip(losses, windows.tolist(), batches.tokens(windows), strict=True)):
-        shard, position = batches.stream.locate(window * batches.seq_len)
+    for number, (loss, dataset, window, tokens) in enumerate(zip(losses, datasets, windows, sequences, strict=True)):
+        shard, position = batches.streams[dataset].locate(int(window) * batches.seq_len)
         rows.append(
             {
                 "sequence": number,
                 "loss": loss,
-                "dataset": str(run.dataset.directory),
+                "dataset": str(run.dataset.datasets[dataset].directory),
                 "shard": shard.name,
                 "position": position,
                 "documents_begin": [i for i, token in enumerate(tokens[:-1].tolist()) if token == run.dataset.eot_token],

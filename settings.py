@@ -21,10 +21,11 @@ HERE = Path(__file__).parent
 # What numbers must be, besides finite.
 RANGES = [
     ("n_layer n_head n_embd seq_len rope_theta norm_eps lr steps", "greater than 0", lambda x: x > 0),
-    ("tokens_per_update micro_batch_size replicate log_every", "greater than 0", lambda x: x > 0),
+    ("tokens_per_update micro_batch_size replicate log_every plan_world_size", "greater than 0", lambda x: x > 0),
     ("max_minutes vocab_size n_kv_head d_ff weight_decay grad_clip threads", "at least 0", lambda x: x >= 0),
     ("max_skipped_steps check_replicas_every eval_every eval_tokens", "at least 0", lambda x: x >= 0),
-    ("save_every keep_last keep_best", "at least 0", lambda x: x >= 0),
+    ("save_every keep_last keep_best dollars_per_gpu_hour", "at least 0", lambda x: x >= 0),
+    ("plan_mfu", "at least 0 and at most 1", lambda x: 0 <= x <= 1),
     ("dropout beta1 beta2 momentum", "at least 0 and less than 1", lambda x: 0 <= x < 1),
     ("cooldown_fraction", "greater than 0 and at most 1", lambda x: 0 < x <= 1),
     ("timeout_minutes", "greater than 0 and at most 1000000", lambda x: 0 < x <= 1e6),
@@ -55,7 +56,8 @@ class RunConfig:
 @dataclass(frozen=True)
 class DataConfig:
     tokens: str = "tokens/python"
-    """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files."""
+    """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files. Or several with
+    their weights: a mixture, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
     skip_steps: str = ""
@@ -123,11 +125,13 @@ class TrainConfig:
     """Sequences in one forward pass of one rank; auto fits it to memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where the hardware has it."""
+    """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where the hardware has it. float32
+    products on CUDA are in TF32 (float32 with a mantissa of 10 bits), also under --deterministic: they repeat their bits."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: where it pays and a compiler works."""
     fp8: bool = False
-    """Linear layers of the blocks in float8, by torchao: for Hopper GPUs or newer and a billion parameters or more."""
+    """Linear layers of the blocks in float8, by torchao: for Hopper GPUs or newer, a billion parameters or more, and compiled
+    code."""
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and compute the rest again: much less memory, a third more work."""
     threads: int = 0
@@ -211,6 +215,30 @@ class Config:
         return self.sequences_per_update // self.train.micro_batch_size
 
 
+@dataclass(frozen=True)
+class PlanConfig:
+    plan: bool = False
+    """Say what the run will need (memory, time, money, traffic) and exit. It needs no GPU, no data and no other rank."""
+    plan_world_size: int = 8
+    """GPUs of the planned run."""
+    plan_gpu: Literal["a100", "h100", "h200", "b200", "4090", "cpu"] = "h100"
+    """cpu: this machine."""
+    plan_mfu: float = 0.0
+    """Model FLOPs utilization to plan with, from 0 to 1 (0: a usual one)."""
+    dollars_per_gpu_hour: float = 2.5
+    """Price to plan with."""
+    plan_json: bool = False
+    """Print the plan as JSON."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of train.py. The plan's flags are no settings of the run: config.toml does not have them."""
+
+    config: Config = field(default_factory=Config)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
 def replace(config: Config, **changes) -> Config:
     """`config` with settings replaced by flag name, whatever their group."""
     groups = {}
@@ -222,15 +250,22 @@ def replace(config: Config, **changes) -> Config:
 
 
 def load(args: list[str], description: str) -> Config:
-    """The checked `Config` of a training command: defaults < preset (config/laptop.toml if none is named) < flags."""
+    """The `Config` of `load_command`."""
+    return load_command(args, description).config
+
+
+def load_command(args: list[str], description: str) -> Command:
+    """The checked training command: defaults < preset (config/laptop.toml if none is named) < flags."""
     preset = HERE / "config" / "laptop.toml"
     if args and not args[0].startswith("-"):
         preset, args = Path(args[0]), args[1:]
-    config = parse(Config, args, description, read_preset(preset))
+    command = parse(Command, args, description, Command(read_preset(preset)))
+    config, plan = command.config, command.plan
     if not config.run.name:
         config = replace(config, name=preset.stem)
-    check(config, int(os.environ.get("WORLD_SIZE", "1")))
-    return config
+    refuse(number_problems(plan))
+    check(config, plan.plan_world_size if plan.plan else int(os.environ.get("WORLD_SIZE", "1")))
+    return Command(config, plan)
 
 
 def read_preset(path: Path) -> Config:
@@ -254,6 +289,8 @@ def read_preset(path: Path) -> Config:
                 hint = f"; it belongs in [{home[key]}]" if key in home else suggestion(key, home)
                 mistakes.append(f"unknown key {key} in [{table}]{hint}")
             else:
+                if key == "tokens" and isinstance(value, list):
+                    value = ",".join(map(str, value))
                 kind = groups[table][key].type
                 values[key] = read_value(kind, str(value))
                 if values[key] != value:  # such as a number in quotes
@@ -271,12 +308,17 @@ def check(config: Config, world_size: int) -> None:
     refuse([*strategy_problems(config, world_size), *shape_problems(config.model), *share_problems(config, world_size)])
 
 
-def range_problems(config: Config) -> Iterator[str]:
-    """The settings that make no sense by themselves."""
+def number_problems(config: Config | PlanConfig) -> Iterator[str]:
+    """The numbers that are outside their range."""
     for name, value in flat_values(config).items():
         words, holds = next((rule for names, *rule in RANGES if name in names.split()), ("a finite number", lambda x: True))
         if not isinstance(value, str) and not (math.isfinite(value) and holds(value)):
             yield f"--{name} must be {words}, not {value}"
+
+
+def range_problems(config: Config) -> Iterator[str]:
+    """The settings that make no sense by themselves."""
+    yield from number_problems(config)
     if config.optim.min_lr > config.optim.lr:
         yield f"--min_lr={config.optim.min_lr} must be at most --lr={config.optim.lr}"
     try:
@@ -290,10 +332,15 @@ def range_problems(config: Config) -> Iterator[str]:
 
 
 def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
-    """The settings that the strategy does not support."""
+    """The settings that the strategy, or another setting, does not support."""
     parallel, strategy = config.parallel, config.parallel.strategy
     if strategy == "exact" and config.train.dtype == "float16":
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use bfloat16"
+    if config.train.fp8 and config.train.compile == "off":
+        yield (
+            "--fp8=true needs --compile=on: without the compiler, scaling and casting make float8 slower than bfloat16 "
+            "(0.3 to 0.9 times the speed in pytorch/ao#685)"
+        )
     if strategy != "ddp" and parallel.grad_compression != "none":
         yield f"--grad_compression={parallel.grad_compression} is for --strategy=ddp, not {strategy}"
     if strategy != "fsdp" and parallel.replicate != 1:

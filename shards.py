@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import files
-from data import token_dtype, write_shard
+from dataset import token_dtype, write_shard
 from settings import UserError
 from sources import Position
 from tokenizer import Tokenizer

@@ -11,7 +11,13 @@ import settings
 
 if __name__ == "__main__":  # --help and bad flags are answered before torch, which takes seconds, is imported
     with settings.user_errors():
-        CONFIG = settings.load(sys.argv[1:], __doc__)
+        COMMAND = settings.load_command(sys.argv[1:], __doc__)
+        CONFIG = COMMAND.config
+        if COMMAND.plan.plan:
+            import plan
+
+            plan.main(CONFIG, COMMAND.plan)
+            raise SystemExit(0)
     # Read when torch is imported. Threads that spin while they wait take the cores that other ranks and programs need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -36,8 +42,9 @@ import parallel
 import plot
 from checkpoint import Checkpoints, TrainState
 from evaluate import evaluate
+from footprint import flops_per_token
 from log import Log, Meter, duration
-from model import GPT, flops_per_token, initialize
+from model import GPT, initialize
 from parallel import Engine
 from settings import Config, RunError, UserError
 from world import Stop, World, connect
@@ -52,7 +59,7 @@ class Run:
 
     config: Config  # as resolved
     world: World
-    dataset: data.Dataset
+    dataset: data.Mixture
     batches: data.Batches
     engine: Engine
     optimizers: optim.Optimizers
@@ -94,7 +101,7 @@ def join(config: Config) -> World:
 
 def prepare(config: Config, world: World) -> Run:
     """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
-    dataset = data.open_dataset(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
+    dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     if world.is_master:
@@ -126,7 +133,7 @@ def prepare(config: Config, world: World) -> Run:
 
 
 def build(
-    config: Config, world: World, dataset: data.Dataset, state: TrainState, start: Path | None, pretrained: Path | None = None
+    config: Config, world: World, dataset: data.Mixture, state: TrainState, start: Path | None, pretrained: Path | None = None
 ) -> Run:
     """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
     module = GPT(config.model)
@@ -140,7 +147,8 @@ def build(
         engine.scatter(optimizers, checkpoint.load_optimizer(start))
         engine.scaler.load_state_dict(state.grad_scaler)
     batches = data.Batches(
-        dataset.splits["train"],
+        dataset.streams("train"),
+        dataset.shares,
         config.model.seq_len,
         config.sequences_per_update,
         config.train.micro_batch_size,
@@ -174,14 +182,14 @@ def train(run: Run) -> int:
             break
         stop.ask()
         began, waited = time.perf_counter(), prefetcher.wait_seconds
-        losses, grad_norm = update(run, prefetcher)
+        loss, grad_norm = update(run, prefetcher)
         run.meter.add(time.perf_counter() - began, prefetcher.wait_seconds - waited)
         log.progress(state.step)
         skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
         if skipped_in_a_row:
             note_skipped(run, skipped_in_a_row)
         if due(config.log.log_every, state.step) or state.step in (1, steps):
-            report(run, world.sum_over_ranks(losses).mean().item(), grad_norm)
+            report(run, loss, grad_norm)
     prefetcher.close()
     run.checkpoints.finish(state, final=True)
     if not last:
@@ -192,8 +200,8 @@ def train(run: Run) -> int:
     return 0
 
 
-def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
-    """One optimizer step over the global batch. Returns the losses [micro-batches of the update] and the gradient norm."""
+def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
+    """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
     # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
@@ -211,6 +219,8 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
         # Backward adds to the gradients, and we want their mean. (exact adds integers and divides them at the end.)
         engine.scaler.scale(loss / engine.loss_divisor).backward()
         losses[micro_batch] = loss.detach()
+    # It travels to the host while the gradients are computed. `clip` waits for them, and for nothing after them.
+    loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
     grad_norm = engine.clip(config.optim.grad_clip)
     if math.isfinite(grad_norm):  # all ranks see the same norm, so all step or none does
         optimizers.step()
@@ -219,14 +229,14 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[torch.Tensor, float]:
     state.skipped += not math.isfinite(grad_norm)
     state.step += 1
     state.tokens += config.train.tokens_per_update
-    return losses, grad_norm
+    return loss.item(), grad_norm
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Helpers, in the order of their use
 
 
-def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Path | None, state: TrainState) -> Config:
+def resolve(config: Config, dataset: data.Mixture, world: World, pretrained: Path | None, state: TrainState) -> Config:
     """`config` with every choice made that it left open, the same on all ranks. Raises UserError where it does not fit."""
     model = config.model
     if pretrained:
@@ -235,18 +245,18 @@ def resolve(config: Config, dataset: data.Dataset, world: World, pretrained: Pat
             raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, dataset.vocab_size)
-    micro_batch_size = parallel.fit_micro_batch(config, model, state.settings.get("micro_batch_size"), world)
     run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
     dtypes = world.all_gather(device.choose_dtype(config.train.dtype, world.device))
     compiles = world.all_gather(device.choose_compile(config.train.compile, world.device, run_flops))
     train = dataclasses.replace(
         config.train,
-        micro_batch_size=micro_batch_size,
         device=world.device.type,
         dtype=min(dtypes, key=list(device.DTYPES).index),
         compile="off" if "off" in compiles else "on",
     )
     config = dataclasses.replace(config, model=model, train=train)
+    micro_batch_size = parallel.fit_micro_batch(config, state.settings.get("micro_batch_size"), world)
+    config = settings.replace(config, micro_batch_size=micro_batch_size)
     settings.check(config, world.size)
     return config
 
@@ -264,8 +274,8 @@ def introduce(run: Run, notes: list[str]) -> None:
         f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank, "
         f"attention by {run.engine.attention_kernel}"
     )
-    epochs = train.steps * config.sequences_per_update / run.batches.stream.num_windows(model.seq_len)
-    log.say(f"{len(run.batches.stream):,} train tokens in {config.data.tokens}; the run reads them {epochs:.2f} times")
+    for dataset, stream, epochs in zip(run.dataset.datasets, run.batches.streams, run.batches.epochs(train.steps), strict=True):
+        log.say(f"{len(stream):,} train tokens in {dataset.directory}; the run reads them {epochs:.2f} times")
     for note in notes:
         log.say(note)
 
@@ -289,18 +299,20 @@ def validate(run: Run) -> None:
     """Evaluate on all ranks, log it, remember the best checkpoint and redraw the curves."""
     config, state, engine, log = run.config, run.state, run.engine, run.log
     began = time.monotonic()
-    batches = dataclasses.replace(run.batches, stream=run.dataset.splits["val"])
+    streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
+    tokens = -(-config.eval.eval_tokens // len(streams))  # of each dataset; the mixture weighs their losses
     engine.module.eval()
-    val_loss = evaluate(engine.eval_model, batches, config.eval.eval_tokens, run.world, engine.autocast)
+    losses = [evaluate(engine.eval_model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     engine.module.train()
+    validation = run.dataset.validation(losses)
+    val_loss, bits = validation["val_loss"], validation["val_bpb"]
     run.evaluated_at = state.step
     run.checkpoints.evaluated(state, val_loss)
     if not run.world.is_master:
         return
     peak = device.peak_flops(run.world.device, config.train.dtype) * run.world.size
     run.meter.peak_flops = max(run.meter.peak_flops, peak)  # measured again: the machine may have been busy before
-    bits = run.dataset.bits_per_byte(val_loss)
-    log.metrics({"step": state.step, "tokens": state.tokens, "val_loss": val_loss, "val_bpb": bits})
+    log.metrics({"step": state.step, "tokens": state.tokens, **validation})
     line = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
     line += f"  {bits:.4f} bits per byte" if bits else ""
     log.say(f"{line}  ({duration(time.monotonic() - began)})")

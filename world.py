@@ -130,6 +130,7 @@ def connect(
     torch.set_num_threads(threads or max(1, cores() // local_size))
     if own.type == "cuda":
         torch.cuda.set_device(own)
+        torch.set_float32_matmul_precision("high")  # TF32: see --dtype
     elif sys.platform == "linux":
         device.keep_freed_memory()
     if deterministic:

@@ -130,8 +130,10 @@ def our_batches(directory: Path, config: LoaderConfig):
     """The loader as train.py makes it, with 40 micro-batches an update."""
     import data
 
-    stream = data.open_dataset(directory).splits["train"]
-    return data.Batches(stream, config.seq_len, 40 * config.batch_size, config.batch_size, seed=1)
+    mixture = data.open_mixture(str(directory))
+    return data.Batches(
+        mixture.streams("train"), mixture.shares, config.seq_len, 40 * config.batch_size, config.batch_size, seed=1
+    )
 
 
 def our_speed(directory: Path, config: LoaderConfig, prefetch: bool) -> float:
@@ -169,7 +171,7 @@ def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
     began = time.perf_counter()
     batches = our_batches(directory, config)
     opened = time.perf_counter() - began
-    steps = np.random.default_rng(0).integers(batches.stream.num_windows(config.seq_len) // 480, size=200).tolist()
+    steps = np.random.default_rng(0).integers(batches.streams[0].num_windows(config.seq_len) // 480, size=200).tolist()
     served = []
     for _ in range(2):
         began = time.perf_counter()

@@ -22,6 +22,7 @@ import data
 import machine
 import plot
 import settings
+from dataset import open_shard, write_shard
 
 STEP, FIRST, COUNT = 37, 20, 16  # the noise is in sequences 20 to 35 of step 37
 FLAGS = dict(
@@ -57,14 +58,14 @@ def spoil(source: Path, directory: Path) -> None:
     shutil.copytree(source, directory)
     record = json.loads((directory / "dataset.json").read_text())
     shard = next(row for row in record["shards"] if row["split"] == "train")  # the only one of a small corpus
-    tokens = np.array(data.open_shard(directory / shard["file"]))
-    stream = data.Stream([directory / shard["file"]], [tokens], record["vocab_size"])
+    tokens, mixture = np.array(open_shard(directory / shard["file"])), data.open_mixture(str(directory))
     T, sequences = FLAGS["seq_len"], FLAGS["tokens_per_update"] // FLAGS["seq_len"]
-    batches = data.Batches(stream, T, sequences, FLAGS["micro_batch_size"], settings.Config().run.seed)
+    size = (T, sequences, FLAGS["micro_batch_size"])
+    batches = data.Batches(mixture.streams("train"), mixture.shares, *size, settings.Config().run.seed)
     chance = np.random.default_rng(0)
-    for window in batches.windows((STEP - 1) * sequences + FIRST, COUNT):
+    for window in batches.sequences((STEP - 1) * sequences + FIRST, COUNT)[1]:
         tokens[window * T : (window + 1) * T] = chance.integers(0, record["vocab_size"], T)
-    shard["sha256"] = data.write_shard(directory / shard["file"], tokens, record["vocab_size"])
+    shard["sha256"] = write_shard(directory / shard["file"], tokens, record["vocab_size"])
     (directory / "dataset.json").write_text(json.dumps(record))
 
 

@@ -124,7 +124,7 @@ def matmul_peak(dtype: str, device: str) -> float:
 
 def flops_of_a_token() -> int:
     """FLOPs of our model for one token, forward and backward."""
-    from model import flops_per_token
+    from footprint import flops_per_token
 
     return flops_per_token(settings.resolve_model(ModelConfig("gpt2", **SHAPE, seq_len=SEQ_LEN), VOCABULARY))
 

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-import data
 import tokenizer
 from conftest import ROOT, execute
+from dataset import open_dataset, open_shard, write_shard
 from prepare_data import main
 from test_prepare_data import DOCUMENTS, write_lines
 
@@ -69,9 +69,9 @@ def flip(path, offset):
 
 def rewrite(made, name, edit):
     """Change the tokens of a shard, and its sha256 in dataset.json."""
-    tokens = data.open_shard(made / name).copy()
+    tokens = open_shard(made / name).copy()
     edit(tokens)
-    change_shard(made, name, sha256=data.write_shard(made / name, tokens, 400))
+    change_shard(made, name, sha256=write_shard(made / name, tokens, 400))
 
 
 def drop(made, key):
@@ -114,7 +114,7 @@ def foreign(folder, kind, tokens):
     folder.mkdir()
     for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
         if kind == "llm.c":
-            data.write_shard(folder / f"fineweb_{split}_000001.bin", part, 50257)
+            write_shard(folder / f"fineweb_{split}_000001.bin", part, 50257)
         elif kind == "nanoGPT":
             part.astype(np.uint16).tofile(folder / f"{split}.bin")
         else:
@@ -171,6 +171,6 @@ def test_a_bad_token_anywhere_in_a_large_shard_is_found(here, capsys):
     folder.mkdir()
     tokens.tofile(folder / "train.bin")
     tokens[:10].tofile(folder / "val.bin")
-    data.open_dataset(folder)  # opening only looks at a sample
+    open_dataset(folder)  # opening only looks at a sample
     status, _, errors = run(capsys, "--check", folder)
     assert status == 2 and "token 60000 is outside the vocabulary of 50257" in errors

@@ -1,7 +1,10 @@
 """The tokens of a step: a pure function of (seed, step), the same for every number of ranks, across shard boundaries."""
 
 import json
+import time
 from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+from dataset import Stream, open_dataset, write_shard
 from settings import UserError
 from world import World
+
+ONE = (data.SHARES,)
 
 
 def world(rank, size):
@@ -22,7 +28,7 @@ def stream_of(sizes):
     """Shards in memory whose tokens tell their own position."""
     tokens = np.arange(sum(sizes), dtype=np.uint32)
     shards = np.split(tokens, np.cumsum(sizes)[:-1])
-    return data.Stream([data.Path(f"shard {i}") for i in range(len(sizes))], shards, vocab_size=1 << 31)
+    return Stream([Path(f"shard {i}") for i in range(len(sizes))], shards, vocab_size=1 << 31)
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**31), epoch=st.integers(0, 50))
@@ -60,7 +66,7 @@ def test_tokens_of_a_step_do_not_depend_on_the_number_of_ranks(
     sizes, seq_len, micro_batch_size, micro_batches, seed, shuffled, first_step
 ):
     stream = stream_of(sizes)
-    batches = data.Batches(stream, seq_len, micro_batches * micro_batch_size, micro_batch_size, seed, shuffled)
+    batches = data.Batches([stream], ONE, seq_len, micro_batches * micro_batch_size, micro_batch_size, seed, shuffled)
     n = stream.num_windows(seq_len)
     for step in range(first_step, first_step + 2):
         seen = {}
@@ -82,10 +88,10 @@ def test_every_window_is_seen_once_an_epoch(sizes, seq_len, epochs):
     n = stream.num_windows(seq_len)
     if n == 0:
         with pytest.raises(UserError):
-            data.Batches(stream, seq_len, 1, 1, 0)
+            data.Batches([stream], ONE, seq_len, 1, 1, 0)
         return
-    batches = data.Batches(stream, seq_len, 1, 1, seed=5)
-    windows = [int(batches.windows(q, 1)[0]) for q in range(n * epochs)]
+    batches = data.Batches([stream], ONE, seq_len, 1, 1, seed=5)
+    windows = [int(batches.sequences(q, 1)[1][0]) for q in range(n * epochs)]
     for epoch in range(epochs):
         assert sorted(windows[epoch * n : (epoch + 1) * n]) == list(range(n))
 
@@ -104,7 +110,7 @@ def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
     for split, sizes in (("train", train), ("val", val)):
         for i, size in enumerate(sizes):
             file = f"{split}_{i:06d}.bin"
-            digest = data.write_shard(directory / file, rng.integers(0, vocab_size, size), vocab_size)
+            digest = write_shard(directory / file, rng.integers(0, vocab_size, size), vocab_size)
             rows.append(dict(file=file, split=split, tokens=size, bytes_of_text=3 * size, documents=1, sha256=digest))
     metadata = dict(format="lockstep-tokens", version=1, vocab_size=vocab_size, eot_token=0, dtype="uint16", shards=rows)
     (directory / "dataset.json").write_text(json.dumps(metadata))
@@ -113,7 +119,7 @@ def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
 
 @pytest.mark.parametrize("vocab_size", [300, 65_536, 65_537, 200_000])
 def test_own_dataset_is_read_back(tmp_path, vocab_size):
-    dataset = data.open_dataset(make(tmp_path, vocab_size))
+    dataset = open_dataset(make(tmp_path, vocab_size))
     wanted = np.random.default_rng(0).integers(0, vocab_size, 500)
     assert np.array_equal(dataset.splits["train"].shards[0], wanted)
     header = np.fromfile(tmp_path / "train_000000.bin", dtype="<i4", count=3).tolist()
@@ -124,9 +130,9 @@ def test_own_dataset_is_read_back(tmp_path, vocab_size):
 def test_identity_is_of_the_tokens_not_of_the_place(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
-    a, b = (data.open_dataset(make(tmp_path / name)).identity for name in "ab")
+    a, b = (open_dataset(make(tmp_path / name)).identity for name in "ab")
     assert a == b
-    assert data.open_dataset(make(tmp_path / "b", train=(501, 300))).identity != a
+    assert open_dataset(make(tmp_path / "b", train=(501, 300))).identity != a
 
 
 def test_foreign_directories_are_read_without_conversion(tmp_path):
@@ -135,11 +141,11 @@ def test_foreign_directories_are_read_without_conversion(tmp_path):
     for directory in (llmc, nano, build):
         directory.mkdir()
     for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
-        data.write_shard(llmc / f"fineweb_{split}_000001.bin", part, 50257)
+        write_shard(llmc / f"fineweb_{split}_000001.bin", part, 50257)
         part.tofile(nano / f"{split}.bin")
         np.save(build / f"edufineweb_{split}_000001.npy", part)
     for directory in (llmc, nano, build):
-        dataset = data.open_dataset(directory)
+        dataset = open_dataset(directory)
         assert np.array_equal(dataset.splits["train"].shards[0], tokens[:2000])
         assert np.array_equal(dataset.splits["val"].shards[0], tokens[2000:])
         assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
@@ -150,8 +156,8 @@ def test_foreign_directories_are_read_without_conversion(tmp_path):
     [
         (lambda d: (d / "train_000001.bin").unlink(), "train_000001.bin"),
         (lambda d: (d / "train_000000.bin").write_bytes((d / "train_000000.bin").read_bytes()[:-2]), "promises"),
-        (lambda d: data.write_shard(d / "train_000000.bin", np.full(500, 300), 300), "outside the vocabulary"),
-        (lambda d: data.write_shard(d / "val_000000.bin", np.zeros(7), 300), "dataset.json says 200"),
+        (lambda d: write_shard(d / "train_000000.bin", np.full(500, 300), 300), "outside the vocabulary"),
+        (lambda d: write_shard(d / "val_000000.bin", np.zeros(7), 300), "dataset.json says 200"),
         (lambda d: (d / "dataset.json").write_text("{"), "dataset.json"),
         (lambda d: (d / "dataset.json").write_text('{"version": 2}'), "version 2"),
     ],
@@ -159,25 +165,25 @@ def test_foreign_directories_are_read_without_conversion(tmp_path):
 def test_damaged_datasets_are_refused(tmp_path, damage, message):
     damage(make(tmp_path))
     with pytest.raises(UserError, match=message):
-        data.open_dataset(tmp_path)
+        open_dataset(tmp_path)
 
 
 def test_missing_dataset_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(UserError, match="prepare_data.py"):
-        data.open_dataset(tmp_path / "nothing")
+        open_dataset(tmp_path / "nothing")
     with pytest.raises(UserError, match="neither dataset.json"):
-        data.open_dataset(tmp_path)
+        open_dataset(tmp_path)
 
 
 def test_a_bad_token_deep_in_a_large_shard_is_caught_when_it_is_read():
     stream = stream_of([400])
     stream = replace(stream, vocab_size=399)
     with pytest.raises(UserError, match="token 399"):
-        data.Batches(stream, 400 - 1, 1, 1, 0).batch(0, 0)
+        data.Batches([stream], ONE, 400 - 1, 1, 1, 0).batch(0, 0)
 
 
 def test_prefetcher_hands_out_the_same_batches_in_order_and_passes_errors_on():
-    batches = data.Batches(stream_of([50, 70]), 7, 6, 2, seed=3)
+    batches = data.Batches([stream_of([50, 70])], ONE, 7, 6, 2, seed=3)
     schedule = [(step, micro) for step in range(5) for micro in range(3)]
     prefetcher = data.Prefetcher(batches, schedule, torch.device("cpu"))
     for step, micro in schedule:
@@ -185,7 +191,173 @@ def test_prefetcher_hands_out_the_same_batches_in_order_and_passes_errors_on():
         tokens = torch.from_numpy(batches.batch(step, micro))
         assert torch.equal(inputs, tokens[:, :-1]) and torch.equal(targets, tokens[:, 1:])
     prefetcher.close()
-    broken = data.Prefetcher(replace(batches, stream=replace(batches.stream, vocab_size=3)), schedule, torch.device("cpu"))
+    broken = data.Prefetcher(
+        replace(batches, streams=[replace(batches.streams[0], vocab_size=3)]), schedule, torch.device("cpu")
+    )
     with pytest.raises(UserError, match="outside the vocabulary"):
         broken.next()
     broken.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures
+
+
+def weights(*values):
+    return data.round_shares([Fraction(value) for value in values])
+
+
+mixtures = st.lists(st.integers(1, 10_000), min_size=1, max_size=9).map(lambda values: weights(*values))
+
+
+@settings(deadline=None, max_examples=40)
+@given(shares=mixtures)
+def test_in_every_block_each_dataset_has_its_share_to_within_one_sequence(shares):
+    table = np.array([data.sequences_before(block, shares) for block in range(2 * data.PERIOD + 3)])
+    exact = np.array(shares) / data.SHARES * data.BLOCK
+    counts = np.diff(table, axis=0)
+    assert (counts.sum(axis=1) == data.BLOCK).all() and (counts >= 0).all()
+    assert (np.abs(counts - exact) < 1).all()  # in every block
+    assert (np.abs(table - np.arange(len(table))[:, None] * exact) < 1).all()  # and in all blocks before, so none drifts
+
+
+@pytest.mark.parametrize("rates", [[2400, 3290, 3611, 2987], [1628, 3072, 1326, 2811, 3568, 3979]])
+def test_shares_that_the_earliest_deadline_alone_does_not_keep(rates):
+    whole = [data.PERIOD * 100] * (len(rates) - 1)
+    shares = (*(w + r for w, r in zip(whole, rates, strict=False)), data.SHARES - sum(whole) - sum(rates[:-1]))
+    assert shares[-1] % data.PERIOD == rates[-1]
+    extra = data.extra_sequences(shares)
+    assert (np.abs(extra - np.arange(data.PERIOD + 1)[:, None] * np.array(rates) / data.PERIOD) < 1).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ((1,), (1,)),
+        (("0.8", "0.2"), (0.8, 0.2)),
+        ((8, 2), (0.8, 0.2)),
+        ((1, 1, 1), (1 / 3, 1 / 3, 1 / 3)),
+        ((1, 999_999), (1e-6, 1 - 1e-6)),
+    ],
+)
+def test_weights_become_shares(given, wanted):
+    shares = weights(*given)
+    assert sum(shares) == data.SHARES
+    assert np.abs(np.array(shares) / data.SHARES - wanted).max() < 1e-7
+
+
+@settings(deadline=None, max_examples=30)
+@given(shares=mixtures, seed=st.integers(0, 100), block=st.integers(0, 300_000))
+def test_the_sequences_of_each_dataset_are_counted_without_a_gap(shares, seed, block):
+    for number in (block, block + 1):
+        mixed = data.mixed_block(number, shares, seed)
+        before = data.sequences_before(number, shares)
+        for dataset in range(len(shares)):
+            own = mixed[1, mixed[0] == dataset]
+            assert own.tolist() == list(range(before[dataset], before[dataset] + len(own)))
+    assert not np.array_equal(data.mixed_block(block, shares, seed)[0], mixed[0]) or max(shares) > data.SHARES * 0.999
+
+
+def test_the_order_of_the_datasets_is_shuffled_and_depends_on_the_seed():
+    shares = weights("0.7", "0.3")
+    orders = [data.mixed_block(block, shares, seed)[0] for block, seed in ((0, 1), (1, 1), (0, 2))]
+    for i, order in enumerate(orders):
+        assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.06
+        for other in orders[:i]:
+            assert abs(np.corrcoef(order, other)[0, 1]) < 0.06
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    shares=mixtures,
+    seq_len=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+    shuffled=st.booleans(),
+    first_step=st.integers(0, 2000),
+)
+def test_a_mixture_reads_each_dataset_as_if_alone_on_any_number_of_ranks(shares, seq_len, seed, shuffled, first_step):
+    streams = [stream_of([50 + 20 * i, 30]) for i in range(len(shares))]
+    batches = data.Batches(streams, shares, seq_len, 24, 2, seed, shuffled)
+    alone = [data.Batches([stream], ONE, seq_len, 24, 2, seed, shuffled) for stream in streams]
+    read = batches.sequences_read(first_step * 24)
+    assert sum(read) == first_step * 24
+    for step in range(first_step, first_step + 3):
+        datasets, windows = batches.sequences(step * 24, 24)
+        expected = np.empty((24, seq_len + 1), np.int64)
+        for row, (dataset, window) in enumerate(zip(datasets, windows, strict=True)):
+            assert alone[dataset].sequences(read[dataset], 1)[1][0] == window  # the next one of this dataset
+            read[dataset] += 1
+            expected[row] = window * seq_len + np.arange(seq_len + 1)  # tokens tell their position
+        for size in (1, 2, 3, 5):
+            parts = [batches.batch(step, m) for rank in range(size) for m in world(rank, size).share(12)]
+            assert np.array_equal(np.concatenate(parts), expected)
+    assert batches.sequences_read((first_step + 3) * 24) == read
+    sizes = [stream.num_windows(seq_len) for stream in streams]
+    assert batches.epochs(first_step + 3) == [count / size for count, size in zip(read, sizes, strict=True)]
+
+
+def test_any_sequence_of_an_enormous_run_is_reached_at_once():
+    batches = data.Batches([stream_of([5000])] * 3, weights(5, 3, 1), 4, 1, 1, seed=1)
+    began = time.perf_counter()
+    datasets, windows = batches.sequences(10**15 - 50, 100)
+    assert time.perf_counter() - began < 2 and set(datasets) == {0, 1, 2} and len(set(windows)) > 50
+    assert sum(batches.sequences_read(10**15)) == 10**15
+
+
+def test_a_mixture_is_opened_by_directories_and_weights(tmp_path):
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, train=(500, 300) if name == "web" else (400,))
+    mixture = data.open_mixture(f"{tmp_path}/web:0.8,{tmp_path}/code:0.2")
+    assert mixture.names == ["web", "code"] and [len(stream) for stream in mixture.streams("train")] == [800, 400]
+    assert mixture.shares == weights(8, 2) and mixture.vocab_size == 300
+    assert str(mixture) == f"{tmp_path}/web:0.8,{tmp_path}/code:0.2"
+    one = data.open_mixture(str(tmp_path / "web"))
+    assert one.shares == ONE and one.identity == open_dataset(tmp_path / "web").identity and one.names == ["web"]
+    assert data.open_mixture(f"{tmp_path}/web:3").identity == one.identity
+    others = [f"{tmp_path}/web:0.7,{tmp_path}/code:0.3", f"{tmp_path}/code:0.8,{tmp_path}/web:0.2"]
+    assert len({mixture.identity, one.identity, *(data.open_mixture(other).identity for other in others)}) == 4
+    (tmp_path / "a:1,b").mkdir()
+    assert data.open_mixture(str(make(tmp_path / "a:1,b"))).names == ["a:1,b"]
+
+
+def test_validation_losses_are_recorded_for_the_mixture_and_each_dataset(tmp_path):
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, val=(200,) if name == "web" else (500,))
+    mixture = data.open_mixture(f"{tmp_path}/web:3,{tmp_path}/code:1")
+    record = mixture.validation([2.0, 4.0])
+    bits = 2.5 / np.log(2) / 3  # three bytes a token in both
+    assert list(record) == ["val_loss", "val_bpb", "val_loss/web", "val_bpb/web", "val_loss/code", "val_bpb/code"]
+    assert record["val_loss"] == 2.5 and record["val_bpb"] == pytest.approx(bits)
+    assert record["val_loss/code"] == 4.0 and record["val_bpb/code"] == pytest.approx(bits * 4 / 2.5)
+    one = data.open_mixture(f"{tmp_path}/code")
+    assert one.validation([1.2345]) == {"val_loss": 1.2345, "val_bpb": one.datasets[0].bits_per_byte(1.2345)}
+
+
+@pytest.mark.parametrize(
+    "tokens", ["a:1,b", "a,b", "a:1,b:0", "a:1,b:-2", "a:1,b:x", "a:1,b:nan", "a:1,b:1e999,", ":1,b:1", "a:1,"]
+)
+def test_a_mixture_without_weights_is_refused(tokens):
+    with pytest.raises(UserError, match="each dataset of a mixture needs a weight greater than 0"):
+        data.open_mixture(tokens)
+
+
+def test_datasets_that_do_not_go_together_are_refused(tmp_path):
+    for name, vocab_size in (("a", 300), ("b", 301), ("c", 300)):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, vocab_size)
+        (tmp_path / name / "tokenizer.json").write_text("one" if name == "a" else "another")
+    for other in "bc":
+        with pytest.raises(UserError, match=rf"/a and {tmp_path}/{other} were made with different tokenizers"):
+            data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/{other}:1")
+    with pytest.raises(UserError, match="a weight is too small"):
+        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/a:1e-9")
+    with pytest.raises(UserError, match="nothing does not exist; make it with: python prepare_data.py"):
+        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/nothing:1")
+    (tmp_path / "short").mkdir()
+    make(tmp_path / "short", train=(5,))
+    mixture = data.open_mixture(f"{tmp_path}/b:1,{tmp_path}/b:1")
+    assert mixture.names == [f"{tmp_path}/b"] * 2
+    with pytest.raises(UserError, match=rf"{tmp_path}/short has 5 train tokens, less than one window of --seq_len=8"):
+        data.Batches(data.open_mixture(str(tmp_path / "short")).streams("train"), ONE, 8, 1, 1, 0)

@@ -10,7 +10,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf
-from model import GPT, attention_kernel, compile_blocks, flops_per_token, generate, initialize, new_cache
+from footprint import flops_per_token
+from model import GPT, attention_kernel, compile_blocks, generate, initialize, new_cache
 from settings import ModelConfig, resolve_model
 
 SHAPES = {

@@ -19,7 +19,7 @@ import pytest
 import settings
 import sources
 import tokenizer
-from data import open_dataset, open_shard
+from dataset import open_dataset, open_shard
 from prepare_data import PrepareConfig, prepare
 
 ROOT = Path(__file__).parent.parent

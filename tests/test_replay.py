@@ -15,6 +15,7 @@ import checkpoint
 import data
 import settings
 from conftest import ROOT, execute
+from dataset import Stream
 
 FLAGS = dict(keep_last=0, eval_every=0)
 
@@ -80,11 +81,11 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
 
 
 def test_skipped_batches_are_left_out_and_nothing_else():
-    stream = data.Stream([Path("train.bin")], [np.arange(4000, dtype="<u2")], 4000)
-    plain = data.Batches(stream, 16, 4, 2, seed=1)
+    stream = Stream([Path("train.bin")], [np.arange(4000, dtype="<u2")], 4000)
+    plain = data.Batches([stream], (data.SHARES,), 16, 4, 2, seed=1)
     config = settings.replace(settings.Config(), skip_steps="3-4, 7,1")
     assert config.skipped_batches == (0, 2, 3, 6)
-    skipping = data.Batches(stream, 16, 4, 2, seed=1, skipped=config.skipped_batches)
+    skipping = data.Batches([stream], (data.SHARES,), 16, 4, 2, seed=1, skipped=config.skipped_batches)
     assert [skipping.first_sequence(step) // 4 for step in range(5)] == [1, 4, 5, 7, 8]
     assert (skipping.batch(1, 1) == plain.batch(4, 1)).all()
     assert checkpoint.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and checkpoint.seen_by(2, (5,)) == []

@@ -141,7 +141,7 @@ def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
 
 def test_every_number_has_a_range():
     """A new setting must be put into RANGES, unless every finite value makes sense."""
-    numbers = {name for name, value in settings.flat_values(settings.Config()).items() if type(value) in (int, float)}
+    numbers = {name for name, value in settings.flat_values(settings.Command()).items() if type(value) in (int, float)}
     ranged = [name for names, *_ in settings.RANGES for name in names.split()]
     assert len(ranged) == len(set(ranged))
     assert set(ranged) - {"micro_batch_size"} == numbers - {"min_lr", "warmup_steps"}
@@ -275,7 +275,7 @@ def test_every_preset_knows_the_command_that_makes_its_dataset(preset, tmp_path)
     command = config.data.prepare_command
     assert command.startswith("python prepare_data.py ") and f"--out={config.data.tokens}" in command.split()
     with pytest.raises(UserError) as error:
-        data.open_dataset(tmp_path / "mine", 0, command)
+        data.open_mixture(str(tmp_path / "mine"), 0, command)
     assert f"make it with: python prepare_data.py [SOURCE ...] --out={tmp_path}/mine" in str(error.value)
 
 

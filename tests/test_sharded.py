@@ -3,14 +3,17 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import parallel
 import settings
 from conftest import largest_difference
 from model import GPT, initialize
 from parallel import Engine
+from settings import UserError
 from test_same_run import POISONED
 from test_train import GENTLE, wait_for
 from world import connect
@@ -150,8 +153,14 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
 
 
 def test_float8_is_refused_where_there_is_none(train):
-    refused = train("float8", status=2, fp8="true")
-    assert refused.stderr.startswith("error: --fp8=true: this cpu device has no float8 products")
+    with pytest.raises(UserError, match="--fp8=true: this cpu device has no float8 products"):
+        parallel.use_float8(torch.nn.Module(), SimpleNamespace(device=torch.device("cpu")))
+
+
+def test_float8_is_refused_without_the_compiler():
+    config = settings.load(["--fp8=true"], "")  # which may still turn out to be compiled
+    with pytest.raises(UserError, match="--fp8=true needs --compile=on.*ao#685"):
+        settings.check(settings.replace(config, compile="off"), 1)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_a_run_keeps_the_micro_batches_it_chose(train):
 
     train("auto", steps=3, micro_batch_size="auto")
     assert chosen() == "24"
-    train.changed("import parallel\nparallel.rows_at_a_time = lambda *_: 1 << 40", "auto", steps=5, micro_batch_size="auto")
+    train.changed("import footprint\nfootprint.rows_at_a_time = lambda *_: 1 << 40", "auto", steps=5, micro_batch_size="auto")
     assert chosen() == "24"
 
 

@@ -33,6 +33,7 @@ def gpu_node(monkeypatch):
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_determinism_is_set_before_the_process_group_is_made(gpu_node):
@@ -41,6 +42,13 @@ def test_determinism_is_set_before_the_process_group_is_made(gpu_node):
     assert gpu_node["backend"] == "cpu:gloo,cuda:nccl" and gpu_node["deterministic"]
     assert gpu_node["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and gpu_node["TORCHINDUCTOR_DETERMINISTIC"] == "1"
     assert gpu_node["NCCL_NVLS_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_float32_products_on_a_gpu_are_in_tf32(gpu_node, deterministic):
+    assert torch.get_float32_matmul_precision() == "highest"
+    world.connect("cuda", deterministic=deterministic)
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_ranks_that_add_integers_keep_the_switches_that_add_in_any_order(gpu_node):

@@ -1,0 +1,121 @@
+"""GPUs, what connects them, and how long an update takes on them: an alpha-beta model of the collectives.
+
+A collective takes a latency (alpha) and a time for each byte (1 / beta). Sources stand beside the numbers. No torch is needed.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import footprint
+import settings
+from settings import Config
+
+NODE = 8  # GPUs that share NVLink
+BUCKET_BYTES = 25 * 2**20  # of gradients, sent together by DDP
+# Seconds of a ring's start and of a hop between nodes, as NCCL counts them (src/graph/tuning.cc).
+START, NETWORK_HOP = 8.4e-6, 14.0e-6
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU, or the CPU of this machine for one rank, and what connects it."""
+
+    peak_flops: float  # dense bfloat16, FLOP/s
+    memory: float  # bytes
+    link: float  # bytes/s that leave a GPU in a ring within a node
+    hop: float  # seconds of a ring's step within a node
+    network: float  # bytes/s of the network for each GPU, between nodes
+    mfu: float  # usual for a model that keeps it busy
+
+
+# peak_flops, memory, network: NVIDIA's datasheets of the SXM parts and of the DGX systems (HDR InfiniBand for A100, NDR for the
+# others, one adapter a GPU). link: NVLinks times what NCCL counts on for each (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s;
+# nccl-tests#212 measures 370 GB/s on eight H100); 4090: PCIe 4.0 through host memory, where NCCL counts on 10 GB/s between
+# sockets (nccl-tests#307), and 10 Gb Ethernet. hop: src/graph/tuning.cc. mfu: torchtitan's docs/performance.md has 0.56 for
+# Llama 8B on A100 and 0.33 to 0.39 on H100; a 4090 reaches 0.29 of an A100's peak (nanoGPT#182); B200's is a guess.
+GPUS = {
+    "a100": Hardware(312e12, 80e9, 12 * 20.0e9, 3.4e-6, 25e9, 0.5),
+    "h100": Hardware(989e12, 80e9, 18 * 20.6e9, 3.4e-6, 50e9, 0.4),
+    "h200": Hardware(989e12, 141e9, 18 * 20.6e9, 3.4e-6, 50e9, 0.4),
+    "b200": Hardware(2250e12, 180e9, 18 * 40.1e9, 3.4e-6, 50e9, 0.35),
+    "4090": Hardware(165e12, 24e9, 10e9, 5.7e-6, 1.25e9, 0.5),
+}
+
+
+def this_cpu(world_size: int) -> Hardware:
+    """A rank's share of this machine.
+
+    A core multiplies 32 float32 a cycle with AVX2, at 3 GHz. With a matrix unit it does 1 TFLOP/s in bfloat16 (measured:
+    bench/results/tokens_per_second.json, which also has the MFU). gloo sends about 1 GB/s.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    core = 1e12 if has_matrix_unit() else 96e9
+    return Hardware(settings.cores() * core / world_size, memory / world_size, 1e9, 50e-6, 1e9, 0.35)
+
+
+def has_matrix_unit() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (Intel's AMX), as Linux says."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
+
+
+def speed(config: Config, world_size: int, hardware: Hardware, mfu: float) -> dict:
+    """An update's seconds of computing and of waiting for the network, and the bytes that each rank sends."""
+    flops = footprint.flops_per_token(config.model) * config.train.tokens_per_update
+    again = 4 / 3 if config.train.activation_checkpointing else 1  # the forward twice; MFU does not count it
+    micro_steps = len(range(0, config.micro_batches, world_size))
+    compute = flops * again * micro_steps / config.micro_batches / hardware.peak_flops / mfu
+    last_backward = compute / micro_steps * 2 / 3
+    sent = waited = 0.0
+    for size, messages, ranks, hidden in traffic(config, world_size, micro_steps):
+        seconds = size / bandwidth(hardware, ranks) + messages * latency(hardware, ranks)
+        window = {"": 0.0, "backward": last_backward, "update": compute}[hidden]
+        sent += size
+        waited += max(seconds - window, seconds / messages) if hidden else seconds
+    return {"compute_s": compute, "waited_s": waited, "step_s": compute + waited, "sent_bytes": sent}
+
+
+def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[float, int, int, str]]:
+    """What a rank sends in an update: bytes, collectives, the ranks among which, and what hides it from the clock."""
+    strategy, P = config.parallel.strategy, sum(footprint.parameters(config.model).values())
+    layers, tensors = config.model.n_layer, (16 if config.model.architecture == "gpt2" else 9) * config.model.n_layer + 3
+    buckets = math.ceil(4 * P / BUCKET_BYTES)
+    if world_size == 1:
+        return []
+    all_reduce = 2 * (world_size - 1) / world_size * 4.0 * P
+    match strategy:
+        case "exact":
+            return [(2 * all_reduce, 1, world_size, "")]
+        case "scratch_allreduce":
+            return [(all_reduce, tensors, world_size, "")]
+        case "scratch_reduce_scatter":
+            return [(all_reduce, 2, world_size, "")]
+        case "zero1":
+            return [(all_reduce, buckets, world_size, "backward"), (4.0 * P, tensors, world_size, "")]
+        case "fsdp":
+            copies = config.parallel.replicate
+            shards = world_size // copies
+            part, element = (shards - 1) / shards, 4 if config.train.dtype == "float32" else 2
+            gathers = 2 * micro_steps  # the blocks' weights, for forward and for backward
+            shared = [(part * P * element * gathers, gathers * (layers + 1), shards, "update")] if shards > 1 else []
+            shared += [(part * 4.0 * P, layers + 1, shards, "backward")] if shards > 1 else []
+            between = 2 * (copies - 1) / copies * 4.0 * P / shards
+            return shared + ([(between, layers + 1, world_size, "backward")] if copies > 1 else [])
+    return [(all_reduce / (2 if config.parallel.grad_compression == "bf16" else 1), buckets, world_size, "backward")]
+
+
+def bandwidth(hardware: Hardware, ranks: int) -> float:
+    """Bytes/s that leave each rank in a collective. Between nodes, rings use all adapters of a node at once."""
+    return hardware.link if ranks <= NODE else min(hardware.link, NODE * hardware.network)
+
+
+def latency(hardware: Hardware, ranks: int) -> float:
+    """Seconds that a collective takes however small: the hops of a ring or, where that is less, of a tree over the nodes."""
+    nodes = math.ceil(ranks / NODE)
+    if nodes == 1:
+        return START + 2 * (ranks - 1) * hardware.hop
+    ring = 2 * (ranks - nodes) * hardware.hop + 2 * nodes * NETWORK_HOP
+    tree = 2 * (NODE - 1) * hardware.hop + 2 * math.log2(nodes) * NETWORK_HOP
+    return START + min(ring, tree)

@@ -1,0 +1,260 @@
+"""Token shards on disk, and dataset directories of them: ours with a dataset.json, or those of other tools."""
+
+import contextlib
+import hashlib
+import json
+import mmap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import files
+from settings import UserError
+
+HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
+MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+GPT2_VOCAB_SIZE = 50257  # foreign shards do not say their vocabulary; theirs is GPT-2's
+SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split, and samples a larger one
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where every id fits, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
+    """Publish `tokens` [n] as an llm.c token shard. Returns the sha256 of the file."""
+    dtype = token_dtype(vocab_size)
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = *next(key for key, value in MAGICS.items() if value == dtype), len(tokens)
+    body = np.ascontiguousarray(tokens, dtype=dtype)
+    with files.publish(path) as file:
+        file.write(header.tobytes())
+        file.write(body)
+    digest = hashlib.sha256(header.tobytes())
+    digest.update(body)
+    return digest.hexdigest()
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """Map the tokens of a shard into memory: llm.c's .bin with either magic, nanoGPT's headerless .bin, or a .npy.
+
+    Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
+    """
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+                raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
+            return map_tokens(path, tokens.dtype, tokens.offset, len(tokens))
+        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+        size = path.stat().st_size
+        dtype = MAGICS.get(tuple(header[:2].tolist())) if len(header) == HEADER_INTS else None
+        if dtype is None:
+            if size % 2 or not size:
+                raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
+            return map_tokens(path, np.dtype("<u2"), 0, size // 2)
+        wanted = HEADER_INTS * 4 + int(header[2]) * dtype.itemsize
+        if size != wanted:
+            raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
+        return map_tokens(path, dtype, HEADER_INTS * 4, int(header[2]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def map_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """Map `count` tokens of a file, from byte `offset` on. The system reads a page when it is first touched.
+
+    Reading ahead is switched off, because a shuffled order would load megabytes around every window. The result is a plain
+    array: slicing an np.memmap takes ten times as long.
+    """
+    with open(path, "rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        pages.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(pages, dtype, count, offset)
+
+
+def open_shards(paths: list[Path]) -> list[np.ndarray]:
+    """Open all shards. Each one keeps a file open, and many systems allow only 1024 by default, so raise that limit."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # some systems have no such limit or do not let us change it
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = soft + len(paths)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    return [open_shard(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The shards of one split as one stream of tokens."""
+
+    paths: list[Path]
+    shards: list[np.ndarray]
+    vocab_size: int
+    starts: np.ndarray = field(init=False)  # [shards + 1] position of each shard's first token
+
+    def __post_init__(self):
+        object.__setattr__(self, "starts", np.cumsum([0] + [len(shard) for shard in self.shards]))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def num_windows(self, seq_len: int) -> int:
+        """How many windows of `seq_len` inputs and as many targets the stream has."""
+        return max(0, (len(self) - 1) // seq_len)
+
+    def locate(self, position: int) -> tuple[Path, int]:
+        """The shard that holds the token at `position` of the stream, and where in the shard it is."""
+        shard = int(np.searchsorted(self.starts, position, side="right")) - 1
+        return self.paths[shard], position - int(self.starts[shard])
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
+        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out):
+            offset = start + filled - int(self.starts[shard])
+            tokens = self.shards[shard][offset : offset + len(out) - filled]
+            out[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
+            shard += 1
+
+    def read_windows(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
+        """Read windows [k]: int64 [k, seq_len + 1]. Raises UserError for a bad token."""
+        return read_windows([self], np.zeros_like(windows), windows, seq_len)
+
+    def check(self, tokens: np.ndarray, where: str) -> None:
+        """Raise UserError if a token id is outside the vocabulary. `where` names the tokens in the message."""
+        if not len(tokens):
+            return
+        lowest, highest = int(tokens.min()) if tokens.dtype.kind == "i" else 0, int(tokens.max())
+        if lowest < 0 or highest >= self.vocab_size:
+            raise UserError(
+                f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}; "
+                "--vocab_size=N says that it is larger, or the files are of another kind"
+            )
+
+    def check_ids(self) -> None:
+        """Check every token id of a small split and a sample of a large one. Each batch is checked again when it is read."""
+        share = max(1, SCAN_TOKENS // max(1, len(self.shards)))
+        for path, shard in zip(self.paths, self.shards, strict=True):
+            if len(shard) <= share:
+                self.check(shard, str(path))
+            else:
+                for start in np.linspace(0, len(shard) - 1024, num=min(64, share // 1024), dtype=np.int64):
+                    self.check(shard[start : start + 1024], str(path))
+
+
+def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
+    """Read windows: int64 [k, seq_len + 1]. Inputs are [:, :-1], targets [:, 1:].
+
+    windows [k]: each is of the stream whose number in `streams` is in `numbers` [k]. Raises UserError for a bad token.
+    """
+    out = np.empty((len(windows), seq_len + 1), np.result_type(*(stream.shards[0] for stream in streams)))
+    rows = list(zip(out, numbers.tolist(), windows.tolist(), strict=True))
+    for row, number, window in rows:
+        streams[number].read(window * seq_len, row)
+    try:
+        streams[0].check(out.reshape(-1), "")  # all have the same vocabulary
+    except UserError:
+        for row, number, window in rows:
+            streams[number].check(row, f"window {window} of {streams[number].paths[0].parent}")
+    return out.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened dataset directory."""
+
+    directory: Path
+    vocab_size: int
+    eot_token: int
+    splits: dict[str, Stream]  # "train" and "val"
+    bytes_of_text: dict[str, int]  # of each split; empty if the directory does not say
+    identity: str  # sha256 of what the shards hold; the directory's name does not matter
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer.json of the directory, if there is one."""
+        path = self.directory / "tokenizer.json"
+        return path if path.exists() else None
+
+    def text_bytes(self, tokens: int) -> float:
+        """How many bytes of text that many validation tokens stand for. 0 if the number of bytes is unknown."""
+        return tokens * self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
+
+    def bits_per_byte(self, loss: float, split: str = "val") -> float | None:
+        """Convert `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
+        if not self.bytes_of_text.get(split):
+            return None
+        return loss / float(np.log(2)) * len(self.splits[split]) / self.bytes_of_text[split]
+
+
+def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
+    """Open a dataset directory and check sizes, counts and token ids. It has a dataset.json, or foreign token files.
+
+    vocab_size: the vocabulary of foreign files, which do not state it (0: GPT-2's). prepare_command: what makes the dataset,
+    if it names this directory as --out; the UserError for a missing directory prints it.
+    """
+    directory = Path(directory)
+    if (directory / "dataset.json").exists():
+        return _open_own(directory)
+    if not directory.is_dir():
+        if f"--out={directory}" not in prepare_command.split():
+            prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
+        raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")
+    names = {split: _foreign_files(directory, split) for split in ("train", "val")}
+    if not names["train"] or not names["val"]:
+        raise UserError(
+            f"--tokens={directory} has neither dataset.json nor *_train_*.bin and *_val_*.bin, *_train_*.npy and "
+            "*_val_*.npy, or train.bin and val.bin; make a dataset with prepare_data.py"
+        )
+    vocab_size = vocab_size or GPT2_VOCAB_SIZE
+    splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
+    for stream in splits.values():
+        stream.check_ids()
+    sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]
+    return Dataset(directory, vocab_size, min(GPT2_VOCAB_SIZE, vocab_size) - 1, splits, {}, digest(sizes))
+
+
+def _open_own(directory: Path) -> Dataset:
+    path = directory / "dataset.json"
+    metadata = files.read_json(path)
+    try:
+        if metadata["version"] != 1:
+            raise UserError(f"{path}: version {metadata['version']}; this Lockstep reads version 1")
+        splits, bytes_of_text = {}, {}
+        for split in ("train", "val"):
+            rows = [row for row in metadata["shards"] if row["split"] == split]
+            paths = [directory / row["file"] for row in rows]
+            if len({path.name for path in paths if path.parent == directory}) < len(rows):
+                raise UserError(f"{path}: the {split} shards are not different files of this directory")
+            splits[split] = Stream(paths, open_shards(paths), metadata["vocab_size"])
+            for row, shard in zip(rows, splits[split].shards, strict=True):
+                if len(shard) != row["tokens"]:
+                    raise UserError(f"{directory / row['file']}: {len(shard)} tokens, dataset.json says {row['tokens']}")
+            splits[split].check_ids()
+            bytes_of_text[split] = sum(row["bytes_of_text"] for row in rows)
+        identity = digest([(row["split"], row["tokens"], row["sha256"]) for row in metadata["shards"]])
+        return Dataset(directory, metadata["vocab_size"], metadata["eot_token"], splits, bytes_of_text, identity)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: {type(error).__name__} {error}; prepare the dataset again") from None
+
+
+def _foreign_files(directory: Path, split: str) -> list[Path]:
+    for pattern in (f"*_{split}_*.bin", f"*_{split}_*.npy", f"{split}.bin"):
+        if paths := sorted(directory.glob(pattern)):
+            return paths
+    return []
+
+
+def digest(value: list) -> str:
+    """sha256 of a value, as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,0 +1,212 @@
+"""What a model takes: parameters, operations, and the memory of one rank part by part, calculated from the settings alone.
+
+`--micro_batch_size=auto` and `--plan` both use it. It imports no torch. bench/memory.py holds it against measured peaks.
+
+Shapes in comments: C = n_embd, F = d_ff, K = width of the keys, V = vocab_size, N = tokens of a micro-batch.
+"""
+
+import dataclasses
+import math
+
+from settings import Config, ModelConfig
+
+SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
+# Of a GPU's memory. The rest is for CUDA and NCCL (1 to 2 GB), for what the caching allocator cannot reuse (some 5 %), and for
+# the error of the estimate (bench/memory.py: at most 5 %). Running out of memory costs more than a smaller micro-batch does.
+USABLE = 0.9
+CPU_BYTES = 1 << 28  # of activations on a CPU: small enough for caches to matter, large enough to hide Python
+
+
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """The number of parameters of the resolved `model`, by part. Tied embeddings count once."""
+    C, F, layers, gpt2 = model.n_embd, model.d_ff, model.n_layer, model.architecture == "gpt2"
+    K = C // model.n_head * model.n_kv_head
+    norm = 2 * C if gpt2 else C  # LayerNorm has a bias
+    head_norms = 2 * C // model.n_head if model.architecture == "qwen3" else 0
+    biases = gpt2 * (2 * C + 2 * K), gpt2 * (F + C)
+    return {
+        "token embedding": model.vocab_size * C,
+        "position embedding": model.seq_len * C if gpt2 else 0,
+        "attention": layers * (2 * C * C + 2 * C * K + biases[0] + head_norms),
+        "MLP": layers * ((2 if gpt2 else 3) * C * F + biases[1]),
+        "norms": (2 * layers + 1) * norm,
+        "output layer": 0 if model.tie_embeddings else model.vocab_size * C,
+    }
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    """Floating-point operations of forward and backward for one token of a full context, as MFU counts them (PaLM, appendix B).
+
+    6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 C T a
+    layer for attention. The half of attention that the causal mask leaves out is counted; what is recomputed is not.
+    """
+    C, kv_width = model.n_embd, model.n_embd // model.n_head * model.n_kv_head
+    layer = 2 * C * (C + kv_width) + (2 if model.architecture == "gpt2" else 3) * C * model.d_ff
+    return 6 * (model.n_layer * layer + model.vocab_size * C) + 12 * model.n_layer * C * model.seq_len
+
+
+def rows_at_a_time(vocab_size: int, device: str) -> int:
+    """How many rows of logits to compute at a time, at most.
+
+    Four megabytes of float32 logits fit a CPU's cache. Fewer than 256 rows would read the weights too often. A GPU needs more
+    rows to be busy: the same batch took 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480).
+    """
+    return max(256, (1 << 20) // vocab_size) if device == "cpu" else 1 << 14
+
+
+def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
+    """The most sequences in a micro-batch that the ranks can share equally and that fit into `budget` bytes; at least 1.
+
+    Under `exact` the choice must not depend on the number of ranks: it allows eight. On a CPU the budget is not for the memory,
+    which is seldom short, but for activations and logits, counted roughly: 14 widths and 3 MLP widths of two bytes.
+    """
+    model, sequences = config.model, config.sequences_per_update
+    exact = config.parallel.strategy == "exact"
+    share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world_size
+    logits = 10 * model.vocab_size * rows_at_a_time(model.vocab_size, device)
+    per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
+
+    def size(micro_batch: int) -> float:
+        if device != "cuda":
+            return micro_batch * per_sequence + logits
+        train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
+        return sum(of_rank(dataclasses.replace(config, train=train), world_size, device).values())
+
+    return max((n for n in range(1, share + 1) if share % n == 0 and size(n) <= budget), default=1)
+
+
+def blocks_size(model: ModelConfig) -> int:
+    """The number of parameters in the blocks' matrices."""
+    sizes = parameters(model)
+    return sizes["attention"] + sizes["MLP"]
+
+
+def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
+    """The bytes of each part of one rank's memory at the moment of an update when it holds most.
+
+    config: resolved, with numbers and names in place of `auto`. device: the type of the device, such as cuda. Not counted: what
+    CUDA and NCCL take for themselves.
+    """
+    return max(moments(config, world_size, device).values(), key=lambda parts: sum(parts.values()))
+
+
+def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str, float]]:
+    """The bytes of each part at the four moments of an update of which one is the peak.
+
+    `loss`: the forward of the last micro-batch ends. `backward`: its backward has begun. `reduction`: the gradients are
+    complete and the ranks add them up. `step`: the optimizer updates the weights.
+    """
+    model, strategy = config.model, config.parallel.strategy
+    if world_size == 1 and strategy != "exact":
+        strategy = "none"
+    P = sum(parameters(model).values())
+    shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
+    embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
+    activation, recomputed = activations(config, device, strategy)
+    loss, loss_backward = loss_buffers(config, device)
+    casts, block_casts = weight_copies(config, strategy)
+    accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
+    # exact turns each gradient into integers as soon as it is complete, and scratch_overlap moves it into its bucket.
+    between = 4.0 * P if accumulating and strategy not in ("exact", "scratch_overlap") else 0.0
+    buckets = 4.0 * P if strategy in ("ddp", "zero1", "scratch_overlap") else 0.0
+    always = {
+        "weights": 4.0 * P / shards,
+        "optimizer state": optimizer_state(config) / (world_size if strategy == "zero1" else shards),
+        "gradient buckets": buckets,
+        "exact's integers": 8.0 * P if strategy == "exact" else 0.0,
+    }
+    # After the reduction DDP's gradients are views of its buckets, and those of fsdp are shards.
+    reduced = 0.0 if buckets else 4.0 * P / shards
+    # Backward adds the embedding's two gradients, those of its lookup and of its product, before they join the others.
+    tied = embedding * (1 + accumulating) if model.tie_embeddings else 0.0
+    # exact converts a tensor at a time; on a CPU a few thousand elements.
+    converted = tied + 3 * embedding * (device != "cpu")
+    outside = P - blocks_size(model)  # fsdp reduces what is outside the blocks as one
+    element = 4 if config.train.dtype == "float32" else 2
+    buffers = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + element) * outside, "exact": converted}.get(strategy, tied)
+    complete = {"ddp": 0.0, "zero1": 0.0, "scratch_overlap": 0.0, "fsdp": reduced}.get(strategy, 4.0 * P)
+    backward = {"gradients": between, "weights for backward": block_casts if recomputed else casts}
+    return {
+        "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
+        "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
+        "reduction": always | {"gradients": max(between, complete), "temporary": buffers},
+        "step": always | {"gradients": reduced, "temporary": muon_buffers(config)},
+    }
+
+
+def activations(config: Config, device: str, strategy: str) -> tuple[float, float]:
+    """The bytes that the forward of a micro-batch keeps for backward, and those of one block that is computed again.
+
+    They are counted in the blocks, tensor by tensor; eager and compiled code keep different ones.
+    """
+    model, compiled = config.model, config.train.compile == "on"
+    C, F, K = model.n_embd, model.d_ff, model.n_embd // model.n_head * model.n_kv_head
+    gpt2, qwen3 = model.architecture == "gpt2", model.architecture == "qwen3"
+    s = 4 if config.train.dtype == "float32" else 2  # bytes of an element in matrix products
+    residual = s if strategy == "fsdp" else 4  # bytes of one of the residual stream
+    block = 2 * C * (residual if gpt2 or compiled else 4)  # the inputs of the two norms
+    block += s * (2 * C + 2 * K)  # queries, keys, values and what attention returns
+    block += s * F * ((2 if gpt2 else 3) if compiled else (2 if gpt2 else 4))
+    # The products' inputs. Autocast converts LayerNorm's float32 once for each product that reads it.
+    block += s * C * (4 if gpt2 and residual != s and not compiled else 2)
+    if qwen3:  # queries and keys before their norms, in float32 in eager code; and a copy of what attention returns
+        block += s * (C + K) if compiled else 4 * (C + K) + s * C
+    if device == "cpu" and s == 2 and model.seq_len <= SHORT:
+        block += s * model.n_head * model.seq_len
+    if model.dropout:
+        block += 2 * C  # the masks, a byte an element
+    N = config.train.micro_batch_size * model.seq_len
+    ends = N * C * residual * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
+    if not config.train.activation_checkpointing:
+        return N * model.n_layer * block + ends, 0.0
+    return N * model.n_layer * C * residual + ends, N * block
+
+
+def loss_buffers(config: Config, device: str) -> tuple[float, float]:
+    """The bytes that the loss takes while it is computed, and those that it takes when its backward begins."""
+    C, V, N = config.model.n_embd, config.model.vocab_size, config.train.micro_batch_size * config.model.seq_len
+    s = 4 if config.train.dtype == "float32" else 2
+    logits, weight, x = min(rows_at_a_time(V, device), N) * V, V * C, s * N * C
+    # Logits in both dtypes, probabilities and the gradient of the rows before and of these; a part of the weight's gradient.
+    rows = max((12 if s == 4 else 16) * logits, (8 if s == 4 else 10) * logits + s * weight)
+    return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
+
+
+def weight_copies(config: Config, strategy: str) -> tuple[float, float]:
+    """The bytes of weights in the dtype of the matrix products: those of all blocks, and those of one block.
+
+    Autocast keeps its copies until backward. fsdp gathers two blocks at a time, and the embeddings for the whole update.
+    """
+    blocks = blocks_size(config.model)
+    block = blocks / config.model.n_layer
+    s = 4 if config.train.dtype == "float32" else 2
+    if strategy == "fsdp":
+        gathered = s * (sum(parameters(config.model).values()) - blocks + 2 * block)
+        return gathered, gathered
+    return (2.0 * blocks, 2.0 * block) if s == 2 else (0.0, 0.0)
+
+
+def optimizer_state(config: Config) -> float:
+    """The bytes of the optimizer's state: two float32 numbers a parameter for AdamW, one for a matrix of Muon."""
+    muon = blocks_size(config.model) if config.optim.optimizer == "muon" else 0
+    return 8.0 * (sum(parameters(config.model).values()) - muon) + 4.0 * muon
+
+
+def muon_buffers(config: Config) -> float:
+    """The bytes that Muon takes to orthogonalize the matrices of one shape: float32 momenta and bfloat16 iterates."""
+    if config.optim.optimizer != "muon":
+        return 0.0
+    model = config.model
+    C, F, K = model.n_embd, model.d_ff, model.n_embd // model.n_head * model.n_kv_head
+    shapes = [(C, C)] * 2 + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
+    return max(model.n_layer * shapes.count((a, b)) * (8.0 * a * b + 4.0 * min(a, b) ** 2) for a, b in set(shapes))
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """The bytes of a checkpoint: the weights and the optimizer's state."""
+    return 4.0 * sum(parameters(config.model).values()) + optimizer_state(config)
+
+
+def host_bytes(config: Config) -> float:
+    """The bytes of host memory that the master takes to save: a copy, and for Hugging Face GPT-2's matrices transposed."""
+    return checkpoint_bytes(config) + 4.0 * blocks_size(config.model) * (config.model.architecture == "gpt2")
