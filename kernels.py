@@ -3,6 +3,9 @@
 Autograd would read and write memory more often than these need. Each one is tested against the plain formula.
 """
 
+import importlib.util
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +28,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor
     mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
+
+
+def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
+    """Let `attention` use FlashAttention 3 if it is installed and can compute inputs like `q` and `k`. Says which kernel runs.
+
+    PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
+    reaches 474 (Dao-AILab/flash-attention#1893). Its package is built from the folder `hopper` of that repository.
+    """
+    flash, problem = "FlashAttention 2", ""
+    if q.device.type == "cuda" and importlib.util.find_spec("flash_attn_interface"):
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+            attention(q.detach().requires_grad_(), k, k, dropout_p).sum().backward()
+            flash = "FlashAttention 3"
+        except (AttributeError, ImportError, RuntimeError) as error:  # an older PyTorch, a broken package, another GPU, dropout
+            problem = f" (FlashAttention 3 is installed but does not work here: {error})"
+            if getattr(torch.nn.attention, "current_flash_attention_impl", bool)():
+                torch.nn.attention.restore_flash_attention_impl()
+    # Autograd records which backward function belongs to the kernel that has run.
+    kernels = {
+        "ScaledDotProductFlashAttentionForCpuBackward0": "PyTorch's flash attention for CPUs",
+        "ScaledDotProductFlashAttentionBackward0": flash,
+        "ScaledDotProductCudnnAttentionBackward0": "cuDNN's attention",
+        "ScaledDotProductEfficientAttentionBackward0": "memory-efficient attention",
+    }
+    backward = attention(q.detach().requires_grad_(), k, k, dropout_p).grad_fn.name()
+    return kernels.get(backward, "matrix products and softmax") + problem
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
@@ -63,34 +93,32 @@ def _(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty((length, length), dtype=dtype, device=device)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None) -> Tensor:
     """Mean cross-entropy, a float32 scalar, of the logits `x` [N, C] @ `weight` [V, C] transposed, at `targets` [N] int64.
 
     The whole [N, V] logits never exist. Some rows of them are computed at a time, and their share of the gradients right
     after, as in Liger Kernel (Hsu et al. 2024). Matrix products are in autocast's dtype, sums in float32.
+    part: a compiled `cross_entropy_part` (None: the plain function).
     """
-    rows = rows_at_a_time(len(weight), x.device.type)
-    return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
+    # Equal parts where possible, because the compiler makes new code for another number of rows.
+    parts = math.ceil(len(x) / rows_at_a_time(len(weight), x.device.type))
+    rows = math.ceil(len(x) / parts / 128) * 128
+    return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled(), part or cross_entropy_part)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """See `linear_cross_entropy`. The forward pass computes the gradients of the summed loss; backward only scales them."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, with_gradients: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, with_gradients: bool, part) -> Tensor:
         dtype = compute_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
         loss = x.new_zeros((), dtype=torch.float32)
         x_grad, weight_grad = [], torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
-        for x_rows, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
-            logits = (x_rows @ weight.T).float()  # [rows, V]
-            log_probabilities = logits.log_softmax(1)
-            loss = loss - log_probabilities.gather(1, target).sum()
-            if with_gradients:  # of each row's loss with respect to its logits: the probabilities, less 1 at the target
-                logits_grad = log_probabilities.exp_()
-                logits_grad = logits_grad.scatter_add_(1, target, logits_grad.new_full(target.shape, -1)).to(x.dtype)
-                x_grad.append(logits_grad @ weight)
-                weight_grad += logits_grad.T @ x_rows
+        for x_rows, target in zip(x.split(rows), targets.split(rows), strict=True):
+            part_loss, part_grad = part(x_rows, weight, target, weight_grad)
+            loss = loss + part_loss
+            x_grad.append(part_grad)
         if with_gradients:
             ctx.save_for_backward(torch.cat(x_grad), weight_grad)
         return loss / len(x)
@@ -100,7 +128,31 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x_grad, weight_grad = ctx.saved_tensors
         grad = grad / len(x_grad)
-        return x_grad * grad, weight_grad * grad, None, None, None
+        return x_grad * grad, weight_grad * grad, None, None, None, None
+
+
+def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The sum of the losses of some rows `x` [rows, C] at `targets` [rows], and its gradient with respect to `x`.
+
+    Adds its gradient with respect to `weight` [V, C] to `weight_grad`. None: no gradients are wanted.
+    """
+    logits = (x @ weight.T).float()  # [rows, V]
+    log_probabilities = logits.log_softmax(1)
+    loss = -log_probabilities.gather(1, targets[:, None]).sum()
+    if weight_grad is None:
+        return loss, None
+    logits_grad = subtract_one_hot(log_probabilities.exp_(), targets).to(x.dtype)
+    weight_grad += logits_grad.T @ x
+    return loss, logits_grad @ weight
+
+
+def subtract_one_hot(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """Subtract 1 from `probabilities` [rows, V], in place, at `targets` [rows]: the gradient of the loss by the logits."""
+    if on_eager_cpu(probabilities):
+        return probabilities.scatter_add_(1, targets[:, None], probabilities.new_full((len(targets), 1), -1))
+    # The compiler fuses a comparison with what is around it, and on a GPU it is deterministic without sorting the targets.
+    is_target = torch.arange(probabilities.shape[1], device=targets.device) == targets[:, None]
+    return probabilities.sub_(is_target.to(probabilities.dtype))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -110,7 +162,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def on_eager_cpu(x: Tensor) -> bool:
-    """Whether a backward pass by hand pays for norms: a GPU has a fused kernel for them, and the compiler makes one."""
+    """Whether `x` is on a CPU and this code is not being compiled: passes over memory are then worth saving by hand."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

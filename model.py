@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import attention, gelu, linear_cross_entropy, norm_and_rotate, rms_norm, rotate
+from kernels import (
+    attention,
+    choose_attention_kernel,
+    cross_entropy_part,
+    gelu,
+    linear_cross_entropy,
+    norm_and_rotate,
+    rms_norm,
+    rotate,
+)
 from settings import ModelConfig
 
 
@@ -31,6 +40,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = norm_layer(config)
+        self.cross_entropy_part = None  # `compile_blocks` sets it
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
@@ -51,7 +61,7 @@ class GPT(nn.Module):
         weight = self.embed.weight if self.head is None else self.head.weight  # [V, C]
         if targets is None:
             return F.linear(x, weight)
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.cross_entropy_part)
 
     def parameter_count(self) -> int:
         """Number of weights. Tied embeddings count once."""
@@ -159,6 +169,25 @@ class RMSNorm(nn.RMSNorm):
 def norm_layer(config: ModelConfig) -> nn.Module:
     """LayerNorm for gpt2, RMSNorm for the others."""
     return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)
+
+
+def attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Choose the fastest kernel for the attention of a model on `device`, with matrix products in `dtype`. Returns its name."""
+    head_dim = config.n_embd // config.n_head
+    q = torch.zeros(1, config.n_head, config.seq_len, head_dim, dtype=dtype, device=device)
+    return choose_attention_kernel(q, q[:, : config.n_kv_head], config.dropout)
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile what repeats, once: the block, which all blocks share, and the cross-entropy of some rows of the logits.
+
+    Compiling the model as one graph takes three times as long, because it unrolls them, and gains at most a few percent.
+    Do it before the model is wrapped: what a wrapper does between the blocks, such as hooks, is then not compiled.
+    """
+    torch._dynamo.config.optimize_ddp = False  # a block is never cut where DDP's buckets end
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
+    model.cross_entropy_part = torch.compile(cross_entropy_part, dynamic=False)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import footprint
 import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter, check_replicas
 from exact import Exact
+from model import attention_kernel, compile_blocks
 from optim import Optimizers
 from settings import Config, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
@@ -40,21 +41,21 @@ class Engine:
         self.compiled = config.train.compile == "on"
         if config.train.fp8:
             use_float8(module, world)
+        self.attention_kernel = attention_kernel(config.model, device.DTYPES[self.dtype], world.device)
+        if self.compiled:
+            compile_blocks(module)
         if config.train.activation_checkpointing:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if self.strategy == "fsdp" and world.size > 1:
             from sharded import FullyShard  # here, because importing FSDP2 takes a second
 
-            for block in module.blocks if self.compiled else ():  # one by one: weights are gathered between them
-                block.forward = torch.compile(block.forward)
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
-            self.eval_model = module
         else:
-            replica = replicate(module.to(world.device), config.parallel, world, config.micro_batches)
-            self.model = torch.compile(replica) if self.compiled else replica
-            # Compiling the forward alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
-            self.eval_model = torch.compile(module) if self.compiled and world.device.type == "cuda" else module
+            self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches)
+        # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
+        eager = self.compiled and world.device.type == "cpu"
+        self.eval_model = torch.compiler.set_stance("force_eager")(module) if eager else module
         self.parameters = dict(module.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self.staging: Tensor | None = None
@@ -173,7 +174,6 @@ def use_float8(module: nn.Module, world: World) -> None:
     except ImportError:
         raise UserError("--fp8=true is done by torchao, which is not installed: pip install torchao") from None
     convert_to_float8_training(module.blocks)
-    torch._dynamo.config.optimize_ddp = False  # it cannot cut a graph of torchao's tensors into buckets
 
 
 def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:

@@ -276,7 +276,8 @@ def introduce(run: Run, notes: list[str]) -> None:
     log.say(
         f"{train.steps} steps of {train.tokens_per_update:,} tokens = {config.micro_batches} micro-batches of "
         f"{train.micro_batch_size} x {model.seq_len} on {run.world.size} rank(s), {config.parallel.strategy}, "
-        f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank"
+        f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank, "
+        f"attention by {run.engine.attention_kernel}"
     )
     for dataset, stream, epochs in zip(run.dataset.datasets, run.batches.streams, run.batches.epochs(train.steps), strict=True):
         log.say(f"{len(stream):,} train tokens in {dataset.directory}; the run reads them {epochs:.2f} times")

@@ -85,11 +85,35 @@ def test_norm_and_rotate():
     )
 
 
+def test_subtracting_a_one_hot_matrix_is_adding_minus_one_at_the_targets(monkeypatch):
+    """The two forms give the same bits: eager code touches one number of a row, compiled code compares all."""
+    probabilities, targets = random(40, 300).softmax(1), torch.randint(300, (40,), generator=torch.Generator().manual_seed(0))
+    scattered = kernels.subtract_one_hot(probabilities.clone(), targets)
+    monkeypatch.setattr(kernels, "on_eager_cpu", lambda x: False)
+    assert torch.equal(kernels.subtract_one_hot(probabilities.clone(), targets), scattered)
+    assert torch.equal(scattered, probabilities - F.one_hot(targets, 300))
+
+
+@pytest.mark.parametrize(
+    "tokens, vocab_size, rows", [(2048, 4096, 256), (2048, 128, 2048), (4096, 384, 2048), (100, 50304, 128)]
+)
+def test_parts_of_the_loss_are_equal_and_of_a_multiple_of_128_rows(tokens, vocab_size, rows):
+    sizes = []
+
+    def part(x, weight, targets, weight_grad):
+        sizes.append(len(x))
+        return kernels.cross_entropy_part(x, weight, targets, weight_grad)
+
+    with torch.no_grad():
+        kernels.linear_cross_entropy(random(tokens, 1), random(vocab_size, 1), torch.zeros(tokens, dtype=torch.int64), part)
+    assert set(sizes) == {rows} and sum(sizes) == tokens
+
+
 @pytest.mark.parametrize("rows", [1, 7, 30, 100])
 def test_cross_entropy_in_parts(rows):
     targets = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(0))
     check(
-        lambda x, w: kernels.LinearCrossEntropy.apply(x, w, targets, rows, True),
+        lambda x, w: kernels.LinearCrossEntropy.apply(x, w, targets, rows, True, kernels.cross_entropy_part),
         lambda x, w: F.cross_entropy(x @ w.T, targets),
         random(30, 16),
         random(50, 16),
