@@ -286,12 +286,10 @@ def attention(bench: Bench, shape: str) -> Answer:
 
 def loss_rows(bench: Bench, shape: str) -> Answer:
     """How many rows of logits to compute at a time."""
-    import torch
-
-    import kernels
+    from footprint import rows_at_a_time
 
     model, tokens = bench.model(shape), 128 if bench.tiny else 32768
-    own = min(tokens, kernels.rows_at_a_time(model.vocab_size, torch.device(bench.device)))
+    own = min(tokens, rows_at_a_time(model.vocab_size, bench.device))
     counts = sorted({own, *((32, 128) if bench.tiny else ROWS)})
     times = {}
     for rows in counts:
@@ -444,15 +442,12 @@ def costs(cost: float, *runs: dict) -> str:
 
 def estimated_gb(bench: Bench, shape: str, micro_batch_size: int) -> float:
     """Memory of a rank as `parallel.fit_micro_batch` counts it: weights, gradients and AdamW's state, activations, logits."""
-    import torch
-
-    from footprint import flops_per_token
-    from kernels import rows_at_a_time
+    from footprint import flops_per_token, rows_at_a_time
 
     model = bench.model(shape)
     state = 16 * flops_per_token(model) / 6
     activations = micro_batch_size * 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
-    return (state + activations + 10 * model.vocab_size * rows_at_a_time(model.vocab_size, torch.device(bench.device))) / 1e9
+    return (state + activations + 10 * model.vocab_size * rows_at_a_time(model.vocab_size, bench.device)) / 1e9
 
 
 # ---------------------------------------------------------------------------------------------------------------------

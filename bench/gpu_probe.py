@@ -316,10 +316,8 @@ def loss_in_parts(model: ModelConfig, tokens: int, rows: int, device_name: str, 
     targets = torch.randint(model.vocab_size, (tokens,), device=device_name)
     where = torch.device(device_name)
     loss = kernels.linear_cross_entropy
-    if device_name == "cuda" and hasattr(kernels, "cross_entropy"):  # what is done to some rows is compiled, once
-        loss = functools.partial(loss, cross_entropy=torch.compile(kernels.cross_entropy, dynamic=False))
-    elif device_name == "cuda":
-        loss = torch.compile(loss)
+    if device_name == "cuda":
+        loss = functools.partial(loss, part=torch.compile(kernels.cross_entropy_part, dynamic=False))
 
     def work():
         with device.autocast(where, "bfloat16"):

@@ -162,7 +162,8 @@ def test_wandb_is_not_imported_when_off(train):
 
 def test_compiled_training_equals_eager(train, gentle):
     train("compiled", compile="on", **GENTLE)
-    assert largest_difference(train.weights("compiled"), gentle.weights("gentle")) < 1e-5
+    # Processors differ in how they round: 1.04e-5 on one. A wrong gradient moves the weights by lr = 1e-4 a step.
+    assert largest_difference(train.weights("compiled"), gentle.weights("gentle")) < 2e-5
 
 
 def test_compile_without_a_compiler_falls_back_with_one_warning(train, shared):
