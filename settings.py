@@ -125,7 +125,7 @@ class TrainConfig:
     """Sequences in one forward pass of one rank; auto fits it to memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where the hardware has it. float32
+    """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where that is fast. float32
     products on CUDA are in TF32 (float32 with a mantissa of 10 bits), also under --deterministic: they repeat their bits."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: where it pays and a compiler works."""
