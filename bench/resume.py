@@ -20,8 +20,8 @@ import settings
 from settings import RunError
 
 FLAGS = machine.TINY | dict(
-    tokens_per_update=16 * 120,  # 120 sequences, which 3, 4, 5 and 8 ranks can share equally
-    micro_batch_size=5,
+    tokens_per_update=16 * 120,  # 120 micro-batches, which 3, 4, 5 and 8 ranks can share equally
+    micro_batch_size=1,
     optimizer="adamw",
     lr=1e-2,
     warmup_steps=2,
@@ -31,7 +31,7 @@ FLAGS = machine.TINY | dict(
     save_every=0,
 )
 # FLAGS have all gradients in DDP's first bucket of 1 MB; 9 million parameters fill buckets of 1, 25 and 10 MB.
-SEVERAL_BUCKETS = dict(architecture="llama", n_layer=10, n_embd=256, vocab_size=4608)
+SEVERAL_BUCKETS = dict(architecture="llama", n_layer=10, n_embd=256, vocab_size=4608, micro_batch_size=5)
 STRATEGIES = ("ddp", "zero1", "fsdp", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap", "exact")
 
 
