@@ -46,7 +46,8 @@ def test_the_losses_of_each_dataset_and_of_the_mixture_are_recorded(train, mixtu
     for record in records:
         assert record["val_loss"] == 0.75 * record["val_loss/tiny"] + 0.25 * record["val_loss/tests"]
         assert record["val_bpb/tiny"] != record["val_bpb/tests"] > 0
-    out = execute([sys.executable, "evaluate.py", train.latest("mixed"), "--eval_tokens=640", "--device=cpu"]).stdout
+    same = ["--eval_tokens=640", "--device=cpu", "--dtype=float32"]
+    out = execute([sys.executable, "evaluate.py", train.latest("mixed"), *same]).stdout
     losses = re.findall(r"loss (\d+\.\d+)", out)
     assert len(losses) == 3 and f"{mixture}\nloss" in out
     assert losses[:2] == [f"{records[-1][f'val_loss/{name}']:.4f}" for name in ("tiny", "tests")]
