@@ -30,13 +30,14 @@ single process. Parameters that are frozen when the wrapper is built are left ou
 are made equal at the start only, unlike in DDP. Without a process group, or with one rank, the wrappers do nothing.
 """
 
-import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from replicas import check_replicas
 
 
 class ScratchAllReduce(nn.Module):
@@ -69,8 +70,12 @@ class ScratchAllReduce(nn.Module):
         self.sync_this_backward = self.sync_is_queued = False
         if self.world_size > 1:
             self.ensure_equal_replicas()
-            for parameter in self.trainable:
-                parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+            self.register_hooks()
+
+    def register_hooks(self) -> None:
+        """Have autograd call `gradient_ready` for every trainable parameter."""
+        for parameter in self.trainable:
+            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def ensure_equal_replicas(self) -> None:
         """Make sure that all ranks start from the same parameters and buffers. This strategy refuses any difference."""
@@ -170,6 +175,15 @@ class ScratchReduceScatter(ScratchAllReduce):
                 parameter.grad = gradient
 
 
+@torch.no_grad()
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense, group=group, group_src=0)
+        tensor.copy_(dense)
+
+
 def group_by_kind(parameters: list[nn.Parameter], capacity: float = float("inf")) -> list[list[nn.Parameter]]:
     """`parameters` in order, in groups for one flat tensor each: of one dtype and device, and full at `capacity` bytes."""
     groups, last_kind, size = [], None, 0
@@ -213,13 +227,20 @@ class ScratchOverlap(ScratchAllReduce):
     to overlap with. Compile its blocks one by one to keep the overlap.
     """
 
+    bucket_dtype: torch.dtype | None = None  # None: that of the gradients
+
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20):
+        self.buckets, self.bucket_bytes = [], bucket_bytes
+        self.started = []  # the all-reduces under way, in the order of their buckets
         super().__init__(module, group)
-        self.buckets, self.started = [], []  # `started`: the all-reduces under way, in the order of their buckets
-        for parameters in group_by_kind(self.trainable[::-1], bucket_bytes) if self.world_size > 1 else []:
-            flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+
+    def register_hooks(self) -> None:
+        for parameters in group_by_kind(self.trainable[::-1], self.bucket_bytes):
+            first, count = parameters[0], sum(p.numel() for p in parameters)
+            flat = torch.zeros(count, dtype=self.bucket_dtype or first.dtype, device=first.device)
             self.buckets.append(Bucket(flat, dict(zip(parameters, views(flat, parameters), strict=True))))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.gradients}
+        super().register_hooks()
 
     def ensure_equal_replicas(self) -> None:
         """Give every rank the parameters and buffers of rank 0."""
@@ -253,8 +274,11 @@ class ScratchOverlap(ScratchAllReduce):
         for bucket in self.buckets[len(self.started) :]:
             if bucket.waiting:
                 return
-            bucket.flat.div_(self.world_size)
-            self.started.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
+            self.started.append(self.start_all_reduce(bucket.flat))
+
+    def start_all_reduce(self, flat: Tensor) -> dist.Work:
+        """Begin to replace `flat` by its mean over the ranks."""
+        return dist.all_reduce(flat.div_(self.world_size), group=self.group, async_op=True)
 
     def finish_all_reduces(self) -> None:
         """Wait for the all-reduces under way."""
@@ -269,60 +293,3 @@ class ScratchOverlap(ScratchAllReduce):
             bucket.waiting.clear()  # a parameter whose gradient is not ready by now was not used
         self.start_full_buckets()
         self.finish_all_reduces()
-
-
-# Equal replicas ------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dense = tensor.detach().contiguous()
-        dist.broadcast(dense, group=group, group_src=0)
-        tensor.copy_(dense)
-
-
-def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError on all ranks if any parameter or buffer is not the same on all of them, bit for bit.
-
-    The error names the first tensor that differs and, if more than half of the ranks agree on it, the ranks that do not. The
-    ranks exchange a sha256 of each tensor (32 bytes, over its name, shape, dtype and bits), not the tensor itself. So
-    models of different shapes are told apart, too, where a comparison of tensors would hang.
-    """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    device = tensors[0][1].device if tensors else "cpu"
-    count = torch.tensor(len(tensors), device=device)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    hashes = torch.zeros(int(count), 32, dtype=torch.uint8)
-    for i, (name, tensor) in enumerate(tensors):
-        hashes[i] = torch.frombuffer(bytearray(digest(name, tensor)), dtype=torch.uint8)
-    hashes = hashes.to(device)
-    hashes_of_ranks = [torch.empty_like(hashes) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(hashes_of_ranks, hashes, group=group)
-    gathered = torch.stack(hashes_of_ranks).cpu()  # (W, tensors, 32)
-    differing = (gathered != gathered[0]).any(dim=2).any(dim=0).nonzero()
-    if len(differing):
-        first = int(differing[0])
-        name = tensors[first][0] if first < len(tensors) else f"number {first}, which this rank does not have"
-        raise ValueError(f"the replicas differ: parameter or buffer {name} {vote(gathered[:, first].tolist())}")
-
-
-def vote(copies: list) -> str:
-    """Which ranks are outvoted, as the end of a sentence. `copies[rank]` is what that rank holds; they are not all equal."""
-    ranks_by_copy: dict[str, list[int]] = {}
-    for rank, copy in enumerate(copies):
-        ranks_by_copy.setdefault(str(copy), []).append(rank)
-    *others, most = sorted(ranks_by_copy.values(), key=len)
-    if 2 * len(most) > len(copies):
-        return f"of rank(s) {sorted(sum(others, []))} is not that of the other {len(most)} ranks"
-    groups = " and ".join(map(str, sorted(ranks_by_copy.values())))
-    return f"is not the same on ranks {groups}; no majority tells which is right"
-
-
-def digest(name: str, tensor: Tensor) -> bytes:
-    """The sha256 of a tensor's name, shape, dtype and bits."""
-    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + bits.tobytes()).digest()

@@ -106,8 +106,10 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
     loss, loss_backward = loss_buffers(config, device)
     casts, block_casts = weight_copies(config, strategy)
     accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
-    # exact turns each gradient into integers as soon as it is complete, and scratch_overlap moves it into its bucket.
-    between = 4.0 * P if accumulating and strategy not in ("exact", "scratch_overlap") else 0.0
+    # exact turns each gradient into integers as soon as it is complete (compiled for a CPU, two at a time), and scratch_overlap
+    # moves it into its bucket.
+    at_once = strategy == "scratch_overlap" or (strategy == "exact" and (device, config.train.compile) != ("cpu", "on"))
+    between = 4.0 * P if accumulating and not at_once else 0.0
     buckets = 4.0 * P if strategy in ("ddp", "zero1", "scratch_overlap") else 0.0
     always = {
         "weights": 4.0 * P / shards,

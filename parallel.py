@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import device
 import footprint
 import optim
-from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter, check_replicas
+from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from exact import Exact
 from model import attention_kernel, compile_blocks
 from optim import Optimizers
+from replicas import check_replicas
 from settings import Config, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
 
@@ -52,7 +53,7 @@ class Engine:
 
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
         else:
-            self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches)
+            self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches, self.compiled)
         # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
         eager = self.compiled and world.device.type == "cpu"
         self.eval_model = torch.compiler.set_stance("force_eager")(module) if eager else module
@@ -216,11 +217,11 @@ class Single(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_batches: int) -> nn.Module:
+def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_batches: int, compiled: bool) -> nn.Module:
     """`module` in the strategy's wrapper, which keeps the ranks' gradients equal."""
     match config.strategy:
         case "exact":
-            return Exact(module, micro_batches)
+            return Exact(module, micro_batches, compiled)
         case "scratch_allreduce":
             return ScratchAllReduce(module)
         case "scratch_reduce_scatter":

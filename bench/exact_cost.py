@@ -30,6 +30,8 @@ class ExactCostConfig:
     max_ranks: int = 2
     micro_batch_size: int = 4
     """In sequences. auto would choose 4, too, for the laptop preset under exact."""
+    compile: str = "on"
+    """As auto chooses for the whole laptop preset. For these few steps it would choose off."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
 
@@ -43,6 +45,7 @@ def step_ms(config: ExactCostConfig, strategy: str, ranks: int, runs: Path, name
         steps=config.steps,
         warmup_steps=0,
         micro_batch_size=config.micro_batch_size,
+        compile=config.compile,
         threads=1,
         eval_every=0,
         eval_tokens=1024,

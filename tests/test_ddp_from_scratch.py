@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
+from exact import Exact
 
 SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=64)  # nearly a bucket a parameter
 STRATEGIES = [
@@ -294,6 +295,9 @@ def test_overlap_sends_while_backward_is_running(start):
     for events in start(2).run(events_of_a_backward, functools.partial(ScratchOverlap, bucket_bytes=288)):
         assert events.index("all_reduce") < events.index("gradient 4")  # layer 5 is under way
         assert events.count("all_reduce") == 6 + 1  # a bucket a layer, and the census
+    for events in start(2).run(events_of_a_backward, functools.partial(Exact, micro_batches=2, bucket_bytes=576)):
+        assert events.index("all_reduce") < events.index("gradient 4")
+        assert events.count("all_reduce") == 6 + 1  # integers take twice as much; the last is of the largest gradients
     for events in start(2).run(events_of_a_backward, ScratchAllReduce):
         assert events.index("all_reduce") > events.index("gradient 0")
 

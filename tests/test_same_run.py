@@ -30,7 +30,7 @@ def test_fixed_point_sums_do_not_depend_on_order_and_are_close_to_float64():
     def total(order):
         sums, largest = torch.zeros(200_000, dtype=torch.int64), torch.zeros(())
         for i in order:
-            add_fixed_point(gradients[i].clone(), sums, largest)
+            add_fixed_point(sums, largest, gradients[i])
         return sums, largest
 
     forward, backward = total(range(12)), total(reversed(range(12)))
@@ -40,6 +40,28 @@ def test_fixed_point_sums_do_not_depend_on_order_and_are_close_to_float64():
     wanted = torch.stack(gradients).double().mean(0)
     assert (mean - wanted).abs().max() <= wanted.abs().max() * 2**-24 + 1 / SCALE
     assert (mean - wanted.float()).abs().max() <= 2**-22
+
+
+def test_compiled_conversion_of_one_or_two_gradients_gives_the_same_integers():
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(70_001, generator=generator) * 10.0 ** -(i % 9) for i in range(5)]
+    gradients[2][:3] = torch.tensor([float("nan"), 1e-45, -1e-15])
+
+    def convert(add, mean, groups):
+        total, largest, out = torch.zeros(70_001, dtype=torch.int64), torch.zeros(3), torch.empty(70_001)
+        for group in groups:
+            add(total, largest[1], *(gradients[i] for i in group))
+        sums = total.clone()
+        mean(total, 5, out)
+        assert not total.any()
+        return sums[1:], largest.isnan(), out[1:]
+
+    wanted = convert(add_fixed_point, mean_from_fixed_point, [[0], [1], [2], [3], [4]])
+    assert wanted[0].any() and wanted[1].tolist() == [False, True, False]
+    compiled = [torch.compile(function, dynamic=True) for function in (add_fixed_point, mean_from_fixed_point)]
+    for functions in ((add_fixed_point, mean_from_fixed_point), compiled):
+        for groups in ([[0], [1], [2], [3], [4]], [[0, 1], [2, 3], [4]], [[4, 0], [3, 1], [2]]):
+            assert all(map(torch.equal, convert(*functions, groups), wanted))
 
 
 @pytest.mark.parametrize("dtype, compile", [("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")])
@@ -91,7 +113,7 @@ train.GPT = Huge
 def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
     # 12 micro-batches: a gradient of LIMIT / 12 is the first that is refused
     sums, largest = torch.zeros(1, dtype=torch.int64), torch.zeros(())
-    add_fixed_point(torch.tensor([LIMIT / 12]), sums, largest)
+    add_fixed_point(sums, largest, torch.tensor([LIMIT / 12]))
     assert largest >= LIMIT / 12
     for ranks in (0, 2):
         done = train.changed(HUGE, "huge", ranks, status=1, **dict(EXACT, steps=2))
