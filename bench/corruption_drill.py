@@ -1,0 +1,232 @@
+"""What finds a bit that flips silently, and how late? `python bench/corruption_drill.py`
+
+Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the optimizer
+state of one rank is flipped. If the run ends without having noticed, replay.py computes it again and compares the recorded
+losses and gradient norms. Prints which mechanism found the flip and how many steps later, and writes
+bench/results/corruption_drill.json. The exit status is 0 only if every flip that changed the final weights was found. About 15
+minutes on two cores.
+"""
+
+import json
+import os
+import random
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+import settings
+from settings import RunError
+
+RANKS = 3
+FLAGS = machine.TINY | dict(
+    tokens_per_update=16 * 12,
+    steps=24,
+    optimizer="adamw",
+    lr=1e-2,
+    warmup_steps=2,
+    schedule="constant",
+    eval_every=0,
+    eval_tokens=640,
+    save_every=0,
+    check_replicas_every=5,
+)
+KINDS = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
+REPLICAS, NOT_FINITE, OVERFLOW, REPLAY, UNCHANGED, NOTHING = (
+    "--check_replicas_every",
+    "gradient not finite",
+    "overflow of exact",
+    "replay.py",
+    "no effect",
+    "NOT FOUND",
+)
+
+
+@dataclass(frozen=True)
+class CorruptionDrillConfig:
+    strategies: str = "ddp,zero1,exact"
+    kinds: str = ",".join(KINDS)
+    trials: int = 8
+    """Flips of each kind under each strategy."""
+    seed: int = 0
+    tokens: str = "tokens/python"
+    """Dataset; the embedded corpus is prepared if it is not there."""
+    out: str = str(machine.RESULTS)
+    """Directory for corruption_drill.json."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A bit that flips on `rank` during update `step`, as metrics.jsonl counts updates. `seed` chooses which bit."""
+
+    kind: str
+    rank: int
+    step: int
+    seed: int
+
+
+def flip(tensors: dict, chance: random.Random) -> dict:
+    """Flip one bit of one element of float32 `tensors`; every element is equally likely. Returns what was done."""
+    import numpy as np
+
+    name = chance.choices(list(tensors), [tensor.numel() for tensor in tensors.values()])[0]
+    values = tensors[name].detach().view(-1).numpy()
+    element, bit = chance.randrange(len(values)), chance.randrange(32)
+    before = float(values[element])
+    values.view(np.uint32)[element] ^= np.uint32(1 << bit)
+    return {"tensor": name, "element": element, "bit": bit, "before": repr(before), "after": repr(float(values[element]))}
+
+
+def corrupt(run, fault: Fault, note: Callable[[dict], None]) -> None:
+    """Flip the bit before the coming update, or arrange that it flips during the update."""
+    chance, engine = random.Random(fault.seed), run.engine
+    if fault.kind == "weight":
+        note(flip(engine.parameters, chance))
+    elif fault.kind == "optimizer state":
+        states = [(i, state) for part in run.optimizers.parts for i, state in enumerate(part.state.values())]
+        note(flip({f"{i}.{key}": value for i, state in states for key, value in state.items() if value.ndim}, chance))
+    elif fault.kind == "gradient before the average":
+        name = chance.choices(list(engine.parameters), [p.numel() for p in engine.parameters.values()])[0]
+
+        def flip_incoming(gradient):
+            gradient = gradient.clone()
+            handle.remove()
+            note(flip({name: gradient}, chance))
+            return gradient
+
+        handle = engine.parameters[name].register_hook(flip_incoming)
+    else:
+        clip = engine.clip
+
+        def flip_and_clip(limit: float) -> float:
+            engine.clip = clip
+            note(flip({name: p.grad for name, p in engine.parameters.items()}, chance))
+            return clip(limit)
+
+        engine.clip = flip_and_clip
+
+
+def fork_and_wait(ranks: int, work: Callable[[], int], output: Path) -> bool:
+    """Run `work` in forks of this process, one a rank, with stdout and stderr in files. Returns whether all succeeded."""
+
+    def work_quietly() -> int:
+        for number, stream in ((1, "out"), (2, "err")):
+            os.dup2(os.open(output.with_suffix(f".{stream}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        return work()
+
+    pids = machine.fork_ranks(ranks, work_quietly, new_group=True)
+    return not any([os.waitpid(pid, 0)[1] for pid in pids])
+
+
+def train(name: str, runs: Path, flags: dict, fault: Fault | None = None) -> bool:
+    """Train on RANKS ranks with the fault. Returns whether the run was completed. `name`.flip says what was flipped."""
+    training = settings.load(machine.arguments(name=name, out_dir=runs, **flags)[1:], "")
+
+    def work() -> int:
+        import train
+
+        update = train.update
+
+        def update_with_fault(run, prefetcher):
+            if fault and (run.world.rank, run.state.step + 1) == (fault.rank, fault.step):
+                corrupt(run, fault, lambda what: (runs / f"{name}.flip").write_text(json.dumps(what)))
+            return update(run, prefetcher)
+
+        train.update = update_with_fault
+        return train.main(training)
+
+    return fork_and_wait(RANKS, work, runs / name)
+
+
+def first_difference(name: str, runs: Path, strategy: str) -> int | None:
+    """The first step whose loss or gradient norm replay.py does not find again."""
+
+    def work() -> int:
+        import replay
+
+        return replay.main(replay.ReplayConfig(str(runs / name), step=1, steps=FLAGS["steps"], json=True))
+
+    output = runs / f"{name}-replay"
+    fork_and_wait(1 if strategy == "exact" else RANKS, work, output)
+    try:
+        steps = json.loads(output.with_suffix(".out").read_text())["steps"]
+    except ValueError:
+        raise RunError(f"replaying {name} failed:\n{output.with_suffix('.err').read_text()}") from None
+    return next((step["step"] for step in steps if not step["same"]), None)
+
+
+def try_fault(name: str, runs: Path, strategy: str, flags: dict, fault: Fault, undisturbed: dict[str, str]) -> dict:
+    """Train with the fault. Returns what found it, and how many steps later."""
+    completed = train(name, runs, flags, fault)
+    errors, log = (runs / f"{name}.err").read_text(), (runs / name / "train.log").read_text()
+    steps = [record["step"] for record in machine.metrics(runs / name) if "loss" in record]
+    found: list[tuple[int, str]] = []
+    if skipped := re.search(r"step (\d+): the gradient is not finite", log):
+        found.append((int(skipped[1]), NOT_FINITE))
+    if "the replicas differ" in errors:
+        found.append((steps[-1], REPLICAS))
+    if "where the fixed point of --strategy=exact ends" in errors:
+        found.append((max(steps, default=0) + 1, OVERFLOW))
+    if not completed and not found:
+        raise RunError(f"{name} failed with {fault}:\n{errors}")
+    if not found and (step := first_difference(name, runs, strategy)):
+        found.append((step, REPLAY))
+    if found:
+        step, by = min(found)
+    else:
+        step, by = fault.step, UNCHANGED if machine.digests(runs / name) == undisturbed else NOTHING
+    where = {"strategy": strategy, **asdict(fault), "flip": json.loads((runs / f"{name}.flip").read_text())}
+    named = f"of rank(s) [{fault.rank}] is not" in errors if by == REPLICAS else None
+    return {**where, "found_by": by, "steps_later": step - fault.step, "named": named}
+
+
+def report(trials: list[dict]) -> int:
+    """Print the table. Returns 1 if a flip changed the final weights and nothing found it."""
+    head = ["flipped in", "strategy", "flips", "found by", "times", "steps later", "rank named"]
+    rows = []
+    for kind, strategy in dict.fromkeys((t["kind"], t["strategy"]) for t in trials):
+        group = [t for t in trials if (t["kind"], t["strategy"]) == (kind, strategy)]
+        for by in (REPLICAS, NOT_FINITE, OVERFLOW, REPLAY, UNCHANGED, NOTHING):
+            if found := [t for t in group if t["found_by"] == by]:
+                later = [t["steps_later"] for t in found]
+                text = f"{statistics.median(later):g} ({min(later)} to {max(later)})" if by not in (UNCHANGED, NOTHING) else ""
+                named = f"{sum(t['named'] for t in found)} of {len(found)}" if by == REPLICAS else ""
+                rows.append([kind, strategy, len(group), by, len(found), text, named])
+    print(machine.table(head, rows))
+    return int(any(t["found_by"] == NOTHING for t in trials))
+
+
+def main(config: CorruptionDrillConfig) -> int:
+    """The command."""
+    from tqdm import tqdm
+
+    if unknown := [kind for kind in config.kinds.split(",") if kind not in KINDS]:
+        raise settings.UserError(f"--kinds={unknown[0]}: the kinds are {', '.join(KINDS)}")
+    machine.prepare_tokens(config.tokens)
+    machine.prepare_to_fork()
+    import replay  # noqa: F401  for the forks
+
+    chance, trials = random.Random(config.seed), []
+    with machine.workspace() as runs:
+        cases = [(s, k, i) for s in config.strategies.split(",") for k in config.kinds.split(",") for i in range(config.trials)]
+        undisturbed: dict[str, dict[str, str]] = {}
+        for number, (strategy, kind, _) in enumerate(tqdm(cases, unit="flip", dynamic_ncols=True)):
+            flags = dict(FLAGS, strategy=strategy, tokens=config.tokens)
+            if strategy not in undisturbed:
+                if not train(strategy, runs, flags):
+                    raise RunError(f"{strategy} failed:\n{(runs / f'{strategy}.err').read_text()}")
+                undisturbed[strategy] = machine.digests(runs / strategy)
+            fault = Fault(kind, chance.randrange(RANKS), chance.randint(2, FLAGS["steps"] - 5), chance.randrange(2**32))
+            trials.append(try_fault(str(number), runs, strategy, flags, fault, undisturbed[strategy]))
+    print(machine.write("corruption_drill", {"flags": FLAGS, "ranks": RANKS, "trials": trials}, Path(config.out)))
+    return report(trials)
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        sys.exit(main(settings.parse(CorruptionDrillConfig, sys.argv[1:], __doc__)))
