@@ -10,6 +10,7 @@ of ranks.
 import contextlib
 import functools
 import itertools
+import os
 import queue
 import threading
 import time
@@ -95,7 +96,7 @@ class Mixture:
 
 def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
     """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
-    if Path(tokens).exists():  # whatever its name looks like
+    if os.path.exists(tokens):  # whatever its name looks like
         return [(tokens, Fraction(1))]
     parts = []
     for part in tokens.split(","):
@@ -166,7 +167,7 @@ def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
     return value.astype(np.int64)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=64)  # one or two for each dataset of a mixture
 def permuted_block(block: int, n: int, seed: int, epoch: int) -> np.ndarray:
     """`permute` of the BLOCK indices from BLOCK * block on. numpy takes little longer for thousands than for ten."""
     return permute(np.arange(block * BLOCK, min(n, (block + 1) * BLOCK)), n, seed, epoch)
@@ -179,23 +180,23 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def sequences_before(block: int, shares: tuple[int, ...]) -> np.ndarray:
-    """How many sequences of each dataset the blocks before `block` have, int64 [datasets].
+    """How many sequences of each dataset there are in the blocks before `block`: int64 [datasets].
 
-    It is the dataset's share of them to within one sequence, and so is its number in every single block.
+    Each dataset has its share of these sequences to within one, and its share of every single block to within one.
     """
     periods, rest = divmod(block, PERIOD)
-    whole = np.array(shares) // PERIOD  # sequences that a dataset has in every block
-    return periods * np.array(shares) + rest * whole + extra_sequences(shares)[rest]
+    every_block = np.array(shares) // PERIOD
+    return periods * np.array(shares) + rest * every_block + extra_sequences(shares)[rest]
 
 
 @functools.lru_cache(maxsize=4)
 def extra_sequences(shares: tuple[int, ...]) -> np.ndarray:
-    """How many blocks, of the first 0, 1, ... PERIOD, give each dataset one sequence more: int64 [PERIOD + 1, datasets].
+    """How many of the first 0, 1, ... PERIOD blocks give each dataset one sequence more: int64 [PERIOD + 1, datasets].
 
-    A share is seldom a whole number of sequences a block. What is left over must be given out one at a time, at most one a
-    block to each dataset, and never late or early by as much as one: the problem of scheduling periodic tasks fairly. The
-    i-th extra sequence of a dataset has a window of blocks. In each block, those whose windows end first are given:
-    algorithm PF of Baruah, Cohen, Plaxton and Varvel, "Proportionate Progress", 1996, which always succeeds.
+    A dataset's share of a block is seldom a whole number. It is rounded down, and the sequences that remain are given out
+    one by one: to a dataset at most one in a block, and each within its own window of blocks, so that the dataset is never a
+    whole sequence ahead or behind. This is the fair scheduling of periodic tasks. Algorithm PF always succeeds: in each
+    block, serve those whose windows end first (Baruah, Cohen, Plaxton and Varvel, "Proportionate Progress", 1996).
     """
     rates = [share % PERIOD for share in shares]  # extra sequences in a period
     per_block = sum(rates) // PERIOD
@@ -206,12 +207,12 @@ def extra_sequences(shares: tuple[int, ...]) -> np.ndarray:
         return rates[i] > 0 and given[i] * PERIOD // rates[i] <= block
 
     def compare(i: int, j: int) -> int:
-        """Which of two is more urgent: negative for i."""
+        """Negative if dataset i is served before dataset j."""
         if (rates[i], given[i]) == (rates[j], given[j]):
             return 0
         for ahead in itertools.count(1):
             ends = [divmod(-(given[d] + ahead) * PERIOD, rates[d]) for d in (i, j)]
-            keys = [(-end, rest == 0) for end, rest in ends]  # on equal ends, one that overlaps its successor comes first
+            keys = [(-end, rest == 0) for end, rest in ends]  # of equal ends, one whose next window overlaps is first
             if keys[0] != keys[1] or keys[0][1]:
                 return (keys[0] > keys[1]) - (keys[0] < keys[1])
 

@@ -32,12 +32,11 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
     dtype = token_dtype(vocab_size)
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = *next(key for key, value in MAGICS.items() if value == dtype), len(tokens)
-    body = np.ascontiguousarray(tokens, dtype=dtype)
+    digest = hashlib.sha256()
     with files.publish(path) as file:
-        file.write(header.tobytes())
-        file.write(body)
-    digest = hashlib.sha256(header.tobytes())
-    digest.update(body)
+        for part in (header, np.ascontiguousarray(tokens, dtype=dtype)):
+            file.write(part)
+            digest.update(part)
     return digest.hexdigest()
 
 
@@ -192,9 +191,8 @@ class Dataset:
 
     def bits_per_byte(self, loss: float, split: str = "val") -> float | None:
         """Convert `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
-        if not self.bytes_of_text.get(split):
-            return None
-        return loss / float(np.log(2)) * len(self.splits[split]) / self.bytes_of_text[split]
+        size = self.bytes_of_text.get(split)
+        return loss / float(np.log(2)) * len(self.splits[split]) / size if size else None
 
 
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:

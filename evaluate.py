@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -72,12 +73,11 @@ def main(config: EvaluateConfig) -> None:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
     world = connect(config.device)
     model.to(world.device)
-    dtype = device.choose_dtype(config.dtype, world.device)
+    autocast = partial(device.autocast, world.device, device.choose_dtype(config.dtype, world.device))
     seq_len = config.seq_len or model.config.seq_len
     micro_batch_size, losses = config.micro_batch_size or max(1, 8192 // seq_len), []
     for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
-        arguments = (model, stream, seq_len, micro_batch_size, config.eval_tokens, world)
-        losses.append(evaluate(*arguments, lambda: device.autocast(world.device, dtype)))
+        losses.append(evaluate(model, stream, seq_len, micro_batch_size, config.eval_tokens, world, autocast))
         print(f"{directory} on {dataset.directory}: {len(stream):,} validation tokens")
         print(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
     if len(losses) > 1:

@@ -62,9 +62,7 @@ def config_json(config: ModelConfig, eot_token: int) -> dict:
             "n_ctx": config.seq_len,
             "layer_norm_epsilon": config.norm_eps,
             "activation_function": "gelu_new",
-            "attn_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "resid_pdrop": config.dropout,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
         }
     sliding = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.n_layer}
     return common | {
@@ -90,7 +88,7 @@ def read_config(directory: Path) -> ModelConfig:
 
     Raises UserError, which names the key, if the model's arithmetic is not exactly one of ours.
     """
-    path = Path(directory) / "config.json"
+    path = directory / "config.json"
     config = read_json(path)
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
@@ -153,14 +151,15 @@ def llama_config(config: dict, architecture: str) -> ModelConfig:
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
-    """Their name for each of our modules, except GPT-2's c_attn, which holds our attn.q, attn.k and attn.v together."""
+    """Their name for each of our modules. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
     if config.architecture == "gpt2":
-        root, layer = "transformer", "transformer.h"
+        layer = "transformer.h"
         names = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f"}
         block = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+        block |= {f"attn.{x}": "attn.c_attn" for x in "qkv"}
     else:
-        root, layer = "model", "model.layers"
-        names = {"embed": f"{root}.embed_tokens", "norm": f"{root}.norm"}
+        layer = "model.layers"
+        names = {"embed": "model.embed_tokens", "norm": "model.norm"}
         block = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
         block |= {f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"} | {f"attn.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
         block |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
@@ -174,11 +173,12 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     tensors = {}
     for name, value in state.items():
         module, _, leaf = name.rpartition(".")  # the leaf is weight or bias
-        if module in names:
-            tensors[f"{names[module]}.{leaf}"] = transpose(value, names[module])
-        elif module.endswith("attn.q"):
-            layer, qkv = names[f"{module[:-1]}o"].removesuffix("c_proj"), (state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv")
-            tensors[f"{layer}c_attn.{leaf}"] = transpose(torch.cat(list(qkv)), "c_attn")
+        theirs = f"{names[module]}.{leaf}"
+        if theirs in tensors:  # c_attn, complete since the first of its three parts
+            continue
+        if "c_attn" in theirs:
+            value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
+        tensors[theirs] = transpose(value, theirs)
     return tensors
 
 
@@ -200,16 +200,14 @@ def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     state, missing = {}, []
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")
-        if module in names:
-            theirs, rows = f"{names[module]}.{leaf}", slice(None)
-        else:
-            theirs = f"{names[module[:-1] + 'o'].removesuffix('c_proj')}c_attn.{leaf}"
-            first = "qkv".index(module[-1]) * config.n_embd
-            rows = slice(first, first + config.n_embd)
+        theirs = f"{names[module]}.{leaf}"
         if theirs not in tensors:
             missing.append(theirs)
             continue
-        value = transpose(tensors[theirs], theirs)[rows].contiguous()
+        value = transpose(tensors[theirs], theirs)
+        if "c_attn" in theirs:
+            first = "qkv".index(module[-1]) * config.n_embd
+            value = value[first : first + config.n_embd].contiguous()
         unknown.discard(theirs)
         if value.shape != shape:
             raise UserError(f"{theirs} has the wrong shape: {name} is {list(value.shape)}, config.json says {list(shape)}")
@@ -231,32 +229,25 @@ def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, 
 
     tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
     """
-    directory = Path(directory)
     tensors = {name: value.detach().contiguous() for name, value in to_hf(state, config).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_json(directory / "config.json", config_json(config, eot_token))
-    special = {"bos_token_id": eot_token, "eos_token_id": eot_token, "pad_token_id": eot_token}
-    write_json(directory / "generation_config.json", special)
+    write_json(directory / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token))
     if tokenizer is None:
         return
-    tokenizer = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
+    tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     definition = read_json(tokenizer)
     tokens = {i: token for token, i in definition["model"]["vocab"].items()}
     tokens |= {item["id"]: item["content"] for item in definition["added_tokens"]}
-    eot = tokens[eot_token]
-    write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.seq_len,
-            "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
-            "bos_token": eot,
-            "eos_token": eot,
-            "unk_token": eot,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokens[eot_token]),
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(directory / "tokenizer_config.json", settings)
 
 
 def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -264,17 +255,12 @@ def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
 
     seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
     """
-    directory = Path(directory)
-    config = read_config(directory)
+    config, paths, tensors = read_config(directory), weight_files(directory), {}
     try:
-        tensors = {}
-        for path in weight_files(directory):
+        for path in paths:
             tensors |= load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{directory}: {error}") from None
-    try:
         state = {name: value.float() for name, value in from_hf(tensors, config).items()}
-    except UserError as error:
+    except (SafetensorError, OSError, UserError) as error:
         raise UserError(f"{directory}: {error}") from None
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
@@ -294,10 +280,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def find_model(name: str) -> Path:
-    """The model directory that `name` means: one itself, or a model of the Hugging Face hub, downloaded or from its cache.
-
-    Raises UserError.
-    """
+    """The model directory that `name` means: itself, or a model of the Hugging Face hub (or its cache). Raises UserError."""
     path = Path(name)
     if path.is_dir():
         if (path / "config.json").exists():

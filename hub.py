@@ -8,8 +8,10 @@ import hashlib
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -22,15 +24,6 @@ WAIT_SECONDS = (0.5, 1, 2, 4, 8, 15)  # between the tries of a request
 LONGEST_WAIT = 300.0  # however long a server asks us to wait
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # the same request may succeed after these HTTP statuses
 PERMANENT = ("OfflineModeIsEnabled", "HFValidationError")  # errors without a status that no patience helps against
-
-
-@dataclass(frozen=True)
-class Address:
-    """What hf://datasets/OWNER/NAME[@REVISION][/PATH] names. PATH is a folder or a file."""
-
-    repository: str
-    revision: str | None
-    path: str
 
 
 @dataclass(frozen=True)
@@ -50,18 +43,17 @@ class HubFile:
         return self.directory / self.path
 
 
-def parse_address(source: str) -> Address:
-    """Take an address apart. Raises UserError."""
-    match = ADDRESS.fullmatch(source)
-    if not match:
-        raise UserError(f"{source}: wanted hf://datasets/OWNER/NAME, also with @REVISION or /FOLDER after it")
-    return Address(match["repository"], match["revision"], match["path"] or "")
+def parse_address(source: str) -> re.Match:
+    """The repository, revision and path (a folder or file, or None) of an address, by these names. Raises UserError."""
+    if match := ADDRESS.fullmatch(source):
+        return match
+    raise UserError(f"{source}: wanted hf://datasets/OWNER/NAME, also with @REVISION or /FOLDER after it")
 
 
 def find_commit(source: str) -> str:
     """The sha of the commit that an address means at this moment. Raises UserError."""
     address = parse_address(source)
-    return retry(source, lambda: client().dataset_info(address.repository, revision=address.revision).sha)
+    return retry(source, lambda: client().dataset_info(address["repository"], revision=address["revision"]).sha)
 
 
 def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: Path) -> list[HubFile]:
@@ -69,22 +61,21 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
 
     downloads: the folder for the files of all repositories.
     """
-    address = parse_address(source)
-    folder = str(PurePosixPath(address.path).parent) if address.path.endswith(suffixes) else address.path
-    folder = None if folder in ("", ".") else folder
+    address, found = parse_address(source), []
+    repository, named = address["repository"], PurePosixPath(address["path"] or ".")
+    folder = str(named.parent if named.name.endswith(suffixes) else named)
+    folder = None if folder == "." else folder
 
     def list_tree():
-        return list(client().list_repo_tree(address.repository, folder, recursive=True, revision=commit, repo_type="dataset"))
+        return list(client().list_repo_tree(repository, folder, recursive=True, revision=commit, repo_type="dataset"))
 
-    found = []
     for entry in retry(source, list_tree):
         path = PurePosixPath(entry.path)
-        if path.is_relative_to(address.path or ".") and entry.path.endswith(suffixes) and hasattr(entry, "blob_id"):
+        if path.is_relative_to(named) and entry.path.endswith(suffixes) and hasattr(entry, "blob_id"):
             if path.is_absolute() or ".." in path.parts:
                 raise UserError(f"{source}: the repository lists {entry.path}, which leads out of it")
             digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
-            directory = downloads / address.repository
-            found.append(HubFile(address.repository, commit, entry.path, entry.size, digest, directory))
+            found.append(HubFile(repository, commit, entry.path, entry.size, digest, downloads / repository))
     return sorted(found, key=lambda file: PurePosixPath(file.path))
 
 
@@ -102,6 +93,20 @@ def download(file: HubFile) -> None:
         file.local.unlink(missing_ok=True)
         client()  # for its settings
         retry(f"{SCHEME}datasets/{file.repository}/{file.path}", fetch)
+
+
+def in_background(function: Callable, *arguments) -> Future:
+    """Call a function in a thread that does not keep the process from ending, as one of a ThreadPoolExecutor would."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def remove_unfinished(downloads: Path) -> None:

@@ -6,6 +6,7 @@ gigabyte, and the dataset does not depend on the number of parts.
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,11 +36,12 @@ def part_files(source_files: list[SourceFile], number: int, count: int) -> range
     return range(int(np.searchsorted(owners, number - 1)), int(np.searchsorted(owners, number)))
 
 
-def join(directory: Path) -> DatasetWriter | None:
-    """Make one dataset of the parts in `directory`, and remove them. None if that is done already. Raises UserError."""
+def join(directory: Path) -> None:
+    """Make one dataset of the parts in `directory`, and remove them. Raises UserError."""
     if (directory / "dataset.json").exists() and not list(directory.glob("part-*")):
-        return None
-    parts = read_parts(directory)
+        print(f"{directory} already holds this dataset")
+        return
+    began, parts = time.perf_counter(), read_parts(directory)
     metadata = parts[0][1]
     options = {key: value for key, value in metadata["options"].items() if key not in ("part", "shard_tokens")}
     request = {
@@ -49,8 +51,9 @@ def join(directory: Path) -> DatasetWriter | None:
         "shard_tokens": metadata["options"]["shard_tokens"],
         "options": options,
     }
-    writer = None
-    if not is_finished(directory, request):
+    if is_finished(directory, request):
+        print(f"{directory} already holds this dataset")
+    else:
         request["parts"] = [record["sha256"] for _, part in parts for record in part["shards"]]
         tokenizer = load(parts[0][0] / "tokenizer.json", name=request["tokenizer"])
         writer = DatasetWriter(directory, request, tokenizer, metadata["val_fraction"], by_tail=False)
@@ -62,9 +65,9 @@ def join(directory: Path) -> DatasetWriter | None:
             for record in writer.add(tokens, position):
                 print(f"{record['file']}: {record['tokens']:,} tokens", flush=True)
         writer.finish()
+        print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
     for part, _ in parts:
         shutil.rmtree(part)
-    return writer
 
 
 def read_parts(directory: Path) -> list[tuple[Path, dict]]:

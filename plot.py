@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -73,13 +73,12 @@ def read(run: Path) -> Curves:
     for number, text in enumerate(texts, 1):
         try:
             record = json.loads(text)
-            is_record = is_finite(record["step"])
-        except (ValueError, KeyError, TypeError):
-            is_record = False
-        if is_record:
+            if not is_finite(record["step"]):
+                raise ValueError
             records.append(record)
-        elif number < len(texts):
-            raise UserError(f"{path}, line {number}: not a JSON object with a step")
+        except (ValueError, KeyError, TypeError):
+            if number < len(texts):
+                raise UserError(f"{path}, line {number}: not a JSON object with a step") from None
     training, validation = ([record for record in records if key in record] for key in ("loss", "val_loss"))
     if not training and not validation:
         raise UserError(f"{path} is empty: nothing was logged yet; lines come every --log_every steps")
@@ -121,11 +120,8 @@ def draw(runs: list[Path], out: Path) -> None:
     curves = [read(Path(run)) for run in runs]
     batches = [run.tokens_per_step() for run in curves]
     in_tokens = len(set(batches)) > 1 and all(batches)
-    # Each panel draws for each run: its curves, the scale of its x axis (tokens per step, or 1), its colour.
-    drawn = [
-        (run, batch if in_tokens else 1, COLORS[i % len(COLORS)])
-        for i, (run, batch) in enumerate(zip(curves, batches, strict=True))
-    ]
+    scales = batches if in_tokens else [1] * len(runs)
+    drawn = list(zip(curves, scales, cycle(COLORS), strict=False))  # for each run: its curves, tokens per step or 1, its colour
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
     loss, lr, norm, throughput = figure.subplots(2, 2, sharex=True).flat
     draw_panel(loss, drawn, "loss", "loss")
@@ -200,8 +196,7 @@ def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:
     from matplotlib.lines import Line2D
 
     names = [run.name for run, _, _ in drawn]
-    if len(set(names)) < len(names):
-        names = paths
+    names = names if len(set(names)) == len(names) else paths
     if len(names) == 1:
         figure.suptitle(names[0], fontsize=14)
         return

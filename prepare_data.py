@@ -154,11 +154,13 @@ def prepare(config: PrepareConfig) -> None:
         "shard_tokens": config.shard_tokens,
         "options": options,
     }
+    downloads = directory / "downloads"
     if is_finished(directory, request):
+        remove_downloads(downloads, config.keep_downloads)
         print(f"{directory} already holds this dataset")
         return
     request["listing"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
-    progress, downloads = read_progress(directory, request, ignore="downloads"), directory / "downloads"
+    progress = read_progress(directory, request, ignore="downloads")
     hub.remove_unfinished(downloads)
     if part:
         source_files = [source_files[i] for i in part_files(source_files, *part)]
@@ -179,11 +181,16 @@ def prepare(config: PrepareConfig) -> None:
         writer.begin()
     encode_files(writer, split, source_files, config)
     writer.finish()
-    if config.keep_downloads:
+    remove_downloads(downloads, config.keep_downloads)
+    print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
+
+
+def remove_downloads(downloads: Path, keep: bool) -> None:
+    """Remove the downloaded files, or only the unfinished ones if the others are to be kept."""
+    if keep:
         hub.remove_unfinished(downloads)
     else:
         shutil.rmtree(downloads, ignore_errors=True)  # the next file may still be on its way there
-    print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 
 def read_options(config: PrepareConfig) -> dict:
@@ -225,25 +232,14 @@ def out_directory(config: PrepareConfig) -> Path:
     if not config.sources:
         return Path("tokens/python")
     if config.sources[0].startswith(hub.SCHEME):
-        return Path("tokens") / hub.parse_address(config.sources[0]).repository.partition("/")[2]
+        return Path("tokens") / hub.parse_address(config.sources[0])["repository"].partition("/")[2]
     return Path("tokens") / Path(config.sources[0]).resolve().name.split(".")[0]
-
-
-def join_parts(config: PrepareConfig) -> None:
-    """Make one dataset of the parts in --out. Raises UserError."""
-    began, directory = time.perf_counter(), out_directory(config)
-    writer = join(directory)
-    if writer is None:
-        print(f"{directory} already holds this dataset")
-    else:
-        print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 
 def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceFile], config: PrepareConfig) -> None:
     """Encode the text that is not on disk yet, and write its tokens."""
-    start = writer.position
+    start, bar_style = writer.position, {}
     first = start[0]
-    bar_style = {}
     if not sys.stderr.isatty():  # no moving bar: its text follows the name of each finished shard
         bar_style = {"file": io.StringIO(), "mininterval": 60, "bar_format": ", {percentage:.0f} %, {remaining} left"}
     sizes = [file.size for file in source_files]
@@ -273,7 +269,7 @@ def main() -> None:
             if config.check:
                 check(Path(config.check), config.tokenizer)
             elif config.join:
-                join_parts(config)
+                join(out_directory(config))
             else:
                 prepare(config)
         except KeyboardInterrupt:

@@ -42,7 +42,11 @@ def main(config: SampleConfig) -> None:
     from model import generate
     from world import connect
 
-    check(config)
+    for name in ("max_new_tokens", "temperature", "top_k"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name} must not be negative")
+    if config.num_samples < 1:
+        raise UserError("--num_samples must be greater than 0")
     directory, model = checkpoint.load_model(config.run)
     if not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}")
@@ -58,28 +62,11 @@ def main(config: SampleConfig) -> None:
     generator = torch.Generator().manual_seed(config.seed)
     with device.autocast(own_device, dtype):
         for _ in range(config.num_samples):
-            new = generate(
-                model,
-                torch.tensor([prompt]),
-                config.max_new_tokens,
-                config.temperature,
-                config.top_k,
-                generator,
-                vocab_limit=text.vocab_size,
-                eot=text.eot_token,
-            )
+            options = (config.max_new_tokens, config.temperature, config.top_k, generator)
+            new = generate(model, torch.tensor([prompt]), *options, vocab_limit=text.vocab_size, eot=text.eot_token)
             for piece in stream(text, prompt, (token.item() for token in new)):
                 print(piece, end="", flush=True)
             print("\n---------------")
-
-
-def check(config: SampleConfig) -> None:
-    """Raise UserError for a number out of range."""
-    for name in ("max_new_tokens", "temperature", "top_k"):
-        if getattr(config, name) < 0:
-            raise UserError(f"--{name} must not be negative")
-    if config.num_samples < 1:
-        raise UserError("--num_samples must be greater than 0")
 
 
 def read_prompt(prompt: str) -> str:

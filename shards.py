@@ -6,6 +6,7 @@ are saved, and which unit of text these tokens end with. dataset.json is publish
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,12 @@ START = (0, -1)  # the position before all units
 
 
 class ShardWriter:
-    """Cuts the tokens of one split into shards. The split ends after `max_tokens` (None: it does not)."""
+    """Cuts the tokens of one split into shards. The split ends after `max_tokens`."""
 
-    def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int | None):
+    def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int):
         self.directory, self.split, self.tokenizer, self.max_tokens = directory, split, tokenizer, max_tokens
         self.finished = []  # records of the finished shards
+        self.total = 0  # tokens of the split so far
         self.buffer = np.empty(shard_tokens, token_dtype(tokenizer.vocab_size))  # takes up memory only as it fills
         self.filled = self.bytes_of_text = self.documents = 0  # of the buffer
         self.saved = 0  # tokens of the buffer that are on disk
@@ -36,11 +38,9 @@ class ShardWriter:
         return self.directory / f"{self.split}_{len(self.finished):06d}.partial"
 
     @property
-    def room(self) -> int | None:
-        """How many more tokens fit. None: any number."""
-        if self.max_tokens is None:
-            return None
-        return self.max_tokens - sum(record["tokens"] for record in self.finished) - self.filled
+    def room(self) -> int:
+        """How many more tokens fit."""
+        return self.max_tokens - self.total
 
     def add(self, tokens: np.ndarray) -> list[dict]:
         """Append tokens, and publish each shard that they complete. Returns the records of these."""
@@ -49,6 +49,7 @@ class ShardWriter:
             part, tokens = np.split(tokens, [len(self.buffer) - self.filled])
             self.buffer[self.filled : self.filled + len(part)] = part
             self.filled += len(part)
+            self.total += len(part)
             self.bytes_of_text += int(self.tokenizer.bytes_per_token.take(part).sum())
             self.documents += int(np.count_nonzero(part == self.tokenizer.eot_token))
             if self.filled == len(self.buffer):
@@ -77,7 +78,7 @@ class ShardWriter:
 
     def restore(self, finished: list[dict], saved: int) -> None:
         """Go on where `save` was called."""
-        self.finished = finished
+        self.finished, self.total = finished, sum(record["tokens"] for record in finished)
         self.add(np.fromfile(self.partial, self.buffer.dtype, saved))
         self.saved = saved
 
@@ -93,7 +94,7 @@ class DatasetWriter:
         self.directory, self.request, self.tokenizer = directory, request, tokenizer
         self.val_fraction, self.by_tail = val_fraction, by_tail
         self.position: Position = START
-        limits = dict.fromkeys(SPLITS)
+        limits = dict.fromkeys(SPLITS, sys.maxsize)
         if total := request["options"].get("max_tokens"):
             limits["val"] = max(1, int(total * val_fraction))
             limits["train"] = total - limits["val"]
@@ -144,10 +145,11 @@ class DatasetWriter:
 
     def finish(self) -> None:
         """Publish the last shards, then dataset.json. Raises UserError if a split has no tokens."""
+        options = self.request["options"]
         for writer in self.splits.values():
             if writer.filled:
                 writer.publish()
-            if not writer.finished and "part" not in self.request["options"]:
+            if not writer.finished and "part" not in options:
                 raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {writer.split}; try another")
         metadata = {
             "format": "lockstep-tokens",
@@ -159,14 +161,13 @@ class DatasetWriter:
             "source": self.request["source"],
             "val_fraction": self.val_fraction,
         }
-        if options := self.request["options"]:
+        if options:
             metadata["options"] = options
         if "part" in options:
             metadata["listing"] = self.request["listing"]  # all parts must have seen the same files
-        metadata |= {"shards": self.records}
+        metadata["shards"] = self.records
         files.publish_text(self.directory / "dataset.json", json.dumps(metadata, indent=1) + "\n")
-        for path in [self.directory / "progress.json", *self.directory.glob("*.partial")]:
-            path.unlink()
+        remove_progress(self.directory)
 
     def summary(self) -> str:
         """What has been written, in a line."""
@@ -205,7 +206,14 @@ def is_finished(directory: Path, request: dict) -> bool:
     if keys:
         differences = "; ".join(f"{key} {found.get(key)}, not {wanted.get(key)}" for key in keys)
         raise UserError(f"{directory} holds another dataset: {differences}; choose another --out, or remove it")
+    remove_progress(directory)  # in case a kill has left it
     return True
+
+
+def remove_progress(directory: Path) -> None:
+    """Remove what a finished dataset does not need."""
+    for path in [directory / "progress.json", *directory.glob("*.partial")]:
+        path.unlink(missing_ok=True)
 
 
 def read_progress(directory: Path, request: dict, ignore: str) -> dict | None:

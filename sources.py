@@ -7,12 +7,10 @@ import json
 import lzma
 import re
 import sysconfig
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -42,14 +40,6 @@ class SourceFile:
     remote: hub.HubFile | None = None
 
 
-class Lines(NamedTuple):
-    """Where lines of JSON come from."""
-
-    path: Path
-    first: int  # number of the first line
-    column: str  # key of the text
-
-
 @dataclass(frozen=True)
 class Piece:
     """A document, a part of a long one, or lines of JSON that are not parsed yet."""
@@ -58,7 +48,7 @@ class Piece:
     data: bytes  # UTF-8
     starts_document: bool = True
     split_hash: float | None = None  # of the whole document, if this is a part of one
-    lines: Lines | None = None  # if these are lines of JSON
+    lines: tuple[Path, int, str] | None = None  # of lines of JSON: their file, the first one's number, the key of the text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +105,7 @@ def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
     """
 
     def start(file: SourceFile | None) -> Future | None:
-        return in_background(hub.download, file.remote) if file and file.remote else None
+        return hub.in_background(hub.download, file.remote) if file and file.remote else None
 
     download = start(files[0]) if files else None
     for file, following in itertools.zip_longest(files, files[1:]):
@@ -125,20 +115,6 @@ def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
         yield file.path
         if file.remote and not keep:
             file.path.unlink()
-
-
-def in_background(function: Callable, *arguments) -> Future:
-    """Call a function in a thread that does not keep the process from ending, as one of a ThreadPoolExecutor would."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:  # it is raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -166,11 +142,6 @@ def read_chunks(path: Path, find_cut: Callable[[bytes], int]) -> Iterator[tuple[
         raise UserError(f"{path}: {error}") from None
 
 
-def end_of_lines(content: bytes) -> int:
-    """The end of the last whole line."""
-    return content.rfind(b"\n") + 1
-
-
 def end_of_words(content: bytes) -> int:
     """The end of the last word before white space: no token crosses it, so both sides keep the tokens of the whole.
 
@@ -187,8 +158,8 @@ def parquet_documents(path: Path, column: str) -> Iterator[Piece]:
     """The rows of a column of a parquet file, one document each. Raises UserError."""
     try:
         file = pyarrow.parquet.ParquetFile(path, buffer_size=UNIT_BYTES)
-        schema = file.schema_arrow
-        if column not in schema.names or not is_text(schema.field(column).type):
+        schema, strings = file.schema_arrow, (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+        if column not in schema.names or schema.field(column).type not in strings:
             raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {", ".join(schema.names)}')
         row_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
         for batch in file.iter_batches(batch_size=256, columns=[column]):
@@ -198,19 +169,14 @@ def parquet_documents(path: Path, column: str) -> Iterator[Piece]:
         raise UserError(f"{path}: {error}") from None
 
 
-def is_text(data_type: pyarrow.DataType) -> bool:
-    """Whether a column has strings."""
-    return data_type in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
-
-
 def read_pieces(path: Path, column: str) -> Iterator[Piece]:
     """Read a file in pieces of at most about UNIT_BYTES (a row of a parquet file is one piece)."""
     if text_format(path) == ".parquet":
         yield from parquet_documents(path, column)
     elif text_format(path) == ".jsonl":
         line = 1
-        for size, data in read_chunks(path, end_of_lines):
-            yield Piece(size, data, lines=Lines(path, line, column))
+        for size, data in read_chunks(path, lambda content: content.rfind(b"\n") + 1):
+            yield Piece(size, data, lines=(path, line, column))
             line += data.count(b"\n")
     else:
         document_hash = None

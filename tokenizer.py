@@ -5,12 +5,10 @@ the same text: the file lists the merges that tiktoken makes, and the patterns m
 """
 
 import base64
-import binascii
 import functools
 import hashlib
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import files
+import hub
 from settings import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -49,6 +48,12 @@ def byte_chars() -> dict[int, str]:
     printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def _ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
+    """The vocabulary of a tokenizer.json with its tokens as bytes."""
+    byte_of = {char: byte for byte, char in byte_chars().items()}
+    return {bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,40 +125,27 @@ def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = _pre_tokenizer(TRAINED_PATTERN)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=list(byte_chars().values()),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=list(byte_chars().values()), show_progress=False
     )
     model.train_from_iterator(texts, trainer)
-    byte_of = {char: byte for byte, char in byte_chars().items()}
     vocabulary = model.get_vocab()
     special = {END_OF_TEXT: vocabulary.pop(END_OF_TEXT)}
-    ranks = {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}
-    return from_ranks(ranks, TRAINED_PATTERN, special, name)
+    return from_ranks(_ranks(vocabulary), TRAINED_PATTERN, special, name)
 
 
 def download(name: str) -> Tokenizer:
     """One of OpenAI's tokenizers, from tiktoken's cache or the network. Raises UserError."""
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 
-    found = {}
-
-    def fetch():
-        try:
-            found.update(ENCODING_CONSTRUCTORS[name]())
-        except Exception as error:  # network, proxy or disk: the remedy is the same
-            found["error"] = str(error)[:200]
-
-    thread = threading.Thread(target=fetch, daemon=True)  # because tiktoken's download has no time limit
-    thread.start()
-    thread.join(DOWNLOAD_SECONDS)
-    if thread.is_alive() or "error" in found:
+    try:  # tiktoken's download has no time limit
+        found = hub.in_background(ENCODING_CONSTRUCTORS[name]).result(DOWNLOAD_SECONDS)
+    except Exception as error:  # network, proxy or disk: the remedy is the same
+        reason = str(error)[:200] or f"nothing in {DOWNLOAD_SECONDS} s"
         raise UserError(
-            f"--tokenizer={name}: tiktoken could not download it ({found.get('error', f'nothing in {DOWNLOAD_SECONDS} s')})\n"
+            f"--tokenizer={name}: tiktoken could not download it ({reason})\n"
             "       offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use --tokenizer=train:N, "
             "--tokenizer=bytes, or the path of a tokenizer.json or .tiktoken file"
-        )
+        ) from None
     return from_ranks(found["mergeable_ranks"], NAMED[name], found["special_tokens"], name)
 
 
@@ -164,7 +156,7 @@ def load_ranks(path: Path) -> Tokenizer:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise UserError(f"{path}: a .tiktoken file has lines of a base64 token and its rank") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
         raise UserError(f"{path}: the ranks must be 0 to {len(ranks) - 1}, each once, with all 256 bytes among the tokens")
@@ -174,14 +166,13 @@ def load_ranks(path: Path) -> Tokenizer:
 
 def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], name: str) -> Tokenizer:
     """Make a tokenizer from tiktoken's definition: merge the adjacent tokens whose joined bytes have the lowest rank."""
-    chars = byte_chars()
 
     def spell(token: bytes) -> str:
         return "".join(chars[b] for b in token)
 
-    by_rank = sorted(ranks, key=ranks.__getitem__)
+    chars, by_rank = byte_chars(), sorted(ranks, key=ranks.__getitem__)
     halves = [_merge(token, ranks) for token in by_rank if len(token) > 1]
-    merges = [(spell(pair[0]), spell(pair[1])) for pair in halves if len(pair) == 2]
+    merges = [tuple(map(spell, pair)) for pair in halves if len(pair) == 2]
     vocabulary = {spell(token): ranks[token] for token in by_rank} | special
     model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     model.pre_tokenizer = _pre_tokenizer(pattern)
@@ -222,8 +213,7 @@ def from_json(text: str, name: str) -> Tokenizer:
         special = {item["content"]: item["id"] for item in definition["added_tokens"]}
     except Exception:  # the library raises bare Exception
         raise ValueError("not a tokenizer.json") from None
-    byte_of = {char: byte for byte, char in byte_chars().items()}
-    if definition["model"].get("type") != "BPE" or not byte_of.keys() <= vocabulary.keys():
+    if definition["model"].get("type") != "BPE" or not set(byte_chars().values()) <= vocabulary.keys():
         raise UserError(f"{name} is not a byte-level BPE (with all 256 bytes among its tokens), the only type read here")
     eot_token = next((special[token] for token in FOREIGN_END_OF_TEXT if token in special), None)
     if eot_token is None:
@@ -232,11 +222,9 @@ def from_json(text: str, name: str) -> Tokenizer:
     vocab_size = max(*ordinary.values(), *special.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]
-    fast = None
-    pattern = _pattern(definition)
+    pattern, fast = _pattern(definition), None
     if pattern and _is_rank_ordered(definition, vocabulary):
-        ranks = {bytes(byte_of[char] for char in token): i for token, i in ordinary.items()}
-        fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=special)
     return Tokenizer(name, text, vocab_size, eot_token, lengths, slow, fast)
 
 

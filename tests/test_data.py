@@ -106,6 +106,7 @@ def test_shares_are_contiguous_and_as_equal_as_can_be():
 
 def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
     """A dataset directory of our own kind."""
+    directory.mkdir(exist_ok=True)
     rng, rows = np.random.default_rng(0), []
     for split, sizes in (("train", train), ("val", val)):
         for i, size in enumerate(sizes):
@@ -128,8 +129,6 @@ def test_own_dataset_is_read_back(tmp_path, vocab_size):
 
 
 def test_identity_is_of_the_tokens_not_of_the_place(tmp_path):
-    for name in "ab":
-        (tmp_path / name).mkdir()
     a, b = (open_dataset(make(tmp_path / name)).identity for name in "ab")
     assert a == b
     assert open_dataset(make(tmp_path / "b", train=(501, 300))).identity != a
@@ -305,9 +304,8 @@ def test_any_sequence_of_an_enormous_run_is_reached_at_once():
 
 
 def test_a_mixture_is_opened_by_directories_and_weights(tmp_path):
-    for name in ("web", "code"):
-        (tmp_path / name).mkdir()
-        make(tmp_path / name, train=(500, 300) if name == "web" else (400,))
+    make(tmp_path / "web", train=(500, 300))
+    make(tmp_path / "code", train=(400,))
     mixture = data.open_mixture(f"{tmp_path}/web:0.8,{tmp_path}/code:0.2")
     assert mixture.names == ["web", "code"] and [len(stream) for stream in mixture.streams("train")] == [800, 400]
     assert mixture.shares == weights(8, 2) and mixture.vocab_size == 300
@@ -317,14 +315,12 @@ def test_a_mixture_is_opened_by_directories_and_weights(tmp_path):
     assert data.open_mixture(f"{tmp_path}/web:3").identity == one.identity
     others = [f"{tmp_path}/web:0.7,{tmp_path}/code:0.3", f"{tmp_path}/code:0.8,{tmp_path}/web:0.2"]
     assert len({mixture.identity, one.identity, *(data.open_mixture(other).identity for other in others)}) == 4
-    (tmp_path / "a:1,b").mkdir()
     assert data.open_mixture(str(make(tmp_path / "a:1,b"))).names == ["a:1,b"]
 
 
 def test_validation_losses_are_recorded_for_the_mixture_and_each_dataset(tmp_path):
-    for name in ("web", "code"):
-        (tmp_path / name).mkdir()
-        make(tmp_path / name, val=(200,) if name == "web" else (500,))
+    make(tmp_path / "web", val=(200,))
+    make(tmp_path / "code", val=(500,))
     mixture = data.open_mixture(f"{tmp_path}/web:3,{tmp_path}/code:1")
     record = mixture.validation([2.0, 4.0])
     bits = 2.5 / np.log(2) / 3  # three bytes a token in both
@@ -345,7 +341,6 @@ def test_a_mixture_without_weights_is_refused(tokens):
 
 def test_datasets_that_do_not_go_together_are_refused(tmp_path):
     for name, vocab_size in (("a", 300), ("b", 301), ("c", 300)):
-        (tmp_path / name).mkdir()
         make(tmp_path / name, vocab_size)
         (tmp_path / name / "tokenizer.json").write_text("one" if name == "a" else "another")
     for other in "bc":
@@ -355,7 +350,6 @@ def test_datasets_that_do_not_go_together_are_refused(tmp_path):
         data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/a:1e-9")
     with pytest.raises(UserError, match="nothing does not exist; make it with: python prepare_data.py"):
         data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/nothing:1")
-    (tmp_path / "short").mkdir()
     make(tmp_path / "short", train=(5,))
     mixture = data.open_mixture(f"{tmp_path}/b:1,{tmp_path}/b:1")
     assert mixture.names == [f"{tmp_path}/b"] * 2

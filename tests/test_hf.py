@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import hf
+import tokenizer
 from checkpoint import find_model, write_manifest
 from model import GPT, initialize
 from settings import ModelConfig, UserError, resolve_model
@@ -37,18 +38,8 @@ def build(shape):
 @pytest.fixture(scope="module")
 def tokenizer_json(tmp_path_factory):
     """A byte-level BPE whose first token is end-of-text."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
+    tokenizer.resolve("train:290", lambda: [TEXT] * 3).save(path)
     return path
 
 
@@ -66,17 +57,17 @@ TOKENS = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(3))
 @torch.no_grad()
 def test_transformers_opens_what_we_write(written, tokenizer_json):
     model, directory = written
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
     other, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert type(other).__name__ == hf.ARCHITECTURES[model.config.architecture]
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     assert other.dtype == torch.float32
     torch.testing.assert_close(other(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
 
-    assert tokenizer(TEXT)["input_ids"] == tokenizers.Tokenizer.from_file(str(tokenizer_json)).encode(TEXT).ids
-    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
-    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.model_max_length) == (0, 0, 12)
-    prompt = tokenizer("def", return_tensors="pt")
+    assert theirs(TEXT)["input_ids"] == tokenizers.Tokenizer.from_file(str(tokenizer_json)).encode(TEXT).ids
+    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.model_max_length) == (0, 0, 12)
+    prompt = theirs("def", return_tensors="pt")
     assert other.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
 
@@ -96,13 +87,7 @@ def test_the_same_model_gives_the_same_bytes(written, tokenizer_json, tmp_path):
     backwards = dict(reversed(model.state_dict().items()))
     hf.write_model(again, backwards, model.config, tokenizer_json.parent, eot_token=0)
     names = sorted(path.name for path in again.iterdir())
-    assert names == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert all((again / name).read_bytes() == (directory / name).read_bytes() for name in names)
 
 

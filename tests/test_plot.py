@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,31 +9,20 @@ import pytest
 from matplotlib.text import Text
 
 import plot
+from conftest import execute
 from settings import UserError
-
-ROOT = Path(__file__).parent.parent
 
 
 def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "") -> Path:
     path.mkdir(parents=True)
     with open(path / "metrics.jsonl", "w") as file:
         for step in range(10, steps + 1, 10):
-            line = {
-                "step": step,
-                "tokens": step * tokens_per_step,
-                "loss": 1 + 9 / step,
-                "lr": 1e-3,
-                "grad_norm": 5 / step,
-            }
+            line = {"step": step, "tokens": step * tokens_per_step, "loss": 1 + 9 / step, "lr": 1e-3, "grad_norm": 5 / step}
             print(json.dumps(line | {"tokens_per_second": 1e4, "mfu": None}), file=file)
             if step % 20 == 0:
                 print(json.dumps({"step": step, "val_loss": 1.5, "val_bpb": 0.7}), file=file)
         file.write(tail)
     return path
-
-
-def command(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "plot.py", *args], cwd=ROOT, capture_output=True, text=True)
 
 
 def words(figure) -> set[str]:
@@ -57,8 +45,7 @@ def figure_of(monkeypatch, tmp_path):
 
 def test_the_command_draws_several_runs(tmp_path):
     runs = [write_run(tmp_path / name) for name in ("small", "large")]
-    result = command(*map(str, runs), f"--out={tmp_path}/new/curves.png")
-    assert result.returncode == 0, result.stderr
+    execute([sys.executable, "plot.py", *runs, f"--out={tmp_path}/new/curves.png"])
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert os.listdir(tmp_path / "new") == ["curves.png"]
 
@@ -124,8 +111,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
         ([str(good), "--uot=x.png"], "--out"),
         ([str(good), f"--out={tmp_path}/curves.txt"], "curves.txt"),
     ]:
-        result = command(*args)
-        assert result.returncode == 2, args
+        result = execute([sys.executable, "plot.py", *args], status=2)
         assert result.stderr.startswith("error: ") and message in result.stderr and "Traceback" not in result.stderr
     assert not list(tmp_path.glob(".curves*"))
 

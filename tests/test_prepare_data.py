@@ -19,10 +19,10 @@ import pytest
 import settings
 import sources
 import tokenizer
+from conftest import ROOT, execute
 from dataset import open_dataset, open_shard
 from prepare_data import PrepareConfig, prepare
 
-ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     f"Document {i}: the naïve quick brown fox 🙂 jumps {i * i} times.\r\n\n" + "    lazy dog\n" * (i % 7) for i in range(150)
 ]
@@ -69,15 +69,18 @@ def write_lines(path, documents=DOCUMENTS):
     return path
 
 
-def command(*arguments, **more):
+def command(*arguments):
     arguments = [sys.executable, str(ROOT / "prepare_data.py"), *map(str, arguments)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(*arguments, status=0):
+    """The command from its start to its end, here."""
+    return execute([sys.executable, ROOT / "prepare_data.py", *arguments], status, cwd=Path.cwd())
 
 
 def test_the_command_makes_the_embedded_corpus(here):
-    process = command()
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
+    output = run().stdout
     assert "tokens/python" in output and "bytes per token" in output
     made = Made(here / "tokens/python")
     assert " ".join(made.metadata) == "format version tokenizer vocab_size eot_token dtype source val_fraction shards"
@@ -101,9 +104,7 @@ def test_the_command_makes_the_embedded_corpus(here):
     tokens, size = sum(map(len, dataset.splits.values())), sum(dataset.bytes_of_text.values())
     assert size / tokens > 3.5  # bytes per token: the prototype had 3.4
 
-    process = command()
-    output, errors = process.communicate()
-    assert process.returncode == 0 and "already" in output, errors
+    assert "already" in run().stdout
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst", ".xz"])
@@ -216,9 +217,7 @@ def test_a_killed_run_goes_on_behind_its_finished_shards(here):
     source = (ROOT / "prepare_data.py").read_text()
     write_lines(here / "a.jsonl", [f"{i} {source}" for i in range(300)])
     flags = ["a.jsonl", "--tokenizer=train:300", "--shard_tokens=150000", "--workers=2"]
-    process = command(*flags, "--out=whole")
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
+    run(*flags, "--out=whole")
     shards = len(list((here / "whole").glob("*.bin")))
     assert shards > 10
 
@@ -235,9 +234,7 @@ def test_a_killed_run_goes_on_behind_its_finished_shards(here):
         finished = [here / "killed" / record["file"] for record in progress["splits"]["train"]["finished"]]
         kept = {path: path.stat().st_mtime_ns for path in finished}
         assert not (here / "killed" / "dataset.json").exists()
-    process = command(*flags, "--out=killed")
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
+    run(*flags, "--out=killed")
     assert kept and all(path.stat().st_mtime_ns == when for path, when in kept.items())
     assert content("killed") == content("whole")
 
@@ -289,8 +286,10 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     make("a.jsonl")
     before = content("out")
     capsys.readouterr()
+    (here / "out" / "progress.json").write_text("{}")  # as a kill at the very end leaves them
+    (here / "out" / "val_000000.partial").write_text("")
     make("a.jsonl")
-    assert "already" in capsys.readouterr().out
+    assert "already" in capsys.readouterr().out and content("out") == before
     for change in ({"tokenizer": "train:300"}, {"val_fraction": 0.3}, {"shard_tokens": 100}):
         with pytest.raises(settings.UserError, match=rf"--{next(iter(change))}.*another --out"):
             make("a.jsonl", **change)
@@ -340,42 +339,30 @@ def test_hostile_text_survives(here):
     assert sum(row["bytes_of_text"] for row in made.metadata["shards"]) == len(text.encode())
 
 
-def broken(here):
-    """Files that cannot be read, by name."""
-    (here / "empty").mkdir()
-    (here / "a.csv").write_text("text\n")
-    (here / "empty.txt").write_text("")
-    (here / "line.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
-    (here / "json.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
-    (here / "number.jsonl").write_text('{"text": 5}\n')
-    (here / "column.parquet").write_bytes(b"")
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), here / "column.parquet")
-    (here / "not.parquet").write_text("hello")
-    (here / "cut.txt.gz").write_bytes(gzip.compress(b"hello " * 1000)[:-10])
-    (here / "cut.txt.xz").write_bytes(lzma.compress(b"hello " * 1000)[:-10])
-    (here / "not.txt.zst").write_text("hello")
-
-
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "content", "message"),
     [
-        ("missing.txt", "no such file"),
-        ("empty", "wanted .txt"),
-        ("a.csv", "wanted .txt"),
-        ("empty.txt", "no text"),
-        ("line.jsonl", "line 2"),
-        ("json.jsonl", "line 3"),
-        ("number.jsonl", "line 1"),
-        ("column.parquet", 'column "text"'),
-        ("not.parquet", "not.parquet"),
-        ("cut.txt.gz", "cut.txt.gz"),
-        ("cut.txt.xz", "cut.txt.xz"),
-        ("not.txt.zst", "not.txt.zst"),
-        ("hf://models/a/b", "hf://datasets/OWNER/NAME"),
+        ("missing.txt", None, "no such file"),
+        ("empty", None, "wanted .txt"),
+        ("a.csv", b"text\n", "wanted .txt"),
+        ("empty.txt", b"", "no text"),
+        ("line.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2"),
+        ("json.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3"),
+        ("number.jsonl", b'{"text": 5}\n', "line 1"),
+        ("column.parquet", None, 'column "text"'),
+        ("not.parquet", b"hello", "not.parquet"),
+        ("cut.txt.gz", gzip.compress(b"hello " * 1000, mtime=0)[:-10], "cut.txt.gz"),
+        ("cut.txt.xz", lzma.compress(b"hello " * 1000)[:-10], "cut.txt.xz"),
+        ("not.txt.zst", b"hello", "not.txt.zst"),
+        ("hf://models/a/b", None, "hf://datasets/OWNER/NAME"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_source_is_refused(here, source, message):
-    broken(here)
+def test_a_bad_source_is_refused(here, source, content, message):
+    (here / "empty").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), here / "column.parquet")
+    if content is not None:
+        (here / source).write_bytes(content)
     with pytest.raises(settings.UserError) as error:
         make(source)
     assert source in str(error.value) or source == "empty.txt"
@@ -414,7 +401,5 @@ def test_a_bad_flag_is_refused(here, flags):
 
 
 def test_bad_input_ends_in_two_lines_and_status_2(here):
-    process = command("missing.txt", "--tokenizer=bytes")
-    output, errors = process.communicate()
-    assert process.returncode == 2 and not output
-    assert errors == "error: missing.txt: no such file or folder\n"
+    done = run("missing.txt", "--tokenizer=bytes", status=2)
+    assert not done.stdout and done.stderr == "error: missing.txt: no such file or folder\n"

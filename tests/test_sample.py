@@ -1,9 +1,6 @@
 """sample.py through its front door, on a small model with random weights."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ import sample
 import settings
 import tokenizer
 from checkpoint import write_manifest
+from conftest import execute
 from model import GPT, generate, initialize
 from settings import ModelConfig, resolve_model
 
@@ -43,12 +41,8 @@ def sampled(capsys, run, *flags):
 
 
 def test_the_command_prints_prompt_and_sample(run):
-    command = [sys.executable, "sample.py", str(run), "--prompt=def ", "--max_new_tokens=30", "--num_samples=2", "--seed=3"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        command, cwd=Path(sample.__file__).parent, capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    flags = ["--prompt=def ", "--max_new_tokens=30", "--num_samples=2", "--seed=3"]
+    done = execute([sys.executable, "sample.py", run, *flags])
     first, second, rest = done.stdout.split("\n---------------\n")
     assert first.startswith("def ") and second.startswith("def ")
     assert first != second

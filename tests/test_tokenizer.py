@@ -26,26 +26,8 @@ ENGLISH = "It's the same run, isn't it? THEY'LL say we'd 12345 naïve cafés, Gr
 
 SNIPPETS = [" ", "  ", "    ", "\t", "\n", "\r\n", "\r", "\n\n", "\u00a0", "\u2028", "\u3000", "\x85", "\x1c", "\v", "\f", "\0"]
 SNIPPETS += ["'s", "'S", "'ſ", "'ll", "'LL", "don't", "'re", "a", "ab", "return", "self.", "def f(", "):\n", "    ", "#" * 9]
-SNIPPETS += [
-    "🙂",
-    "👩‍👩‍👧",
-    "🇩🇪",
-    "é",
-    "e\u0301",
-    "ﬁ",
-    "ß",
-    "İ",
-    "K",
-    "٣",
-    "½",
-    "Ⅷ",
-    "一",
-    "ｱ",
-    "\ufeff",
-    "\u200b",
-    "\ufffd",
-    "\U0010ffff",
-]
+SNIPPETS += ["🙂", "👩‍👩‍👧", "🇩🇪", "é", "e\u0301", "ﬁ", "ß", "İ", "K", "٣"]
+SNIPPETS += ["½", "Ⅷ", "一", "ｱ", "\ufeff", "\u200b", "\ufffd", "\U0010ffff"]
 SNIPPETS += ["<|endoftext|>", "<|", "0", "123", "12345678", "/", "://", "\\", "_", "__init__", "!?", "...\n\n  "]
 texts = st.one_of(
     st.text(),
