@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import device
-import footprint
 import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from exact import Exact
@@ -242,22 +241,3 @@ def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_bat
 def bf16_gradients(group, bucket):
     """torch's hook under another name: under its own, DDP demands NCCL, though gloo adds bfloat16 too."""
     return bf16_compress_hook(group, bucket)
-
-
-def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
-    """Sequences of a micro-batch: as set, or for auto the largest equal share of an update that fits (see `footprint`).
-
-    All else in `config` is resolved. A run keeps its `previous` choice where the ranks can share it, because bits depend on it.
-    All ranks must call it: the rank with the least memory decides. Under `exact` what else uses the memory now must not count:
-    it takes the total memory, rounded down.
-    """
-    if config.train.micro_batch_size != "auto":
-        return int(config.train.micro_batch_size)
-    sequences, exact = config.sequences_per_update, config.parallel.strategy == "exact"
-    if previous and sequences % (previous * (1 if exact else world.size)) == 0:
-        return previous
-    budget = footprint.CPU_BYTES
-    if world.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(world.device)
-        budget = footprint.USABLE * min(world.all_gather(total >> 32 << 32 if exact else free))
-    return footprint.largest_micro_batch(config, world.size, world.device.type, budget)

@@ -21,7 +21,6 @@ if __name__ == "__main__":  # --help and bad flags are answered before torch, wh
     # Read when torch is imported. Threads that spin while they wait take the cores that other ranks and programs need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import dataclasses
 import itertools
 import math
 import time
@@ -33,12 +32,12 @@ import numpy as np
 import torch
 
 import checkpoint
+import choices
 import data
 import device
 import files
 import hf
 import optim
-import parallel
 import plot
 from checkpoint import Checkpoints, TrainState
 from evaluate import evaluate
@@ -46,7 +45,7 @@ from footprint import flops_per_token
 from log import Log, Meter, duration
 from model import GPT, initialize
 from parallel import Engine
-from settings import Config, RunError, UserError
+from settings import Config, RunError
 from world import Stop, World, connect
 
 EX_TEMPFAIL = 75
@@ -113,7 +112,7 @@ def prepare(config: Config, world: World) -> Run:
     if start is None and config.model.init_from != "scratch":
         pretrained, warnings = world.from_master(checkpoint.find_model(config.model.init_from) if world.is_master else None)
         notes += [*warnings, f"starting with the weights of {pretrained}"]
-    config = resolve(config, dataset, world, pretrained, state)
+    config = choices.resolve(config, dataset.vocab_size, world, pretrained, state.settings)
     notes += checkpoint.check_changes(state, config, dataset, continues)
     run = build(config, world, dataset, state, start, pretrained)
     state.begin(config, dataset, world, continues)
@@ -234,36 +233,6 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Helpers, in the order of their use
-
-
-def resolve(config: Config, dataset: data.Mixture, world: World, pretrained: Path | None, state: TrainState) -> Config:
-    """`config` with every choice made that it left open, the same on all ranks. Raises UserError where it does not fit."""
-    model = config.model
-    if pretrained:
-        found = hf.read_config(pretrained)
-        if found.seq_len < model.seq_len:
-            raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
-        model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
-    model = settings.resolve_model(model, dataset.vocab_size)
-    run_flops = flops_per_token(model) * config.train.steps * config.train.tokens_per_update
-    previous = (
-        state.settings.get("dtype")
-        if config.train.dtype == "auto" and state.settings.get("device") == world.device.type
-        else None
-    )
-    dtypes = world.all_gather(previous or device.choose_dtype(config.train.dtype, world.device))
-    compiles = world.all_gather(device.choose_compile(config.train.compile, world.device, run_flops))
-    train = dataclasses.replace(
-        config.train,
-        device=world.device.type,
-        dtype=min(dtypes, key=list(device.DTYPES).index),
-        compile="off" if "off" in compiles else "on",
-    )
-    config = dataclasses.replace(config, model=model, train=train)
-    micro_batch_size = parallel.fit_micro_batch(config, state.settings.get("micro_batch_size"), world)
-    config = settings.replace(config, micro_batch_size=micro_batch_size)
-    settings.check(config, world.size)
-    return config
 
 
 def introduce(run: Run, notes: list[str]) -> None:

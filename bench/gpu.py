@@ -441,7 +441,7 @@ def costs(cost: float, *runs: dict) -> str:
 
 
 def estimated_gb(bench: Bench, shape: str, micro_batch_size: int) -> float:
-    """Memory of a rank as `parallel.fit_micro_batch` counts it: weights, gradients and AdamW's state, activations, logits."""
+    """Memory of a rank as `choices.fit_micro_batch` counts it: weights, gradients and AdamW's state, activations, logits."""
     from footprint import flops_per_token, rows_at_a_time
 
     model = bench.model(shape)

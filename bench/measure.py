@@ -63,10 +63,13 @@ def timed(command: list, cwd: Path) -> float:
     return seconds
 
 
-def run_until(step: int, preset: str, **flags) -> tuple[float, list[dict]]:
-    """Train until metrics.jsonl has `step` records, then kill the run, before it saves or evaluates anything.
+def run_until(
+    step: int, preset: str, checkout: Path = machine.ROOT, variables: dict[str, str] | None = None, **flags
+) -> tuple[float, list[dict]]:
+    """Train by `checkout` until metrics.jsonl has `step` records, then kill the run, before it saves or evaluates anything.
 
-    Returns the seconds since the command and the records. Raises RunError if the run ends earlier.
+    variables: more environment variables. Returns the seconds since the command and the records. Raises RunError if the run
+    ends earlier.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = {"out_dir": folder, "name": "run", "log_every": 1, "eval_every": 0, "save_every": 0} | flags
@@ -74,7 +77,7 @@ def run_until(step: int, preset: str, **flags) -> tuple[float, list[dict]]:
         run, output = Path(folder) / "run", Path(folder) / "output"
         began = time.perf_counter()
         with open(output, "w") as file:
-            process = subprocess.Popen(command, cwd=machine.ROOT, stdout=file, stderr=file, env=environment())
+            process = subprocess.Popen(command, cwd=checkout, stdout=file, stderr=file, env=environment() | (variables or {}))
         try:
             while True:
                 ended = process.poll() is not None

@@ -92,7 +92,7 @@ def test_an_update_computes_its_loss_before_it_waits_for_the_norm_and_then_waits
     config = settings.load([f"--{name}={value}" for name, value in (TINY | {"tokens": tokens}).items()], "")
     world = trainer.join(config)
     dataset = trainer.data.open_mixture(str(tokens))
-    config = trainer.resolve(config, dataset, world, None, trainer.TrainState())
+    config = trainer.choices.resolve(config, dataset.vocab_size, world, None, {})
     run = trainer.build(config, world, dataset, trainer.TrainState(), None)
     prefetcher = trainer.data.Prefetcher(run.batches, [(0, m) for m in range(config.micro_batches)], world.device)
     with Operations() as operations:

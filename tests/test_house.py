@@ -13,7 +13,7 @@ FLOORS = [
     "cli settings footprint cluster files device world kernels",
     "dataset data hub sources tokenizer model optim replicas ddp_from_scratch log",
     "shards encode join check_data hf exact sharded",
-    "parallel checkpoint",
+    "choices parallel checkpoint",
     "evaluate sample plot prepare_data plan",
     "train",
     "replay",
