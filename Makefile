@@ -4,7 +4,7 @@ BIN := .venv/bin
 NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | wc -l); [ $$n -gt 0 ] && echo $$n || echo 2)
 THREADS = $(shell $(PYTHON) -c 'import os; print(max(1, os.cpu_count() // $(NPROC)))')
 
-.PHONY: train test lint bench setup
+.PHONY: train test test-all lint bench setup
 .DELETE_ON_ERROR:
 
 train: setup
@@ -13,6 +13,10 @@ train: setup
 	$(BIN)/python sample.py runs/laptop --prompt="def " --max_new_tokens=200
 
 test: .venv/dev
+	$(BIN)/python -m pytest -m "not slow"
+
+# Also the tests that take minutes: long walks over strategies and ranks, benchmarks in small.
+test-all: .venv/dev
 	$(BIN)/python -m pytest
 
 lint: .venv/dev
