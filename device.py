@@ -76,6 +76,8 @@ def choose_compile(name: str, device: torch.device, run_flops: float) -> str:
         return "off"
     for module in ("torch", "ctx_manager"):  # they warn of the profiler hooks in optimizers and DDP, which cost nothing
         logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
+    # The compiler would build and start a program for each kind of vector instructions that the CPU says it has: 4 seconds.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")

@@ -14,7 +14,7 @@ import sys
 import settings
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as train.py does
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as train.py does
 
 import json
 import shutil
