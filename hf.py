@@ -9,8 +9,10 @@ import json
 from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from files import listing, read_json
@@ -22,24 +24,27 @@ ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3"
 # The values of config.json that our models compute. Any other value means another arithmetic. A missing key means the first.
 ONLY = {
     "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
+        "quantization_config": (None,),
     },
     "llama": {
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "rope_scaling": (None,),
         "partial_rotary_factor": (1.0,),
+        "quantization_config": (None,),
     },
 }
 ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
+# What `rope_scaling` of the settings lists, in its order.
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def config_json(config: ModelConfig, eot_token: int) -> dict:
-    """The content of config.json, complete. Where transformers 4 and 5 use different keys, it has both."""
+def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
+    """The content of config.json, complete, for weights of `dtype`. It has the keys of transformers 4 and those of 5."""
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
@@ -48,8 +53,8 @@ def config_json(config: ModelConfig, eot_token: int) -> dict:
         "eos_token_id": eot_token,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": 0.02,
-        "torch_dtype": "float32",
-        "dtype": "float32",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
     }
     if config.architecture == "gpt2":
@@ -61,21 +66,25 @@ def config_json(config: ModelConfig, eot_token: int) -> dict:
             "n_positions": config.seq_len,
             "n_ctx": config.seq_len,
             "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new",
+            "activation_function": "gelu" if config.gelu == "erf" else "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
         }
     sliding = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.n_layer}
+    rope, factors = {"rope_type": "default"}, config.rope_factors
+    if factors:
+        rope = {"rope_type": "llama3"} | dict(zip(LLAMA3_ROPE, (*factors[:3], int(factors[3])), strict=True))
     return common | {
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.n_embd // config.n_head,
+        "head_dim": config.head_dim,
         "hidden_size": config.n_embd,
         "intermediate_size": config.d_ff,
         "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        **({"rope_scaling": rope} if factors else {}),
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": config.dropout,
@@ -93,10 +102,8 @@ def read_config(directory: Path) -> ModelConfig:
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    rope = config.get("rope_parameters") or {}
-    found = config | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = rope
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = config | rope
     for key, accepted in ONLY[architecture].items():
         if found.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
@@ -120,18 +127,27 @@ def gpt2_config(config: dict) -> ModelConfig:
         n_kv_head=config["n_head"],
         n_embd=config["n_embd"],
         d_ff=config.get("n_inner") or 4 * config["n_embd"],
+        head_dim=config["n_embd"] // config["n_head"],
         seq_len=config["n_positions"],
         tie_embeddings=config.get("tie_word_embeddings", True),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        gelu="erf" if config.get("activation_function") == "gelu" else "tanh",
     )
 
 
 def llama_config(config: dict, architecture: str) -> ModelConfig:
-    """Convert the config.json of a Llama or Qwen3. Raises KeyError if a size is missing, ValueError if sizes do not fit."""
+    """Convert the config.json of a Llama or Qwen3, with the keys of its rotary positions among the others.
+
+    Raises KeyError if a size is missing, ValueError for what our models do not compute.
+    """
     width, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", 128 if architecture == "qwen3" else None) or width // heads
-    if head_dim * heads != width:
-        raise ValueError(f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {width} / {heads}")
+    rope_type, rope_scaling = config.get("rope_type", config.get("type", "default")), ""
+    if rope_type == "llama3":
+        found = {"original_max_position_embeddings": config["max_position_embeddings"]} | config
+        rope_scaling = ",".join(str(float(found[key])).removesuffix(".0") for key in LLAMA3_ROPE)
+    elif rope_type != "default":
+        raise ValueError(f"rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
     sliding = set(config.get("layer_types") or ()) - {"full_attention"}
     if sliding:
         raise ValueError(f"layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
@@ -142,10 +158,12 @@ def llama_config(config: dict, architecture: str) -> ModelConfig:
         n_head=heads,
         n_kv_head=config.get("num_key_value_heads") or heads,
         n_embd=width,
+        head_dim=head_dim,
         d_ff=config["intermediate_size"],
         seq_len=config["max_position_embeddings"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         rope_theta=float(config.get("rope_theta", 10000.0)),
+        rope_scaling=rope_scaling,
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )
 
@@ -224,30 +242,67 @@ def transpose(value: Tensor, name: str) -> Tensor:
     return value.t().contiguous() if conv1d else value
 
 
-def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, tokenizer: Path | None, eot_token: int) -> None:
+def write_model(
+    directory: Path,
+    state: dict[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Path | None,
+    eot_token: int,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: int | None = None,
+) -> None:
     """Write a Hugging Face model into the existing `directory`. The same input gives the same bytes.
 
-    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
+    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one. max_shard_size: bytes
+    of tensors in a file (None: all in one file).
     """
-    tensors = {name: value.detach().contiguous() for name, value in to_hf(state, config).items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    write_json(directory / "config.json", config_json(config, eot_token))
+    tensors = {name: value.detach().to(dtype).contiguous() for name, value in to_hf(state, config).items()}
+    if max_shard_size:
+        save_torch_state_dict(tensors, directory, max_shard_size=max_shard_size)
+    else:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", config_json(config, eot_token, dtype))
     write_json(directory / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token))
     if tokenizer is None:
         return
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    definition = read_json(tokenizer)
-    tokens = {i: token for token, i in definition["model"]["vocab"].items()}
-    tokens |= {item["id"]: item["content"] for item in definition["added_tokens"]}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.seq_len,
         "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokens[eot_token]),
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), vocabulary(tokenizer)[eot_token]),
         "clean_up_tokenization_spaces": False,
     }
     write_json(directory / "tokenizer_config.json", settings)
+
+
+def vocabulary(tokenizer: Path) -> dict[int, str]:
+    """The tokens of a tokenizer.json by id. Raises UserError."""
+    try:
+        return {i: token for token, i in Tokenizer.from_file(str(tokenizer)).get_vocab().items()}
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{tokenizer} is not a tokenizer.json of Hugging Face tokenizers: {error}") from None
+
+
+def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
+    """Check that a model directory has the tokenizer of a dataset: the same token by every id of the dataset's.
+
+    tokenizer: the dataset's tokenizer.json, if it has one. Returns what could not be checked. Raises UserError if they differ:
+    the weights know nothing about tokens with other meanings.
+    """
+    path = directory / "tokenizer.json"
+    if not tokenizer or not path.exists():
+        which = directory if tokenizer else "the dataset"
+        return [f"warning: {which} has no tokenizer.json; nothing shows that weights and tokens have the same tokenizer"]
+    theirs = vocabulary(path)
+    for i, token in sorted(vocabulary(tokenizer).items()):
+        if theirs.get(i) != token:
+            raise UserError(
+                f"the tokens were made with another tokenizer than that of {directory}: token {i} is {token!r} in {tokenizer} "
+                f"and {theirs.get(i)!r} there; prepare the text again with --tokenizer={path}"
+            )
+    return []
 
 
 def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:

@@ -113,7 +113,10 @@ def prepare(config: Config, world: World) -> Run:
     if start is None and config.model.init_from != "scratch":
         pretrained, warnings = world.from_master(checkpoint.find_model(config.model.init_from) if world.is_master else None)
         notes += [*warnings, f"starting with the weights of {pretrained}"]
-    config = choices.resolve(config, dataset.vocab_size, world, pretrained, state.settings)
+    if (weights := start or pretrained) and not continues:
+        notes += hf.check_tokenizer(weights, dataset.tokenizer)
+    shape = weights if config.model.init_from != "scratch" else None  # also when the run continues
+    config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
     notes += checkpoint.check_changes(state, config, dataset, continues)
     run = build(config, world, dataset, state, start, pretrained)
     state.begin(config, dataset, world, continues)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import settings
-from conftest import execute, largest_difference
+from conftest import ROOT, execute, largest_difference
 
 
 def wait_for(condition, seconds=60):
@@ -226,11 +226,18 @@ def test_max_minutes_saves_and_exits_75(train, shared):
     assert train.files("slow") == shared.files("plain")
 
 
-def test_init_from_a_hugging_face_directory(train, shared):
-    start = shared.latest("plain")
+def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
+    start, other_tokens = shared.latest("plain").resolve(), tmp_path / "other"
+    source = [ROOT / "train.py", f"--out={other_tokens}", "--tokenizer=train:257", "--val_fraction=0.1"]
+    execute([sys.executable, "prepare_data.py", *source])
     done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
     assert "2 layers" in done.stdout  # the shape is the directory's
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
+    done = train("tuned", init_from=start, steps=3, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
+    assert "continuing from" in done.stdout and "2 layers" in done.stdout
+    other = train("other", init_from=start, tokens=other_tokens, status=2).stderr
+    assert "made with another tokenizer" in other and f"--tokenizer={start}/tokenizer.json" in other
+    assert "made with another tokenizer" in train("branch", resume=start, tokens=other_tokens, status=2).stderr
 
 
 def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
