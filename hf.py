@@ -7,15 +7,20 @@ Only JSON and safetensors are read and written.
 import dataclasses
 import json
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import files
+from dataset import FileName
 from files import listing, read_json
 from model import GPT
 from settings import ModelConfig, UserError
+from tokenizer import Definition
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -36,6 +41,48 @@ ONLY = {
     },
 }
 ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
+
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Rope(TypedDict, total=False):
+    """What is read of the rotary positions in config.json."""
+
+    rope_theta: Positive
+    rope_type: str
+    partial_rotary_factor: float | None
+
+
+class ConfigJson(TypedDict, total=False):
+    """What is read of config.json, by its types. `read_config` says what is missing."""
+
+    vocab_size: Size
+    n_layer: Annotated[int, Meta(ge=1, le=1 << 12)]
+    n_head: Size
+    n_embd: Size
+    n_inner: Size | None
+    n_positions: Size
+    layer_norm_epsilon: Positive
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1 << 12)]
+    num_attention_heads: Size
+    num_key_value_heads: Size | None
+    head_dim: Size | None
+    hidden_size: Size
+    intermediate_size: Size
+    max_position_embeddings: Size
+    rms_norm_eps: Positive
+    rope_theta: Positive
+    rope_parameters: Rope | None
+    rope_scaling: Rope | None
+    layer_types: list[str] | None
+    tie_word_embeddings: bool
+
+
+class Index(TypedDict):
+    """model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: Annotated[dict[str, FileName], Meta(min_length=1)]
 
 
 def config_json(config: ModelConfig, eot_token: int) -> dict:
@@ -91,7 +138,8 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     config = read_json(path)
     architecture = config.get("model_type")
-    if architecture not in ARCHITECTURES:
+    files.convert(config, ConfigJson, str(path))
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
     rope = config.get("rope_parameters") or {}
     found = config | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
@@ -101,7 +149,10 @@ def read_config(directory: Path) -> ModelConfig:
         if found.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
     try:
-        return gpt2_config(found) if architecture == "gpt2" else llama_config(found, architecture)
+        model = gpt2_config(found) if architecture == "gpt2" else llama_config(found, architecture)
+        if model.n_head % model.n_kv_head:
+            raise ValueError(f"{model.n_kv_head} key/value heads do not divide {model.n_head} heads")
+        return model
     except KeyError as key:
         raise UserError(f"{path}: {key} is missing") from None
     except ValueError as error:
@@ -237,17 +288,24 @@ def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, 
         return
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    definition = read_json(tokenizer)
-    tokens = {i: token for token, i in definition["model"]["vocab"].items()}
-    tokens |= {item["id"]: item["content"] for item in definition["added_tokens"]}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.seq_len,
         "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokens[eot_token]),
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), token_text(tokenizer, eot_token)),
         "clean_up_tokenization_spaces": False,
     }
     write_json(directory / "tokenizer_config.json", settings)
+
+
+def token_text(tokenizer: Path, token: int) -> str:
+    """How a tokenizer.json spells a token. Raises UserError."""
+    definition = read_json(tokenizer, Definition)
+    tokens = {i: text for text, i in definition["model"]["vocab"].items()}
+    tokens |= {item["id"]: item["content"] for item in definition["added_tokens"]}
+    if token not in tokens:
+        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text")
+    return tokens[token]
 
 
 def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -273,9 +331,9 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory. Raises UserError if there are none."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        return [directory / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        return [files.require_regular(directory / name) for name in sorted(set(read_json(index, Index)["weight_map"].values()))]
     if (directory / "model.safetensors").exists():
-        return [directory / "model.safetensors"]
+        return [files.require_regular(directory / "model.safetensors")]
     raise UserError(f"{directory} has no model.safetensors, only {listing(directory)}")
 
 
