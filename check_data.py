@@ -7,7 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 import files
-from dataset import Dataset, Stream, open_dataset
+from dataset import Dataset, Metadata, Stream, open_dataset, read_metadata
 from settings import UserError
 from tokenizer import Tokenizer, load, resolve
 
@@ -22,25 +22,20 @@ def check(directory: Path, spec: str = "") -> None:
     """
     tokenizer = resolve(spec) if spec else None
     dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
-    path, metadata = directory / "dataset.json", {}
-    try:
-        if path.exists():
-            metadata = files.read_json(path)
-            tokenizer = check_tokenizer(dataset, metadata)
-            origin = ", ".join(source["path"] for source in metadata["source"])
-        else:
-            origin = "tokens of another tool"
-        lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}, end-of-text is token {dataset.eot_token}"]
-        records = {record["file"]: record for record in metadata.get("shards", ())}
-        for split in dataset.splits:
-            lines += check_split(dataset, split, tokenizer, records, metadata.get("dtype"))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: {type(error).__name__} {error}") from None
+    metadata = read_metadata(directory) if (directory / "dataset.json").exists() else {}
+    origin = "tokens of another tool"
+    if metadata:
+        tokenizer = check_tokenizer(dataset, metadata)
+        origin = ", ".join(source["path"] for source in metadata["source"])
+    lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}, end-of-text is token {dataset.eot_token}"]
+    records = {record["file"]: record for record in metadata.get("shards", ())}
+    for split in dataset.splits:
+        lines += check_split(dataset, split, tokenizer, records, metadata.get("dtype"))
     count = sum(len(stream.shards) for stream in dataset.splits.values())
     print("\n".join([*lines, f"all {count} shards are whole" + (" and match their sha256" if records else "")]))
 
 
-def check_tokenizer(dataset: Dataset, metadata: dict) -> Tokenizer:
+def check_tokenizer(dataset: Dataset, metadata: Metadata) -> Tokenizer:
     """The tokenizer of the directory. Raises UserError if it is not the one that dataset.json names."""
     path = dataset.directory / "tokenizer.json"
     tokenizer = load(path, name=metadata["tokenizer"]["name"])

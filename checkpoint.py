@@ -12,9 +12,12 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import numpy as np
 import torch
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,30 +25,50 @@ import files
 import hf
 import settings
 from data import Mixture
+from dataset import Count, FileName, Sha256
 from log import Log
 from model import GPT
 from settings import Config, ModelConfig, RunError, UserError
 from world import World
 
 MANIFEST = "manifest.json"
+# What a checkpoint always has, and what it has where the dataset has a tokenizer.
+FILES = {"config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"}
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 # Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
 FIXED = [*settings.flat_fields(ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
 
 
+class FileRecord(TypedDict):
+    """A file in manifest.json."""
+
+    size: Count
+    sha256: Sha256
+
+
+class Era(TypedDict):
+    """How a run went on from a step."""
+
+    step: Count
+    world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    settings: dict
+    versions: dict[str, str]
+
+
 @dataclass
 class TrainState:
-    """Everything that resumes and is not a tensor."""
+    """Everything that resumes and is not a tensor. It is also the type of trainer_state.json."""
 
-    step: int = 0  # updates done
-    tokens: int = 0  # tokens seen
-    best: list[tuple[float, int]] = field(default_factory=list)  # lowest (validation loss, step), best first
-    skipped: int = 0  # updates left out because of a non-finite gradient
+    step: Count = 0  # updates done
+    tokens: Count = 0  # tokens seen
+    best: list[tuple[float, Count]] = field(default_factory=list)  # lowest (validation loss, step), best first
+    skipped: Count = 0  # updates left out because of a non-finite gradient
     wandb_run_id: str = ""
-    grad_scaler: dict = field(default_factory=dict)
+    grad_scaler: dict[str, float | int] = field(default_factory=dict)
     dataset: str = ""  # identity of the dataset
     settings: dict = field(default_factory=dict)  # every flag as resolved
     versions: dict = field(default_factory=dict)
-    history: list[dict] = field(default_factory=list)  # from which step on: world size, settings, versions
+    history: list[Era] = field(default_factory=list)
 
     @property
     def best_val_loss(self) -> float | None:
@@ -197,9 +220,12 @@ def write_manifest(directory: Path) -> None:
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every file matches its manifest."""
+    """What is wrong with a checkpoint, or None if it has all files and each one matches its manifest."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = files.read_json(directory / MANIFEST, dict[FileName, FileRecord])
+        present = {name for name in TOKENIZER_FILES if (directory / name).exists()}
+        if unlisted := (FILES | present) - manifest.keys():
+            return f"{MANIFEST} does not list {', '.join(sorted(unlisted))}"
         for name, record in manifest.items():
             size = (directory / name).stat().st_size
             if size != record["size"]:
@@ -208,8 +234,8 @@ def fault(directory: Path) -> str | None:
                 return f"{name} does not match its sha256"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST}: {error}"
+    except (OSError, UserError) as error:
+        return str(error)
     return None
 
 
@@ -267,7 +293,7 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
     changed = [name for name in now if name in before and now[name] != before[name]]
     fixed = FIXED if own else [*settings.flat_fields(ModelConfig), "optimizer"]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
-    before_settings = settings.replace(Config(), **before) if before else config
+    before_settings = settings.from_record(before, "the checkpoint") if before else config
     if own and seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches):
         refused.append(f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw")
     if own and state.dataset and state.dataset != dataset.identity:
@@ -289,15 +315,40 @@ def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
 
 
 def load_state(directory: Path) -> TrainState:
-    """The trainer state of an intact checkpoint."""
-    record = json.loads((directory / "trainer_state.json").read_text())
-    record.pop("best_val_loss")
-    return TrainState(**record | {"best": [tuple(pair) for pair in record["best"]]})
+    """The trainer state of an intact checkpoint. Raises UserError."""
+    path = directory / "trainer_state.json"
+    state = files.read_json(path, TrainState)
+    settings.from_record(state.settings, str(path))
+    if state.grad_scaler and state.grad_scaler.keys() != torch.amp.GradScaler("cpu").state_dict().keys():
+        raise UserError(f"{path}: grad_scaler has the keys {', '.join(state.grad_scaler)}")
+    return state
 
 
 def load_optimizer(directory: Path) -> dict[str, Tensor]:
     """Optimizer state by "parameter.key"."""
     return load_file(directory / "optimizer.safetensors")
+
+
+def check_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> None:
+    """Raise UserError unless a checkpoint has the optimizer state of `parameters`. Only the file's header is read."""
+    path, shapes, keys = directory / "optimizer.safetensors", {}, {}
+    try:
+        with safe_open(files.require_regular(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                shapes[name] = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: {error}") from None
+    for name, (dtype, shape) in shapes.items():
+        parameter, _, key = name.rpartition(".")
+        wanted = [] if key == "step" else list(parameters[parameter].shape) if parameter in parameters else None
+        if (dtype, shape) != ("F32", wanted):
+            raise UserError(f"{path}: {name}, {dtype} {shape}, is not the state of a parameter of this model")
+        keys.setdefault(parameter, set()).add(key)
+    if not keys and state.skipped == state.step:  # no update was made yet
+        return
+    for parameter in parameters:
+        if keys.get(parameter) not in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}):
+            raise UserError(f"{path} does not have the state of {parameter}, which AdamW or Muon has")
 
 
 def find_model(name: str) -> tuple[Path, list[str]]:

@@ -1,6 +1,7 @@
 """What the settings leave open, chosen once the data, the ranks and their hardware are known. All ranks choose the same."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import device
 import footprint
 import hf
 import settings
-from settings import Config, UserError
+from settings import Config, ModelConfig, UserError
 from world import World
 
 
@@ -26,9 +27,10 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
             raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, vocab_size)
+    check_memory(model)
     dtype = train.dtype
     if dtype == "auto" and previous.get("device") == world.device.type:
-        dtype = previous["dtype"]
+        dtype = previous.get("dtype", dtype)
     dtypes = world.all_gather(device.choose_dtype(dtype, world.device))
     run_flops = footprint.flops_per_token(model) * train.steps * train.tokens_per_update
     compiles = world.all_gather(device.choose_compile(train.compile, world.device, run_flops))
@@ -44,6 +46,16 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     return config
 
 
+def check_memory(model: ModelConfig) -> None:
+    """Raise UserError if the weights alone are larger than this machine's memory, before anything is built."""
+    parameters, memory = sum(footprint.parameters(model).values()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * parameters > memory:
+        raise UserError(
+            f"--n_layer={model.n_layer} --n_embd={model.n_embd} --vocab_size={model.vocab_size} make {parameters:,} "
+            f"parameters: {4 * parameters / 1e9:,.0f} GB of weights, and this machine has {memory / 1e9:,.0f} GB of memory"
+        )
+
+
 def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
     """Sequences of a micro-batch: as set, or for auto the largest equal share of an update that fits (see `footprint`).
 
@@ -54,7 +66,7 @@ def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
     if config.train.micro_batch_size != "auto":
         return int(config.train.micro_batch_size)
     sequences, exact = config.sequences_per_update, config.parallel.strategy == "exact"
-    if previous and sequences % (previous * (1 if exact else world.size)) == 0:
+    if isinstance(previous, int) and sequences % (previous * (1 if exact else world.size)) == 0:
         return previous
     budget = footprint.CPU_BYTES
     if world.device.type == "cuda":

@@ -10,8 +10,10 @@ import difflib
 import errno
 import io
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +36,7 @@ OTHER_NAMES = {
     "tokens": "dataset",
     "out_dir": "output_dir",
 }
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 
 
@@ -50,8 +53,10 @@ def user_errors():
     """Print an error that the user can act on as `error: ...`, without a traceback, and exit.
 
     The status is 2 for bad input (a UserError, or a path that is not what it has to be), and 1 where the run cannot go on
-    (a RunError, or a full disk).
+    (a RunError, or a full disk). --debug prints the traceback, too.
     """
+    for console in (sys.stdout, sys.stderr):  # a character that the terminal does not have must not end the program
+        console.reconfigure(errors="backslashreplace")
     try:
         yield
         return
@@ -60,17 +65,41 @@ def user_errors():
     except RunError as error:
         message, status = str(error), 1
     except OSError as error:
-        full = error.errno == errno.ENOSPC
+        full = error.errno in FULL_DISK
         if not full and error.filename is None:
             raise
         message, status = f"{error.filename or 'the disk'}: {error.strerror}", 1 if full else 2
-    rank = int(os.environ.get("RANK", "0"))
-    if rank:
+    rank = os.environ.get("RANK", "0")
+    if rank.strip("0"):
         # torchrun ends all ranks when the first one exits. Let that be the master, whose message is mostly the same.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
         message += f" [rank {rank}]"
+    if "--debug" in sys.argv:
+        traceback.print_exc()
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(status)
+
+
+def read_ranks() -> tuple[int, int, int, int]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torchrun sets, or 0, 1, 0 and 1. Raises UserError."""
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        there, missing = ("RANK", "WORLD_SIZE")[:: 1 if "RANK" in os.environ else -1]
+        raise UserError(f"the environment has {there} but no {missing}; torchrun sets both, and one process needs neither")
+    values = []
+    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        text = os.environ.get(name, str(default))
+        if not (text.isascii() and text.isdecimal() and len(text) < 8):
+            raise UserError(f"the environment variable {name}={text} must be an integer of 0 or more; torchrun sets it")
+        values.append(int(text))
+    rank, size, local_rank, local_size = values
+    for name, value, of, limit in (
+        ("RANK", rank, "WORLD_SIZE", size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size),
+    ):
+        if value >= limit:
+            raise UserError(f"the environment variable {name}={value} must be less than {of}={limit}; torchrun sets both")
+    return rank, size, local_rank, local_size
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -104,6 +133,8 @@ def parse(cls, args: list[str], description: str, default=None):
     """
     import tyro
 
+    args = [argument for argument in args if argument != "--debug"]  # `user_errors` reads it
+    description += "\n\nAll commands take --debug, which prints the traceback of an error."
     flags, complete, mistakes = flat_fields(cls), [], []
     for argument, following in pairwise([*args, "--"]):
         name = argument.removeprefix("--").replace("-", "_")
@@ -175,6 +206,8 @@ def syntax(kind) -> str:
 
 def read_value(kind, text: str):
     """The value of type `kind` that `text` means, or a ValueError that says what is allowed."""
+    if "\0" in text or text != text.encode("utf-8", "replace").decode():
+        return ValueError(f"must be text in UTF-8 without NUL, not {text!r}")
     for allowed in alternatives(kind):
         if allowed is str or allowed == text:
             return text

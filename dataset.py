@@ -4,10 +4,13 @@ import contextlib
 import hashlib
 import json
 import mmap
+import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, NotRequired, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
 import files
 from settings import UserError
@@ -16,6 +19,77 @@ HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 GPT2_VOCAB_SIZE = 50257  # foreign shards do not say their vocabulary; theirs is GPT-2's
 SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split, and samples a larger one
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dataset.json
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+FileName = Annotated[str, Meta(pattern=r"\A\w[\w.-]*\Z")]  # in the same directory
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class ShardRecord(TypedDict):
+    """A shard in dataset.json."""
+
+    file: FileName
+    split: Annotated[str, Meta(pattern=r"\A(train|val)\Z")]
+    tokens: Count
+    bytes_of_text: Count
+    documents: Count
+    sha256: Sha256
+
+
+class SourceRecord(TypedDict):
+    """Where text came from."""
+
+    path: str
+    revision: NotRequired[str]
+    files: NotRequired[Count]
+    bytes: NotRequired[Count]
+
+
+class TokenizerRecord(TypedDict):
+    """Which tokenizer made the tokens."""
+
+    name: str
+    sha256: Sha256
+
+
+class Options(TypedDict, total=False):
+    """The settings of prepare_data.py that are recorded if they are given."""
+
+    column: str
+    max_tokens: Count
+    part: Annotated[str, Meta(pattern=r"\A[1-9]\d{0,3}/[1-9]\d{0,3}\Z")]
+    shard_tokens: Count
+
+
+class Metadata(TypedDict):
+    """The content of dataset.json."""
+
+    version: Annotated[int, Meta(ge=1, le=1)]
+    tokenizer: TokenizerRecord
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
+    eot_token: Count
+    dtype: Annotated[str, Meta(pattern=r"\Auint(16|32)\Z")]
+    source: list[SourceRecord]
+    val_fraction: Annotated[float, Meta(ge=0, le=1)]
+    options: NotRequired[Options]
+    listing: NotRequired[str]
+    shards: list[ShardRecord]
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The dataset.json of a directory. Raises UserError."""
+    path = directory / "dataset.json"
+    metadata = files.read_json(path, Metadata)
+    if metadata["eot_token"] >= metadata["vocab_size"]:
+        raise UserError(f"{path}: eot_token {metadata['eot_token']} is outside the vocabulary of {metadata['vocab_size']}")
+    names = [record["file"] for record in metadata["shards"]]
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: a shard is listed twice")
+    return metadata
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,9 +119,10 @@ def open_shard(path: Path) -> np.ndarray:
 
     Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
     """
+    files.require_regular(path)
     try:
         if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens = np.lib.format.open_memmap(path, mode="r")
             if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
                 raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
             return map_tokens(path, tokens.dtype, tokens.offset, len(tokens))
@@ -62,8 +137,8 @@ def open_shard(path: Path) -> np.ndarray:
         if size != wanted:
             raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
         return map_tokens(path, dtype, HEADER_INTS * 4, int(header[2]))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
+    except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:
+        raise UserError(f"{path}: {error}") from None  # numpy parses the header of a .npy as Python, and fails in as many ways
 
 
 def map_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
@@ -223,27 +298,18 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
 
 
 def _open_own(directory: Path) -> Dataset:
-    path = directory / "dataset.json"
-    metadata = files.read_json(path)
-    try:
-        if metadata["version"] != 1:
-            raise UserError(f"{path}: version {metadata['version']}; this Lockstep reads version 1")
-        splits, bytes_of_text = {}, {}
-        for split in ("train", "val"):
-            rows = [row for row in metadata["shards"] if row["split"] == split]
-            paths = [directory / row["file"] for row in rows]
-            if len({path.name for path in paths if path.parent == directory}) < len(rows):
-                raise UserError(f"{path}: the {split} shards are not different files of this directory")
-            splits[split] = Stream(paths, open_shards(paths), metadata["vocab_size"])
-            for row, shard in zip(rows, splits[split].shards, strict=True):
-                if len(shard) != row["tokens"]:
-                    raise UserError(f"{directory / row['file']}: {len(shard)} tokens, dataset.json says {row['tokens']}")
-            splits[split].check_ids()
-            bytes_of_text[split] = sum(row["bytes_of_text"] for row in rows)
-        identity = digest([(row["split"], row["tokens"], row["sha256"]) for row in metadata["shards"]])
-        return Dataset(directory, metadata["vocab_size"], metadata["eot_token"], splits, bytes_of_text, identity)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: {type(error).__name__} {error}; prepare the dataset again") from None
+    metadata, splits, bytes_of_text = read_metadata(directory), {}, {}
+    for split in ("train", "val"):
+        records = [record for record in metadata["shards"] if record["split"] == split]
+        paths = [directory / record["file"] for record in records]
+        splits[split] = Stream(paths, open_shards(paths), metadata["vocab_size"])
+        for record, shard in zip(records, splits[split].shards, strict=True):
+            if len(shard) != record["tokens"]:
+                raise UserError(f"{directory / record['file']}: {len(shard)} tokens, dataset.json says {record['tokens']}")
+        splits[split].check_ids()
+        bytes_of_text[split] = sum(record["bytes_of_text"] for record in records)
+    identity = digest([(record["split"], record["tokens"], record["sha256"]) for record in metadata["shards"]])
+    return Dataset(directory, metadata["vocab_size"], metadata["eot_token"], splits, bytes_of_text, identity)
 
 
 def _foreign_files(directory: Path, split: str) -> list[Path]:

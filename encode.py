@@ -11,7 +11,7 @@ import numpy as np
 from dataset import token_dtype
 from settings import UserError
 from shards import SPLITS
-from sources import Piece, Position, parse, read_units, split_hash
+from sources import Piece, Position, TextFormat, parse, read_units, split_hash
 from tokenizer import Tokenizer
 
 FEW_DOCUMENTS = 100  # a source of fewer documents is split by its tail
@@ -47,10 +47,10 @@ def by_hash(val_fraction: float) -> Split:
     return Split(val_fraction if val_fraction > 0 else 0.05)
 
 
-def choose_split(paths: Iterable[Path], column: str, val_fraction: float) -> Split:
+def choose_split(paths: Iterable[Path], form: TextFormat, val_fraction: float) -> Split:
     """The split of a source, which is read up to FEW_DOCUMENTS. Raises UserError if a split would be empty."""
     documents, characters, offsets = 0, 0, {}
-    for position, unit in read_units(paths, column):
+    for position, unit in read_units(paths, form):
         offsets[position] = characters
         for piece in parse(unit):
             documents += piece.starts_document

@@ -44,6 +44,9 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
     return world.sum_over_ranks(sums).sum().item() / windows
 
 
+RANGES = [("eval_tokens seq_len micro_batch_size", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12)]
+
+
 @dataclass(frozen=True)
 class EvaluateConfig:
     run: tyro.conf.Positional[str]
@@ -62,9 +65,7 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset. Raises UserError."""
-    for name in ("eval_tokens", "seq_len", "micro_batch_size"):
-        if getattr(config, name) < 0:
-            raise UserError(f"--{name} must not be negative")
+    settings.refuse(settings.number_problems(config, RANGES))
     directory, model = checkpoint.load_model(config.run)
     mixture = data.open_mixture(config.tokens or trained_on(directory), model.config.vocab_size)
     if mixture.vocab_size > model.config.vocab_size:
@@ -94,7 +95,7 @@ def trained_on(directory: Path) -> str:
     """The dataset directory that a checkpoint's settings name. Raises UserError where it has none."""
     if not (directory / "trainer_state.json").exists():
         raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
-    return checkpoint.load_state(directory).settings["tokens"]
+    return settings.from_record(checkpoint.load_state(directory).settings, str(directory)).data.tokens
 
 
 if __name__ == "__main__":

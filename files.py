@@ -1,20 +1,23 @@
-"""Files that are complete or not there: everything is written under a hidden name, flushed to disk, then renamed.
+"""Files: what we write is complete or not there, and what others may have written is checked before it is used.
 
-A kill at any instant leaves the old content or the new one, never a mixture.
+Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
+new one, never a mixture. Every foreign file is opened by `open_regular`, and JSON is decoded against a type by `read_json`.
 """
 
 import errno
 import hashlib
-import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from settings import UserError
+from cli import UserError
 
+LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
+FILE_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none
 
 
@@ -113,24 +116,85 @@ def link(name: Path, target: Path) -> None:
     sync(name.parent)
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
+    """Open a file to read. Raises UserError where it is not a regular file, or larger than `limit` bytes.
 
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises UserError where it cannot be read or is something else."""
+    Other kinds of file would stop the program: a FIFO waits for a writer, and /dev/zero has no end.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
         there = f"only {listing(path.parent)}" if path.parent.is_dir() else "it is not a directory"
         raise UserError(f"{path.parent} has no {path.name}: {there}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    status = os.fstat(descriptor)
+    kind, size = stat.S_IFMT(status.st_mode), status.st_size
+    if kind == stat.S_IFREG and (limit is None or size <= limit):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if kind == stat.S_IFREG:
+        raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
+    raise UserError(f"{path} is {FILE_KINDS.get(kind, 'something else')}, not a regular file")
+
+
+def require_regular(path: Path) -> Path:
+    """`path`, for a library that opens it itself. Raises UserError where it is not a regular file."""
+    open_regular(path).close()
+    return path
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_bytes(path: Path, limit: int = LARGEST_TEXT) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises UserError."""
+    try:
+        with open_regular(path, limit) as file:
+            return file.read(limit)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def read_text(path: Path, limit: int = LARGEST_TEXT) -> str:
+    """The content of a text file in UTF-8. Raises UserError."""
+    try:
+        return read_bytes(path, limit).decode()
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return content
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The content of a JSON file as `kind`, a type for msgspec. Keys that a TypedDict does not have are left out.
+
+    Raises UserError, which names the file, the key and what is allowed there.
+    """
+    return decode_json(read_bytes(path), kind, str(path))
+
+
+def decode_json(content: bytes, kind: type, name: str) -> Any:
+    """Decode JSON as `kind`. Raises UserError, which begins with `name`."""
+    import msgspec  # here, because --help does not need it
+
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{name}: it is nested too deeply") from None
+
+
+def convert(value: Any, kind: type, name: str) -> Any:
+    """Check a decoded value against `kind`, as `decode_json` does."""
+    import msgspec
+
+    try:
+        return msgspec.convert(value, kind)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def listing(directory: Path) -> str:

@@ -72,7 +72,8 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
         train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
         return sum(of_rank(dataclasses.replace(config, train=train), world_size, device).values())
 
-    return max((n for n in range(1, share + 1) if share % n == 0 and size(n) <= budget), default=1)
+    small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
+    return max((n for n in {*small, *(share // n for n in small)} if size(n) <= budget), default=1)
 
 
 def blocks_size(model: ModelConfig) -> int:

@@ -7,17 +7,21 @@ Only JSON and safetensors are read and written.
 import dataclasses
 import json
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
+import files
+from dataset import FileName
 from files import listing, read_json
 from model import GPT
 from settings import ModelConfig, UserError
+from tokenizer import Definition
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -41,6 +45,48 @@ ONLY = {
 ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
 # What `rope_scaling` of the settings lists, in its order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Rope(TypedDict, total=False):
+    """What is read of the rotary positions in config.json."""
+
+    rope_theta: Positive
+    rope_type: str
+    partial_rotary_factor: float | None
+
+
+class ConfigJson(TypedDict, total=False):
+    """What is read of config.json, by its types. `read_config` says what is missing."""
+
+    vocab_size: Size
+    n_layer: Annotated[int, Meta(ge=1, le=1 << 12)]
+    n_head: Size
+    n_embd: Size
+    n_inner: Size | None
+    n_positions: Size
+    layer_norm_epsilon: Positive
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1 << 12)]
+    num_attention_heads: Size
+    num_key_value_heads: Size | None
+    head_dim: Size | None
+    hidden_size: Size
+    intermediate_size: Size
+    max_position_embeddings: Size
+    rms_norm_eps: Positive
+    rope_theta: Positive
+    rope_parameters: Rope | None
+    rope_scaling: Rope | None
+    layer_types: list[str] | None
+    tie_word_embeddings: bool
+
+
+class Index(TypedDict):
+    """model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: Annotated[dict[str, FileName], Meta(min_length=1)]
 
 
 def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
@@ -100,7 +146,8 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     config = read_json(path)
     architecture = config.get("model_type")
-    if architecture not in ARCHITECTURES:
+    files.convert(config, ConfigJson, str(path))
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = config | rope
@@ -108,7 +155,10 @@ def read_config(directory: Path) -> ModelConfig:
         if found.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
     try:
-        return gpt2_config(found) if architecture == "gpt2" else llama_config(found, architecture)
+        model = gpt2_config(found) if architecture == "gpt2" else llama_config(found, architecture)
+        if model.n_head % model.n_kv_head:
+            raise ValueError(f"{model.n_kv_head} key/value heads do not divide {model.n_head} heads")
+        return model
     except KeyError as key:
         raise UserError(f"{path}: {key} is missing") from None
     except ValueError as error:
@@ -271,7 +321,7 @@ def write_model(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.seq_len,
         "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), vocabulary(tokenizer)[eot_token]),
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), token_text(tokenizer, eot_token)),
         "clean_up_tokenization_spaces": False,
     }
     write_json(directory / "tokenizer_config.json", settings)
@@ -279,10 +329,17 @@ def write_model(
 
 def vocabulary(tokenizer: Path) -> dict[int, str]:
     """The tokens of a tokenizer.json by id. Raises UserError."""
-    try:
-        return {i: token for token, i in Tokenizer.from_file(str(tokenizer)).get_vocab().items()}
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{tokenizer} is not a tokenizer.json of Hugging Face tokenizers: {error}") from None
+    definition = read_json(tokenizer, Definition)
+    tokens = {i: text for text, i in definition["model"]["vocab"].items()}
+    return tokens | {item["id"]: item["content"] for item in definition["added_tokens"]}
+
+
+def token_text(tokenizer: Path, token: int) -> str:
+    """How a tokenizer.json spells a token. Raises UserError."""
+    tokens = vocabulary(tokenizer)
+    if token not in tokens:
+        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text")
+    return tokens[token]
 
 
 def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
@@ -328,9 +385,9 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory. Raises UserError if there are none."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        return [directory / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        return [files.require_regular(directory / name) for name in sorted(set(read_json(index, Index)["weight_map"].values()))]
     if (directory / "model.safetensors").exists():
-        return [directory / "model.safetensors"]
+        return [files.require_regular(directory / "model.safetensors")]
     raise UserError(f"{directory} has no model.safetensors, only {listing(directory)}")
 
 

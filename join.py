@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import files
-from dataset import open_shard
+from dataset import Metadata, open_shard, read_metadata
 from encode import FEW_DOCUMENTS
 from settings import UserError
 from shards import SPLITS, DatasetWriter, is_finished, read_progress
@@ -70,18 +70,18 @@ def join(directory: Path) -> None:
         shutil.rmtree(part)
 
 
-def read_parts(directory: Path) -> list[tuple[Path, dict]]:
+def read_parts(directory: Path) -> list[tuple[Path, Metadata]]:
     """The directory and dataset.json of each part, in order.
 
     Raises UserError if a part is missing or there twice, or if the parts are not of one dataset.
     """
-    found: dict[str, tuple[Path, dict]] = {}
+    found: dict[str, tuple[Path, Metadata]] = {}
     for path in sorted(directory.glob("part-*")):
         if not (path / "dataset.json").exists():
             raise UserError(f"{path} is not finished; run its command again, or remove it")
-        metadata = files.read_json(path / "dataset.json")
+        metadata = read_metadata(path)
         name = metadata.get("options", {}).get("part")
-        if name is None:
+        if name is None or "shard_tokens" not in metadata["options"]:
             raise UserError(f"{path} is not a part; move it elsewhere")
         if name in found:
             raise UserError(f"{path} and {found[name][0]} are both part {name}; remove one")
@@ -93,7 +93,7 @@ def read_parts(directory: Path) -> list[tuple[Path, dict]]:
     names = [f"{number}/{count}" for number in range(1, count + 1)]
     for path, metadata in found.values():
         for key in ("source", "listing", "tokenizer", "val_fraction", "options"):
-            values = [without_names(m[key]) for m in (first, metadata)]
+            values = [without_names(m.get(key)) for m in (first, metadata)]
             if values[0] != values[1]:
                 raise UserError(f"{path} does not belong to {first_path}: {key} {values[1]}, not {values[0]}")
     if missing := [name for name in names if name not in found]:
@@ -109,7 +109,7 @@ def without_names(value):
     return {k: v for k, v in value.items() if k not in ("part", "name")} if isinstance(value, dict) else value
 
 
-def read_tokens(parts: list[tuple[Path, dict]], start: Position) -> Iterator[tuple[Position, dict[str, np.ndarray]]]:
+def read_tokens(parts: list[tuple[Path, Metadata]], start: Position) -> Iterator[tuple[Position, dict[str, np.ndarray]]]:
     """The tokens of all parts by split, in order, each with its position; those after position `start`. Raises UserError."""
     shards = [
         (path / record["file"], record)

@@ -3,15 +3,48 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, NotRequired, TypedDict
 
-from files import publish_text
+import msgspec
+
+import files
 from settings import Config, UserError, flat_values
 
 try:
     import fcntl
 except ImportError:  # not on Windows, where two runs in one directory are not noticed
     fcntl = None
+
+
+LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
+
+
+class Record(TypedDict):
+    """What is read again of a line of metrics.jsonl. Numbers may be NaN."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    tokens: NotRequired[float | None]
+    loss: NotRequired[float]
+    lr: NotRequired[float | None]
+    grad_norm: NotRequired[float | None]
+    tokens_per_second: NotRequired[float | None]
+    mfu: NotRequired[float | None]
+    val_loss: NotRequired[float]
+
+
+def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
+    """Each line of a metrics.jsonl with its record; None for a line that is torn or foreign. Raises UserError."""
+    with files.open_regular(path) as file:
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+            record = None
+            try:
+                record = msgspec.convert(json.loads(line), Record)  # msgspec's own decoder does not read NaN
+            except (ValueError, OverflowError, RecursionError):
+                if not line.strip():
+                    continue
+            yield line, record
 
 
 class Log:
@@ -23,7 +56,7 @@ class Log:
         if is_master:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = lock(directory)
-            self._text = open(directory / "train.log", "a", buffering=1)  # noqa: SIM115 (open as long as the run)
+            self._text = open(directory / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 (open as long as the run)
 
     def say(self, message: str) -> None:
         """Write a line to the console and to train.log."""
@@ -39,22 +72,30 @@ class Log:
         self.say(f"warning: {message}")
 
     def rewind(self, step: int) -> dict | None:
-        """Cut metrics.jsonl back to `step`, so that no step is recorded twice. Returns the evaluation recorded at `step`."""
+        """Cut metrics.jsonl back to `step`, so that no step is recorded twice. Returns the evaluation recorded at `step`.
+
+        Lines that cannot be read are moved to metrics.jsonl.unreadable.
+        """
         path = self.directory / "metrics.jsonl"
         if not self.is_master:
             return None
-        kept, evaluation = [], None
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                record = json.loads(line)
-            except ValueError:  # torn by a kill
-                continue
-            if record["step"] <= step:
-                kept.append(line + "\n")
+        kept, unreadable, evaluation = [], [], None
+        for line, record in read_records(path) if path.exists() else ():
+            if record is None:
+                unreadable.append(line)
+            elif record["step"] <= step:
+                kept.append(line.rstrip(b"\n") + b"\n")
                 if record["step"] == step and "val_loss" in record:
                     evaluation = record
-        publish_text(path, "".join(kept))
-        self._metrics = open(path, "a", buffering=1)  # noqa: SIM115
+        if unreadable:
+            aside = path.with_name(f"{path.name}.unreadable")
+            unreadable = [aside.read_bytes() if aside.is_file() else b"", *unreadable]
+            with files.publish(aside) as file:
+                file.writelines(unreadable)
+            self.warn(f"{path} has {len(unreadable) - 1} line(s) that are no records; they are in {aside.name} now")
+        with files.publish(path) as file:
+            file.writelines(kept)
+        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         return evaluation
 
     def start_wandb(self, config: Config, run_id: str) -> str:

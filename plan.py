@@ -6,7 +6,6 @@ rank, and imports no torch. The speed is an assumption: --plan_mfu, or a usual o
 
 import dataclasses
 import json
-import os
 import statistics
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import cluster
 import footprint
 import settings
 from cluster import Hardware
+from log import read_records
 from settings import Config, PlanConfig, UserError
 
 GPT2_VOCAB_SIZE = 50257  # where no dataset says another
@@ -25,7 +25,7 @@ SMALL, SMALL_MFU = 300e6, 0.8  # below so many parameters the kernels are short 
 
 def main(config: Config, options: PlanConfig) -> None:
     """Print the plan of the run that `config` describes. Raises UserError."""
-    if os.environ.get("RANK", "0") == "0":
+    if settings.read_ranks()[0] == 0:
         facts = make(config, options)
         print(json.dumps(facts, indent=2) if options.plan_json else text(facts), flush=True)
 
@@ -189,7 +189,7 @@ def measured(config: Config, device: str, flops: float, peak_flops: float) -> di
     preset = path.with_name("config.toml")
     if not path.exists() or not preset.exists() or settings.read_preset(preset).train.device != device:
         return None
-    records = [json.loads(line) for line in path.read_text().split("\n")[:-1] if '"mfu"' in line]
+    records = [record for _, record in read_records(path) if record and record.get("mfu") and record.get("tokens_per_second")]
     if not records:
         return None
     mfu = statistics.median(record["mfu"] for record in records)

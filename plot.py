@@ -3,7 +3,6 @@
 python plot.py runs/A runs/B --out=curves.png
 """
 
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import tyro
 import cli
 import files
 import settings
+from log import Record, read_records
 from settings import UserError
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
@@ -36,8 +36,8 @@ class Curves:
     """The records of a metrics.jsonl, divided into those of training and those of evaluations."""
 
     name: str
-    training: list[dict]
-    validation: list[dict]
+    training: list[Record]
+    validation: list[Record]
 
     def tokens_per_step(self) -> int:
         """The global batch in tokens. 0 if the records do not say."""
@@ -65,20 +65,12 @@ def read(run: Path) -> Curves:
     Raises UserError if there is no metrics.jsonl, if one of its lines is no record, or if nothing was logged yet.
     """
     path = run / "metrics.jsonl"
-    try:
-        texts = path.read_text(errors="replace").splitlines()
-    except OSError:
-        raise UserError(f"no {path}; a run is a directory that train.py made, such as runs/NAME") from None
-    records = []
-    for number, text in enumerate(texts, 1):
-        try:
-            record = json.loads(text)
-            if not is_finite(record["step"]):
-                raise ValueError
-            records.append(record)
-        except (ValueError, KeyError, TypeError):
-            if number < len(texts):
-                raise UserError(f"{path}, line {number}: not a JSON object with a step") from None
+    if not path.exists():
+        raise UserError(f"no {path}; a run is a directory that train.py made, such as runs/NAME")
+    found = [record for _, record in read_records(path)]
+    if None in found[:-1]:
+        raise UserError(f"{path}, line {found.index(None) + 1}: not a JSON object with a step and numbers")
+    records = [record for record in found if record is not None]
     training, validation = ([record for record in records if key in record] for key in ("loss", "val_loss"))
     if not training and not validation:
         raise UserError(f"{path} is empty: nothing was logged yet; lines come every --log_every steps")
@@ -205,12 +197,12 @@ def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:
 
 
 def save(figure, out: Path) -> None:
-    """Publish `figure` as `out`. Raises UserError if it cannot be written."""
+    """Publish `figure` as `out`. Raises UserError for an unknown format, OSError if it cannot be written."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with files.publish(out) as file:
             figure.savefig(file, format=out.suffix[1:] or "png")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"cannot write {out}: {error}") from None
 
 

@@ -8,10 +8,10 @@ so the number of workers changes nothing. The same command again after a kill go
 Many machines share a corpus: each one makes --part=NUMBER/COUNT of it, and --join makes one dataset of the parts in --out.
 """
 
-import contextlib
 import hashlib
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -29,11 +29,12 @@ import files
 import hub
 import settings
 from check_data import check
+from dataset import read_metadata
 from encode import Split, by_hash, choose_split, encode_all
 from join import join, part_directory, part_files
 from settings import UserError, cores
-from shards import DatasetWriter, is_finished, read_progress
-from sources import SourceFile, embedded_corpus, fetch, fetch_ahead, hub_files, local_files, parse, read_units
+from shards import DatasetWriter, Progress, SavedRequest, is_finished, read_progress
+from sources import SourceFile, TextFormat, embedded_corpus, fetch, fetch_ahead, hub_files, local_files, parse, read_units
 from tokenizer import Tokenizer, load, resolve
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
@@ -53,6 +54,8 @@ class PrepareConfig:
     train:4096 without a source)."""
     column: str = "text"
     """The column of .parquet files, or the key in .jsonl files, that holds the text."""
+    max_document_bytes: int = 1 << 25
+    """The longest line of a .jsonl file and the longest row of a .parquet file. Memory grows with it."""
     val_fraction: float = -1.0
     """Share of the documents for validation (negative: 0.05; with fewer than 100 documents, the last 0.1 of the text)."""
     max_tokens: str = ""
@@ -100,15 +103,15 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
 
 def earlier_sources(directory: Path) -> dict[str, dict]:
     """The records of the sources that an earlier run in this directory has read, by their path."""
-    for path in (directory / "dataset.json", directory / "progress.json"):
-        if path.exists():
-            content = files.read_json(path)
-            with contextlib.suppress(LookupError, TypeError):  # a damaged file is reported when the rest of it is read
-                return {record["path"]: record for record in content.get("request", content)["source"]}
-    return {}
+    progress, records = directory / "progress.json", []
+    if (directory / "dataset.json").exists():
+        records = read_metadata(directory)["source"]
+    elif progress.exists():
+        records = files.convert(files.read_json(progress, Progress)["request"], SavedRequest, str(progress))["source"]
+    return {record["path"]: record for record in records}
 
 
-def sample(source_files: list[SourceFile], column: str) -> Iterator[str]:
+def sample(source_files: list[SourceFile], text: TextFormat) -> Iterator[str]:
     """At most SAMPLE_CHARACTERS of text, in equal parts from the beginnings of at most 1000 of the files.
 
     Of files on the hub, only the first one is used: it has to be downloaded.
@@ -118,17 +121,17 @@ def sample(source_files: list[SourceFile], column: str) -> Iterator[str]:
     left = SAMPLE_CHARACTERS
     for number, file in enumerate(chosen):
         share = left // (len(chosen) - number)
-        for piece in (piece for _, unit in read_units([fetch(file)], column) for piece in parse(unit)):
-            text = piece.data.decode("utf-8", "replace")[:share]
-            yield text
-            share, left = share - len(text), left - len(text)
+        for piece in (piece for _, unit in read_units([fetch(file)], text) for piece in parse(unit)):
+            part = piece.data.decode("utf-8", "replace")[:share]
+            yield part
+            share, left = share - len(part), left - len(part)
             if not share:
                 break
 
 
-def make_tokenizer(spec: str, source_files: list[SourceFile], column: str = "text") -> Tokenizer:
+def make_tokenizer(spec: str, source_files: list[SourceFile], text: TextFormat) -> Tokenizer:
     """The tokenizer that `spec` names. train:N learns it from the files."""
-    tokenizer = resolve(spec, lambda: sample(source_files, column))
+    tokenizer = resolve(spec, lambda: sample(source_files, text))
     if spec.startswith("train:") and tokenizer.vocab_size < int(spec[6:]):
         print(f"--tokenizer={spec}: there is too little text for more than {tokenizer.vocab_size} tokens")
     return tokenizer
@@ -142,7 +145,7 @@ def prepare(config: PrepareConfig) -> None:
     """Make the dataset directory that `config` describes, finish it, or find it finished. Raises UserError."""
     began = time.perf_counter()
     options, part = read_options(config), read_part(config)
-    directory = out_directory(config)
+    directory, text = out_directory(config), TextFormat(config.column, config.max_document_bytes)
     if part:
         directory = part_directory(directory, *part)
         options |= {"part": f"{part[0]}/{part[1]}", "shard_tokens": config.shard_tokens}  # what joining needs
@@ -168,18 +171,18 @@ def prepare(config: PrepareConfig) -> None:
     elif progress and not progress["by_tail"]:
         split = Split(progress["val_fraction"])  # the beginning of the text, which tells this, may have to be downloaded
     else:
-        split = choose_split(map(fetch, source_files), config.column, config.val_fraction)
+        split = choose_split(map(fetch, source_files), text, config.val_fraction)
     if progress:
         tokenizer = load(directory / "tokenizer.json", name=request["tokenizer"])
     else:
-        tokenizer = make_tokenizer(request["tokenizer"], source_files, config.column)
+        tokenizer = make_tokenizer(request["tokenizer"], source_files, text)
     writer = DatasetWriter(directory, request, tokenizer, split.val_fraction, by_tail=split.boundary is not None)
     if progress:
         writer.restore(progress)
         print(f"{directory}: going on after {len(writer.records)} finished shards")
     else:
         writer.begin()
-    encode_files(writer, split, source_files, config)
+    encode_files(writer, split, source_files, text, config)
     writer.finish()
     remove_downloads(downloads, config.keep_downloads)
     print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
@@ -195,17 +198,19 @@ def remove_downloads(downloads: Path, keep: bool) -> None:
 
 def read_options(config: PrepareConfig) -> dict:
     """The settings that only matter if they are given, for dataset.json. Raises UserError for settings that cannot work."""
-    if config.val_fraction == 0 or config.val_fraction >= 1:
+    if not math.isfinite(config.val_fraction) or config.val_fraction == 0 or config.val_fraction >= 1:
         raise UserError(f"--val_fraction={config.val_fraction} leaves a split empty; more than 0 and less than 1 works, as 0.1")
-    if not 0 < config.shard_tokens < 2**31 or config.workers < 0:
-        raise UserError("--shard_tokens must be at least 1 and less than 2^31, --workers at least 0")
+    if not 0 < config.shard_tokens < 2**31 or not 0 <= config.workers <= 1024:
+        raise UserError("--shard_tokens must be at least 1 and less than 2^31, --workers at least 0 and at most 1024")
+    if not 0 < config.max_document_bytes <= 2**31:
+        raise UserError("--max_document_bytes must be at least 1 and at most 2^31")
     options = {}
     if config.column != "text":
         options["column"] = config.column
     if config.max_tokens:
         number = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", config.max_tokens.upper())
         options["max_tokens"] = int(Fraction(number[1]) * MULTIPLES[number[2]]) if number else 0
-        if options["max_tokens"] < 2:
+        if not 2 <= options["max_tokens"] < 1 << 62:
             raise UserError(f"--max_tokens={config.max_tokens} is not a number of tokens such as 500M or 10B")
     return options
 
@@ -236,7 +241,9 @@ def out_directory(config: PrepareConfig) -> Path:
     return Path("tokens") / Path(config.sources[0]).resolve().name.split(".")[0]
 
 
-def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceFile], config: PrepareConfig) -> None:
+def encode_files(
+    writer: DatasetWriter, split: Split, source_files: list[SourceFile], text: TextFormat, config: PrepareConfig
+) -> None:
     """Encode the text that is not on disk yet, and write its tokens."""
     start, bar_style = writer.position, {}
     first = start[0]
@@ -246,7 +253,7 @@ def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceF
     bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, **bar_style)
 
     def units():
-        for position, unit in read_units(fetch_ahead(source_files[first:], config.keep_downloads), config.column, first):
+        for position, unit in read_units(fetch_ahead(source_files[first:], config.keep_downloads), text, first):
             if writer.is_full:
                 return
             if position > start:

@@ -33,8 +33,9 @@ import tokenizer
 import train
 from checkpoint import TrainState
 from dataset import read_windows
+from log import Record, read_records
 from parallel import whole
-from settings import Config, UserError
+from settings import UserError
 from world import World
 
 OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
@@ -82,10 +83,10 @@ def main(config: ReplayConfig) -> int:
     directory = Path(config.run)
     newest, warnings = checkpoint.find(config.run)
     state = checkpoint.load_state(newest)
-    world = train.join(settings.replace(Config(), **state.settings))
+    world = train.join(settings.from_record(state.settings, str(newest)))
     if config.verify:
         return verify(config, directory, state, world)
-    records = read_records(directory / "metrics.jsonl")
+    records = recorded_steps(directory / "metrics.jsonl")
     step = config.step or max(records, default=0)
     last = step + config.steps - 1
     if step < 1 or last > max(records, default=0):
@@ -104,21 +105,9 @@ def main(config: ReplayConfig) -> int:
     return int(any(r.same is False for r in replayed))
 
 
-def read_records(path: Path) -> dict[int, dict]:
+def recorded_steps(path: Path) -> dict[int, Record]:
     """The training records of a metrics.jsonl by step. Raises UserError where it cannot be read."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; a run directory is wanted, such as runs/NAME") from None
-    records = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-            if "loss" in record:
-                records[record["step"]] = record
-        except (ValueError, KeyError, TypeError):  # torn by a kill
-            continue
-    return records
+    return {record["step"]: record for _, record in read_records(path) if record and "loss" in record and "grad_norm" in record}
 
 
 def open_before(
@@ -127,14 +116,13 @@ def open_before(
     """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning."""
     era = max((e for e in state.history if e["step"] < step), key=lambda e: e["step"], default=None)
     if era is None:
-        raise UserError(
-            f"{directory} begins at step {state.history[0]['step']}; earlier steps are those of the run it came from"
-        )
+        begins = min((e["step"] for e in state.history), default=state.step)
+        raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
     for path in reversed(checkpoint.published(directory / "checkpoints")) if start is None else ():
         if path.name < checkpoint.step_directory(path.parent, step).name and checkpoint.fault(path) is None:
             start = path
             break
-    training = settings.replace(Config(), **era["settings"])
+    training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
     if config.tokens:
         training = settings.replace(training, tokens=config.tokens)
     if start is None and training.run.resume not in ("auto", "off"):

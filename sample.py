@@ -8,8 +8,16 @@ from typing import Literal
 
 import tyro
 
+import files
 import settings
 from settings import UserError
+
+RANGES = [
+    ("max_new_tokens top_k", "at least 0 and at most 10^9", lambda x: 0 <= x <= 10**9),
+    ("temperature", "at least 0", lambda x: x >= 0),
+    ("num_samples", "greater than 0 and at most 10^9", lambda x: 0 < x <= 10**9),
+    ("seed", "at least 0 and less than 2^63", lambda x: 0 <= x < 1 << 63),
+]
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,11 @@ def main(config: SampleConfig) -> None:
 
     import checkpoint
     import device
-    import files
     import tokenizer
     from model import generate
     from world import connect
 
-    for name in ("max_new_tokens", "temperature", "top_k"):
-        if getattr(config, name) < 0:
-            raise UserError(f"--{name} must not be negative")
-    if config.num_samples < 1:
-        raise UserError("--num_samples must be greater than 0")
+    settings.refuse(settings.number_problems(config, RANGES))
     directory, model = checkpoint.load_model(config.run)
     if not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}")
@@ -73,10 +76,7 @@ def read_prompt(prompt: str) -> str:
     """The text that --prompt means. Raises UserError where its file cannot be read."""
     if not prompt.startswith("FILE:"):
         return prompt
-    try:
-        return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--prompt={prompt}: {error}") from None
+    return files.read_text(Path(prompt.removeprefix("FILE:")))
 
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:

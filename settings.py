@@ -12,25 +12,57 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from cli import RunError, UserError, flat_fields, flat_values, parse, read_value, refuse, suggestion, syntax, user_errors
+import files
+from cli import (
+    RunError,
+    UserError,
+    alternatives,
+    flat_fields,
+    flat_values,
+    parse,
+    read_ranks,
+    read_value,
+    refuse,
+    suggestion,
+    syntax,
+    user_errors,
+)
 
-__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "user_errors"]  # for the commands, from cli.py
+__all__ = [
+    "RunError",
+    "UserError",
+    "flat_fields",
+    "flat_values",
+    "parse",
+    "read_ranks",
+    "refuse",
+    "user_errors",
+]  # for the commands, from cli.py
 HERE = Path(__file__).parent
-# What numbers must be, besides finite.
+# What numbers must be, besides finite. The upper bounds keep what is computed from a number, such as a list, small.
 RANGES = [
-    ("n_layer n_head n_embd seq_len rope_theta norm_eps lr steps", "greater than 0", lambda x: x > 0),
-    ("tokens_per_update micro_batch_size replicate log_every plan_world_size", "greater than 0", lambda x: x > 0),
-    ("max_minutes vocab_size n_kv_head head_dim d_ff weight_decay grad_clip threads", "at least 0", lambda x: x >= 0),
-    ("max_skipped_steps check_replicas_every eval_every eval_tokens", "at least 0", lambda x: x >= 0),
-    ("save_every keep_last keep_best dollars_per_gpu_hour", "at least 0", lambda x: x >= 0),
+    ("n_layer", "greater than 0 and at most 4096", lambda x: 0 < x <= 1 << 12),
+    ("n_head", "greater than 0 and at most 65536", lambda x: 0 < x <= 1 << 16),
+    ("n_embd seq_len micro_batch_size", "greater than 0 and at most 2^24", lambda x: 0 < x <= 1 << 24),
+    ("vocab_size n_kv_head head_dim d_ff", "at least 0 and at most 2^24", lambda x: 0 <= x <= 1 << 24),
+    ("replicate plan_world_size", "greater than 0 and at most 2^20", lambda x: 0 < x <= 1 << 20),
+    ("tokens_per_update", "greater than 0 and at most 2^32", lambda x: 0 < x <= 1 << 32),
+    ("steps log_every", "greater than 0 and at most 10^12", lambda x: 0 < x <= 10**12),
+    ("max_skipped_steps check_replicas_every eval_every", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12),
+    ("save_every keep_last keep_best eval_tokens", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12),
+    ("threads", "at least 0 and at most 4096", lambda x: 0 <= x <= 1 << 12),
+    ("rope_theta norm_eps lr", "greater than 0", lambda x: x > 0),
+    ("max_minutes weight_decay grad_clip dollars_per_gpu_hour", "at least 0", lambda x: x >= 0),
     ("plan_mfu", "at least 0 and at most 1", lambda x: 0 <= x <= 1),
     ("dropout beta1 beta2 momentum", "at least 0 and less than 1", lambda x: 0 <= x < 1),
     ("cooldown_fraction", "greater than 0 and at most 1", lambda x: 0 < x <= 1),
     ("timeout_minutes", "greater than 0 and at most 1000000", lambda x: 0 < x <= 1e6),
     ("seed", "at least 0 and less than 2^63", lambda x: 0 <= x < 1 << 63),
 ]
+MOST_SKIPPED = 10**6  # batches that --skip_steps may name
+MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
 
 
 def cores() -> int:
@@ -213,8 +245,11 @@ class Config:
     @property
     def skipped_batches(self) -> tuple[int, ...]:
         """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises ValueError."""
-        ranges = [part.split("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
-        return tuple(sorted({step - 1 for first, *last in ranges for step in range(int(first), int((last or [first])[0]) + 1)}))
+        parts = [part.split("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
+        ranges = [range(int(first) - 1, int((last or [first])[0])) for first, *last in parts]
+        if any(batches.stop - batches.start > MOST_SKIPPED for batches in ranges) or sum(map(len, ranges)) > MOST_SKIPPED:
+            raise ValueError
+        return tuple(sorted({batch for batches in ranges for batch in batches}))
 
     @property
     def sequences_per_update(self) -> int:
@@ -276,19 +311,21 @@ def load_command(args: list[str], description: str) -> Command:
     if not config.run.name:
         config = replace(config, name=preset.stem)
     refuse(number_problems(plan))
-    check(config, plan.plan_world_size if plan.plan else int(os.environ.get("WORLD_SIZE", "1")))
+    check(config, plan.plan_world_size if plan.plan else read_ranks()[1])
     return Command(config, plan)
 
 
 def read_preset(path: Path) -> Config:
     """The `Config` in a TOML file with one table a group. Raises one UserError with all its mistakes."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
+    if path.is_dir() or not path.exists():
         presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
-        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}") from None
+        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}")
+    try:
+        content = tomllib.loads(files.read_text(path, 1 << 20))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: it is nested too deeply") from None
     groups = {group.name: flat_fields(group.type) for group in dataclasses.fields(Config)}
     home = {key: table for table, keys in groups.items() for key in keys}
     values, mistakes = {}, []
@@ -303,12 +340,28 @@ def read_preset(path: Path) -> Config:
             else:
                 if key == "tokens" and isinstance(value, list):
                     value = ",".join(map(str, value))
-                kind = groups[table][key].type
-                values[key] = read_value(kind, str(value))
-                if values[key] != value:  # such as a number in quotes
-                    mistakes.append(f"{key} in [{table}] must be {syntax(kind)}, not {value!r}")
+                values[key], mistake = typed(groups[table][key].type, value)
+                mistakes += [f"{key} in [{table}] {mistake}"] if mistake else []
     refuse(f"{path}: {mistake}" for mistake in mistakes)
     return replace(Config(), **values)
+
+
+def typed(kind, value) -> tuple[Any, str]:
+    """A setting of type `kind` from a value of TOML or JSON, and what is wrong with it, if anything."""
+    found = read_value(kind, str(value) if isinstance(value, str | int | float) else repr(value))
+    if isinstance(found, ValueError) and isinstance(value, str) and str in alternatives(kind):
+        return found, str(found)
+    return found, "" if found == value else f"must be {syntax(kind)}, not {value!r}"  # such as a number in quotes
+
+
+def from_record(values: dict[str, Any], where: str) -> Config:
+    """The `Config` whose settings a run has recorded as `values`. Unknown ones are left out. Raises UserError."""
+    kinds = {name: item.type for name, item in flat_fields(Config).items()}
+    found = {name: typed(kinds[name], value) for name, value in values.items() if name in kinds}
+    refuse(f"{where}: settings.{name} {mistake}" for name, (_, mistake) in found.items() if mistake)
+    config = replace(Config(), **{name: value for name, (value, _) in found.items()})
+    refuse(f"{where}: {problem}" for problem in range_problems(config))
+    return config
 
 
 def check(config: Config, world_size: int) -> None:
@@ -320,11 +373,13 @@ def check(config: Config, world_size: int) -> None:
     refuse([*strategy_problems(config, world_size), *shape_problems(config.model), *share_problems(config, world_size)])
 
 
-def number_problems(config: Config | PlanConfig) -> Iterator[str]:
-    """The numbers that are outside their range."""
+def number_problems(config, ranges: list[tuple] = RANGES) -> Iterator[str]:
+    """The numbers in any config that are outside their range."""
     for name, value in flat_values(config).items():
-        words, holds = next((rule for names, *rule in RANGES if name in names.split()), ("a finite number", lambda x: True))
-        if not isinstance(value, str) and not (math.isfinite(value) and holds(value)):
+        words, holds = next(
+            (rule for names, *rule in ranges if name in names.split()), ("a finite number", lambda x: abs(x) < 1 << 63)
+        )
+        if isinstance(value, int | float) and not (value == value and abs(value) != math.inf and holds(value)):
             yield f"--{name} must be {words}, not {value}"
 
 
@@ -402,6 +457,9 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     micro_batch = config.model.seq_len * (1 if micro == "auto" else micro)  # in tokens
     smallest = micro_batch * world_size
     unit = micro_batch if exact else smallest
+    if micro != "auto" and tokens // micro_batch > MOST_MICRO_BATCHES:
+        yield f"--tokens_per_update={tokens} is {tokens // micro_batch:,} micro-batches; at most {MOST_MICRO_BATCHES:,} work"
+        return
     if tokens % unit == 0 and tokens >= smallest:
         return
     factors = [f"--seq_len={config.model.seq_len}"]

@@ -8,17 +8,49 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
 import files
-from dataset import token_dtype, write_shard
+from dataset import Count, ShardRecord, SourceRecord, read_metadata, token_dtype, write_shard
 from settings import UserError
 from sources import Position
 from tokenizer import Tokenizer
 
 SPLITS = ("train", "val")
 START = (0, -1)  # the position before all units
+
+
+class SplitProgress(TypedDict):
+    """What `ShardWriter.restore` needs."""
+
+    finished: list[ShardRecord]
+    saved: Count
+
+
+class SplitsProgress(TypedDict):
+    """The progress of both splits."""
+
+    train: SplitProgress
+    val: SplitProgress
+
+
+class SavedRequest(TypedDict):
+    """What of a request is read before the request is compared with another as a whole."""
+
+    source: list[SourceRecord]
+
+
+class Progress(TypedDict):
+    """The content of progress.json."""
+
+    request: dict
+    val_fraction: Annotated[float, Meta(ge=0, le=1)]
+    by_tail: bool
+    position: tuple[Annotated[int, Meta(ge=0, le=1 << 62)], Annotated[int, Meta(ge=-1, le=1 << 62)]]
+    splits: SplitsProgress
 
 
 class ShardWriter:
@@ -79,7 +111,12 @@ class ShardWriter:
     def restore(self, finished: list[dict], saved: int) -> None:
         """Go on where `save` was called."""
         self.finished, self.total = finished, sum(record["tokens"] for record in finished)
-        self.add(np.fromfile(self.partial, self.buffer.dtype, saved))
+        if saved >= len(self.buffer) or files.require_regular(self.partial).stat().st_size < saved * self.buffer.itemsize:
+            raise UserError(f"{self.partial} does not hold {saved} tokens; remove {self.directory}, or choose another --out")
+        tokens = np.fromfile(self.partial, self.buffer.dtype, saved)
+        if saved and tokens.max() >= self.tokenizer.vocab_size:
+            raise UserError(f"{self.partial} is damaged; remove {self.directory}, or choose another --out")
+        self.add(tokens)
         self.saved = saved
 
 
@@ -120,7 +157,7 @@ class DatasetWriter:
         self.save()
         self.tokenizer.save(self.directory / "tokenizer.json")
 
-    def restore(self, progress: dict) -> None:
+    def restore(self, progress: Progress) -> None:
         """Go on where an earlier run ended."""
         self.position = tuple(progress["position"])
         for split, writer in self.splits.items():
@@ -180,21 +217,17 @@ class DatasetWriter:
 
 def is_finished(directory: Path, request: dict) -> bool:
     """Whether the directory holds the requested dataset. Raises UserError if it holds another one."""
-    path = directory / "dataset.json"
-    if not path.exists():
+    if not (directory / "dataset.json").exists():
         return False
-    metadata = files.read_json(path)
-    try:
-        train = [record["tokens"] for record in metadata["shards"] if record["split"] == "train"]
-        found = {
-            "source": metadata["source"],
-            "--tokenizer": metadata["tokenizer"]["name"],
-            "--val_fraction": metadata["val_fraction"],
-            "--shard_tokens": max(train, default=0),
-            **{f"--{option}": value for option, value in metadata.get("options", {}).items()},
-        }
-    except (LookupError, TypeError):
-        raise UserError(f"{path} is damaged; remove {directory} or choose another --out") from None
+    metadata = read_metadata(directory)
+    train = [record["tokens"] for record in metadata["shards"] if record["split"] == "train"]
+    found = {
+        "source": metadata["source"],
+        "--tokenizer": metadata["tokenizer"]["name"],
+        "--val_fraction": metadata["val_fraction"],
+        "--shard_tokens": max(train, default=0),
+        **{f"--{option}": value for option, value in metadata.get("options", {}).items()},
+    }
     wanted = {
         "source": request["source"],
         "--tokenizer": request["tokenizer"],
@@ -216,7 +249,7 @@ def remove_progress(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_progress(directory: Path, request: dict, ignore: str) -> dict | None:
+def read_progress(directory: Path, request: dict, ignore: str) -> Progress | None:
     """What an earlier run of this request has saved. None if there was no such run, or if its files are gone.
 
     Raises UserError if the directory holds something else, apart from names like `ignore`.
@@ -226,13 +259,10 @@ def read_progress(directory: Path, request: dict, ignore: str) -> dict | None:
         if directory.exists() and any(not p.match(".*") and not p.match(ignore) for p in directory.iterdir()):
             raise UserError(f"{directory} holds other files; choose another --out, or remove it")
         return None
-    progress = files.read_json(path)
-    try:
-        names = ["tokenizer.json"]
-        for split in SPLITS:
-            records = progress["splits"][split]["finished"]
-            names += [record["file"] for record in records] + [f"{split}_{len(records):06d}.partial"]
-        is_whole = all((directory / name).exists() for name in names)
-        return progress if is_whole and progress["request"] == request else None
-    except (LookupError, TypeError, AttributeError):
-        raise UserError(f"{path} is damaged; remove {directory}, or choose another --out") from None
+    progress = files.read_json(path, Progress)
+    names = ["tokenizer.json"]
+    for split in SPLITS:
+        records = progress["splits"][split]["finished"]
+        names += [record["file"] for record in records] + [f"{split}_{len(records):06d}.partial"]
+    is_whole = all((directory / name).is_file() for name in names)
+    return progress if is_whole and progress["request"] == request else None

@@ -15,11 +15,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+import files
 import hub
 from settings import UserError
 
 UNIT_BYTES = 1 << 20  # how much is read at a time; a worker encodes one unit
 HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
+PARQUET_ROWS = 16  # that are decoded at a time; each may be as long as the longest document
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
@@ -37,7 +39,16 @@ class SourceFile:
     path: Path  # on this machine; a file on the hub is there once it is downloaded
     name: str  # relative to its source
     size: int
+    modified: int = 0  # when it was last changed, in nanoseconds
     remote: hub.HubFile | None = None
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How files hold documents."""
+
+    column: str = "text"  # of .parquet files, or the key in .jsonl files
+    max_document_bytes: int = 1 << 25  # the longest line or row
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,8 @@ def local_files(source: str) -> list[SourceFile]:
 
 def listed(root: Path, paths: Iterable[Path]) -> list[SourceFile]:
     """The files among `paths`, which are `root` or under it, in the order of their names."""
-    return [SourceFile(p, p.relative_to(root).as_posix(), p.stat().st_size) for p in sorted(paths) if p.is_file()]
+    found = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
+    return [SourceFile(path, path.relative_to(root).as_posix(), s.st_size, s.st_mtime_ns) for path, s in found]
 
 
 def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
@@ -88,7 +100,7 @@ def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
     found = hub.list_files(source, commit, HUB_SUFFIXES, downloads)
     if not found:
         raise UserError(f"{source}: wanted {' '.join(HUB_SUFFIXES)}, and there are none")
-    return [SourceFile(file.local, file.path, file.size, file) for file in found]
+    return [SourceFile(file.local, file.path, file.size, remote=file) for file in found]
 
 
 def fetch(file: SourceFile) -> Path:
@@ -113,26 +125,38 @@ def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
             download.result()
         download = start(following)
         yield file.path
+        check_unchanged(file)
         if file.remote and not keep:
             file.path.unlink()
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Raise UserError if a file on this machine is not the one that was listed: its text would be of two versions."""
+    if not file.remote:
+        status = file.path.stat()
+        if (status.st_size, status.st_mtime_ns) != (file.size, file.modified):
+            raise UserError(f"{file.path} changed while it was read; remove what was prepared, and prepare it again")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text
 
 
-def read_chunks(path: Path, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
+def read_chunks(path: Path, find_cut: Callable[[bytes], int], limit: int) -> Iterator[tuple[int, bytes]]:
     """Read a file, decompressed, as (bytes on disk, content) in chunks of about UNIT_BYTES.
 
-    find_cut: where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError.
+    find_cut: where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also where no chunk ends within
+    `limit` bytes.
     """
     try:
-        with open(path, "rb") as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
+        with files.open_regular(path) as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
             rest, position = b"", 0
             while content := stream.read(UNIT_BYTES):
                 content = rest + content
                 end = find_cut(content) if len(content) >= UNIT_BYTES else 0
                 rest = content[end:]
+                if len(rest) > limit:
+                    raise UserError(f"{path}: a line is longer than --max_document_bytes={limit}")
                 if end:
                     yield raw.tell() - position, content[:end]
                     position = raw.tell()
@@ -154,33 +178,40 @@ def end_of_words(content: bytes) -> int:
     return incomplete.start() if incomplete else len(content)
 
 
-def parquet_documents(path: Path, column: str) -> Iterator[Piece]:
+def parquet_documents(path: Path, form: TextFormat) -> Iterator[Piece]:
     """The rows of a column of a parquet file, one document each. Raises UserError."""
+    column, limit = form.column, form.max_document_bytes
     try:
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=UNIT_BYTES)
+        file = pyarrow.parquet.ParquetFile(files.require_regular(path), buffer_size=UNIT_BYTES)
         schema, strings = file.schema_arrow, (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
         if column not in schema.names or schema.field(column).type not in strings:
             raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {", ".join(schema.names)}')
         row_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
-        for batch in file.iter_batches(batch_size=256, columns=[column]):
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+            chunks = map(group.column, range(group.num_columns))
+            if sum(c.total_uncompressed_size for c in chunks if c.path_in_schema == column) > max(1, group.num_rows) * limit:
+                raise UserError(f"{path}: a row is longer than --max_document_bytes={limit}")
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
             for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                if text and len(text) > limit:
+                    raise UserError(f"{path}: a row is longer than --max_document_bytes={limit}")
                 yield Piece(row_bytes, text or b"")
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def read_pieces(path: Path, column: str) -> Iterator[Piece]:
+def read_pieces(path: Path, form: TextFormat) -> Iterator[Piece]:
     """Read a file in pieces of at most about UNIT_BYTES (a row of a parquet file is one piece)."""
     if text_format(path) == ".parquet":
-        yield from parquet_documents(path, column)
+        yield from parquet_documents(path, form)
     elif text_format(path) == ".jsonl":
         line = 1
-        for size, data in read_chunks(path, lambda content: content.rfind(b"\n") + 1):
-            yield Piece(size, data, lines=(path, line, column))
+        for size, data in read_chunks(path, lambda content: content.rfind(b"\n") + 1, form.max_document_bytes):
+            yield Piece(size, data, lines=(path, line, form.column))
             line += data.count(b"\n")
     else:
         document_hash = None
-        for size, data in read_chunks(path, end_of_words):
+        for size, data in read_chunks(path, end_of_words, form.max_document_bytes):
             is_first = document_hash is None
             document_hash = split_hash(data) if is_first else document_hash
             yield Piece(size, data, is_first, document_hash)
@@ -189,7 +220,7 @@ def read_pieces(path: Path, column: str) -> Iterator[Piece]:
 Position = tuple[int, int]  # of a unit: the file it was counted from, and its number since
 
 
-def read_units(paths: Iterable[Path], column: str, first_file: int = 0) -> Iterator[tuple[Position, list[Piece]]]:
+def read_units(paths: Iterable[Path], form: TextFormat, first_file: int = 0) -> Iterator[tuple[Position, list[Piece]]]:
     """Read files in order, in units of about UNIT_BYTES, each with its position.
 
     Units are counted from the last file at whose beginning one begins. Whoever starts to read at that file (its number
@@ -199,7 +230,7 @@ def read_units(paths: Iterable[Path], column: str, first_file: int = 0) -> Itera
     for index, path in enumerate(paths, first_file):
         if not unit:
             counted_from, number = index, 0
-        for piece in read_pieces(path, column):
+        for piece in read_pieces(path, form):
             unit.append(piece)
             filled += len(piece.data)
             if filled >= UNIT_BYTES:
@@ -224,7 +255,7 @@ def parse(unit: list[Piece]) -> Iterator[Piece]:
             try:
                 if line.strip() and (text := json.loads(line)[column]):
                     yield Piece(0, text.encode("utf-8", "replace"))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise UserError(f'{path}: line {number} is not a JSON object with a string under "{column}"') from None
 
 

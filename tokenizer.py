@@ -8,14 +8,15 @@ import base64
 import functools
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import tiktoken
 import tokenizers
+from msgspec import Meta
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import files
@@ -25,6 +26,7 @@ from settings import UserError
 END_OF_TEXT = "<|endoftext|>"
 FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 DOWNLOAD_SECONDS = 30
+LARGEST_TRAINED = 1_000_000  # N of train:N
 
 # Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
 # end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
@@ -40,6 +42,40 @@ O200K_PATTERN = "|".join(
 # OpenAI's .tiktoken files by their number of ranks: the pattern, and the id of the end-of-text token.
 KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
 NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
+
+
+# The outline of a tokenizer.json. The library checks the rest.
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 24)]
+
+
+class Bpe(TypedDict):
+    """The vocabulary and what merges its tokens. None and False are the only values read of the last keys."""
+
+    type: Annotated[str, Meta(pattern=r"\ABPE\Z")]
+    vocab: dict[Annotated[str, Meta(min_length=1, max_length=1024)], TokenId]
+    merges: list[str | tuple[str, str]]
+    ignore_merges: NotRequired[bool | None]
+    dropout: NotRequired[None]
+    byte_fallback: NotRequired[bool | None]
+    continuing_subword_prefix: NotRequired[Annotated[str, Meta(max_length=0)] | None]
+    end_of_word_suffix: NotRequired[Annotated[str, Meta(max_length=0)] | None]
+
+
+class AddedToken(TypedDict):
+    """A token that is found in text before it is split."""
+
+    id: TokenId
+    content: Annotated[str, Meta(min_length=1)]
+    special: bool
+
+
+class Definition(TypedDict):
+    """The content of a tokenizer.json."""
+
+    model: Bpe
+    added_tokens: list[AddedToken]
+    normalizer: NotRequired[Any]
+    pre_tokenizer: NotRequired[Any]
 
 
 @functools.cache
@@ -94,20 +130,17 @@ class Tokenizer:
 
 def load(path: str | Path, name: str = "") -> Tokenizer:
     """Load a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token."""
-    try:
-        return from_json(Path(path).read_text(encoding="utf-8"), name or str(path))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{path} is not a tokenizer.json of Hugging Face tokenizers") from None
+    return from_json(files.read_text(Path(path)), name or str(path))
 
 
 def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
     """Make the tokenizer that `--tokenizer=spec` names. `sample` gives the text that train:N learns from. Raises UserError."""
     scheme, _, number = spec.partition(":")
     if scheme == "train":
-        if not number.isdecimal() or int(number) < 257:
-            raise UserError(f"--tokenizer={spec}: N of train:N is a vocabulary of 257 (bytes and end-of-text) or more")
+        if not number.isdecimal() or len(number) > 9 or not 257 <= int(number) <= LARGEST_TRAINED:
+            raise UserError(
+                f"--tokenizer={spec}: N of train:N is a vocabulary of 257 (bytes and end-of-text) to {LARGEST_TRAINED:,}"
+            )
         return train(sample(), int(number), spec)
     if spec == "bytes":
         return from_ranks({bytes([b]): b for b in range(256)}, TRAINED_PATTERN, {END_OF_TEXT: 256}, spec)
@@ -152,14 +185,14 @@ def download(name: str) -> Tokenizer:
 def load_ranks(path: Path) -> Tokenizer:
     """Load a .tiktoken file: on each line a token in base64 and its rank. The number of ranks tells the pattern."""
     try:
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
+        lines = [line.split() for line in files.read_bytes(path).splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     except ValueError:
         raise UserError(f"{path}: a .tiktoken file has lines of a base64 token and its rank") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
         raise UserError(f"{path}: the ranks must be 0 to {len(ranks) - 1}, each once, with all 256 bytes among the tokens")
+    if max(map(len, ranks)) > 1024:
+        raise UserError(f"{path}: a token has more than 1024 bytes")
     pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
     return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
 
@@ -202,37 +235,41 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def from_json(text: str, name: str) -> Tokenizer:
-    """Make a tokenizer from the text of a tokenizer.json.
-
-    Raises ValueError if the text is no tokenizer.json, and UserError if it is one of another type.
-    """
-    definition = json.loads(text)
-    try:
-        slow = tokenizers.Tokenizer.from_str(text)
-        vocabulary = definition["model"]["vocab"]
-        special = {item["content"]: item["id"] for item in definition["added_tokens"]}
-    except Exception:  # the library raises bare Exception
-        raise ValueError("not a tokenizer.json") from None
-    if definition["model"].get("type") != "BPE" or not set(byte_chars().values()) <= vocabulary.keys():
-        raise UserError(f"{name} is not a byte-level BPE (with all 256 bytes among its tokens), the only type read here")
-    eot_token = next((special[token] for token in FOREIGN_END_OF_TEXT if token in special), None)
+    """Make a tokenizer from the text of a tokenizer.json. Raises UserError."""
+    definition = files.decode_json(text.encode(), Definition, f"{name} is not a tokenizer.json, or not a byte-level BPE")
+    model, added = definition["model"], {item["content"]: item["id"] for item in definition["added_tokens"]}
+    ordinary = {token: i for token, i in model["vocab"].items() if token not in added}
+    alphabet = set(byte_chars().values())
+    if not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
+        raise UserError(f"{name} is not a byte-level BPE (of all 256 bytes and nothing else), the only type read here")
+    if len({*ordinary.values(), *added.values()}) < len(ordinary) + len(added):
+        raise UserError(f"{name}: two tokens have the same id")
+    eot_token = next((added[token] for token in FOREIGN_END_OF_TEXT if token in added), None)
     if eot_token is None:
         raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
-    ordinary = {token: i for token, i in vocabulary.items() if token not in special}
-    vocab_size = max(*ordinary.values(), *special.values()) + 1
+    try:
+        slow = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{name} is not a tokenizer.json: {error}") from None
+    slow.no_truncation()
+    slow.no_padding()
+    for token, i in added.items():
+        if slow.token_to_id(token) != i:
+            raise UserError(f"{name}: added token {token!r} has the id {i}, and the vocabulary means {slow.token_to_id(token)}")
+    vocab_size = max(*ordinary.values(), *added.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]
     pattern, fast = _pattern(definition), None
-    if pattern and _is_rank_ordered(definition, vocabulary):
-        fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=special)
+    if pattern and _is_mergeable(model, ordinary, slow):
+        fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)
     return Tokenizer(name, text, vocab_size, eot_token, lengths, slow, fast)
 
 
-def _pattern(definition: dict) -> str | None:
+def _pattern(definition: Definition) -> str | None:
     """The regex with which a tokenizer.json splits text. None if it does anything more to the text before merging."""
-    if definition["normalizer"] or any(not item["special"] for item in definition["added_tokens"]):
+    if definition.get("normalizer") or not all(item["special"] for item in definition["added_tokens"]):
         return None
-    match definition["pre_tokenizer"]:
+    match definition.get("pre_tokenizer"):
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return GPT2_PATTERN
         case {
@@ -246,11 +283,22 @@ def _pattern(definition: dict) -> str | None:
     return None
 
 
-def _is_rank_ordered(definition: dict, vocabulary: dict[str, int]) -> bool:
-    """Whether the order of the merges is the order of the token ids, as tiktoken assumes."""
-    model = definition["model"]
-    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
-        return False
+def _is_mergeable(model: Bpe, ordinary: dict[str, int], slow: tokenizers.Tokenizer) -> bool:
+    """Whether tiktoken gives the same tokens. It has no merges: it joins two tokens wherever their bytes together are a token.
+
+    So the order of the merges must be that of the ids, and the merges must make every token out of its bytes. A token without
+    a merge, which only text that is exactly this token gives, must be one that tiktoken cannot join either.
+    """
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    made = [vocabulary.get("".join(pair), -1) for pair in pairs]
-    return all(a < b for a, b in itertools.pairwise(made)) and -1 not in made
+    made = {"".join(pair): ordinary.get("".join(pair), -1) for pair in pairs}
+    ordered = len(made) == len(pairs) and all(a < b for a, b in itertools.pairwise([-1, *made.values()]))
+    whole = [token for token in ordinary if len(token) > 1 and token not in made]
+    if not ordered or model.get("byte_fallback") or (whole and not model.get("ignore_merges")):
+        return False
+    ranks = _ranks(ordinary)
+    if any(len(_merge(token, ranks)) == 2 for token in _ranks(dict.fromkeys(whole, 0))):
+        return False
+    ignored, slow.model.ignore_merges = slow.model.ignore_merges, False
+    alone = [slow.model.tokenize(token) for token in made]
+    slow.model.ignore_merges = ignored
+    return all(len(tokens) == 1 for tokens in alone)

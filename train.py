@@ -22,7 +22,6 @@ if __name__ == "__main__":  # --help and bad flags are answered before torch, wh
     # speed. By default they wait for milliseconds, which takes the cores that other ranks and programs need.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import itertools
 import math
 import time
 import traceback
@@ -69,6 +68,7 @@ class Run:
     checkpoints: Checkpoints | None = None
     meter: Meter | None = None
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
+    val_loss: float = math.nan  # of the last evaluation
     drawn_at: float = field(default_factory=time.monotonic)  # when curves.png was last drawn
 
 
@@ -105,6 +105,8 @@ def prepare(config: Config, world: World) -> Run:
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     if world.is_master:
+        if dataset.tokenizer:  # a save needs it, and the first one may be hours away
+            hf.token_text(dataset.tokenizer, dataset.eot_token)
         files.remove_unfinished(directory / "checkpoints")
     start, notes = world.from_master(checkpoint.find_start(directory, config.run.resume) if world.is_master else None)
     continues = start is not None and start.parent.parent == directory
@@ -124,8 +126,8 @@ def prepare(config: Config, world: World) -> Run:
     run.log = log
     run.checkpoints = Checkpoints(directory / "checkpoints", config, dataset, world, log, start_step=state.step)
     if evaluation := world.from_master(log.rewind(state.step)):  # metrics.jsonl may be ahead of the checkpoint
-        run.evaluated_at = state.step
-        run.checkpoints.evaluated(state, evaluation["val_loss"])
+        run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
+        run.checkpoints.evaluated(state, run.val_loss)
     peak_flops = device.peak_flops(world.device, config.train.dtype) * world.size
     run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
     if world.is_master:
@@ -147,8 +149,10 @@ def build(
     engine = Engine(module, config, world)
     optimizers = engine.build_optimizers(config.optim)
     if start:
+        checkpoint.check_optimizer(start, engine.parameters, state)
         engine.scatter(optimizers, checkpoint.load_optimizer(start))
-        engine.scaler.load_state_dict(state.grad_scaler)
+        if state.grad_scaler:  # empty after another dtype than float16
+            engine.scaler.load_state_dict(state.grad_scaler)
     batches = data.Batches(
         dataset.streams("train"),
         dataset.shares,
@@ -165,11 +169,13 @@ def build(
 def train(run: Run) -> int:
     """Update until the last step; save, evaluate and log on the way. Returns the exit status."""
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
-    steps, skipped_in_a_row = config.train.steps, 0
+    steps, skipped_in_a_row, loss = config.train.steps, 0, 0.0
     if state.step == steps and run.evaluated_at == steps:
+        check_finite(run, run.val_loss)
         log.say(f"{log.directory} is complete at step {steps}; --steps=N goes further")
         return 0
-    upcoming = itertools.product(range(state.step, steps), world.share(config.micro_batches))
+    mine = world.share(config.micro_batches)
+    upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop = Stop(world, config.run.max_minutes)
     warm_up(run)
@@ -198,6 +204,7 @@ def train(run: Run) -> int:
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
+    check_finite(run, run.val_loss, loss)
     best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
     log.say(f"done: {steps} steps, {state.tokens:,} tokens{best}; {log.directory}")
     return 0
@@ -284,7 +291,7 @@ def validate(run: Run) -> None:
     engine.module.train()
     validation = run.dataset.validation(losses)
     val_loss, bits = validation["val_loss"], validation["val_bpb"]
-    run.evaluated_at = state.step
+    run.evaluated_at, run.val_loss = state.step, val_loss
     run.checkpoints.evaluated(state, val_loss)
     if not run.world.is_master:
         return
@@ -315,6 +322,15 @@ def note_skipped(run: Run, in_a_row: int) -> None:
         raise RunError(
             f"{in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); the checkpoint of step "
             f"{run.checkpoints.saved_at} is the newest; lower --lr, or try --dtype=float32"
+        )
+
+
+def check_finite(run: Run, *losses: float) -> None:
+    """Raise RunError unless the last losses of a complete run are finite."""
+    if not all(map(math.isfinite, losses)):
+        raise RunError(
+            f"{run.log.directory} ended at step {run.state.step} with a loss that is not finite: the weights are of no use; "
+            "start another run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
         )
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import device
-from settings import RunError, cores
+from settings import RunError, UserError, cores, read_ranks
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ def connect(
     ranks). timeout_minutes: how long a rank waits for another. deterministic, integers_only: see `device.make_deterministic`.
     Raises UserError where the device is not there.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, size, local_rank, local_size = read_ranks()
     share_gpus = os.environ.get("LOCKSTEP_SHARE_GPU") == "1"  # to try several ranks on one GPU
     own = device.find_device(device_name, local_rank, share_gpus)
     torch.set_num_threads(threads or max(1, cores() // local_size))
@@ -137,6 +136,11 @@ def connect(
         device.make_deterministic(own, integers_only)
     store = None
     if "RANK" in os.environ:
+        port = os.environ.get("MASTER_PORT", "")
+        if not os.environ.get("MASTER_ADDR") or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise UserError(
+                "RANK is set, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; torchrun sets all of them"
+            )
         # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])

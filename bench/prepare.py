@@ -40,7 +40,7 @@ class PrepareConfig:
 def main(config: PrepareConfig) -> None:
     """Measure all in turns. Print and write MB of text a second and the peak memory."""
     from prepare_data import make_tokenizer
-    from sources import embedded_corpus
+    from sources import TextFormat, embedded_corpus
 
     script = Path(config.build_nanogpt).resolve() / "fineweb.py"
     if config.build_nanogpt and not script.exists():
@@ -49,7 +49,7 @@ def main(config: PrepareConfig) -> None:
         text, tokenizer = Path(folder) / "text.parquet", Path(folder) / "tokenizer.json"
         print(f"making {config.megabytes} MB of text and the tokenizer", flush=True)
         size = make_text(text, config.megabytes)
-        make_tokenizer(config.tokenizer, embedded_corpus()).save(tokenizer)
+        make_tokenizer(config.tokenizer, embedded_corpus(), TextFormat()).save(tokenizer)
         memory = {}
 
         def ours() -> float:

@@ -68,7 +68,8 @@ def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(
     assert hard_kills.examine(tmp_path, 0) == [] and hard_kills.newest_step(tmp_path) == 0
     for step in (3, 4):
         with files.publish_directory(tmp_path / f"step-{step:08d}") as directory:
-            (directory / "model.safetensors").write_bytes(b"weights")
+            for name in checkpoint.FILES:
+                (directory / name).write_bytes(b"weights")
             checkpoint.write_manifest(directory)
     files.link(tmp_path / "latest", tmp_path / "step-00000004")
     assert hard_kills.examine(tmp_path, 4) == [] and hard_kills.killed_while(tmp_path) == "no checkpoint under way"

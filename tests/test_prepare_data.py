@@ -174,7 +174,7 @@ def test_a_tail_that_begins_with_a_piece_begins_with_end_of_text(here, monkeypat
     monkeypatch.setattr(sources, "UNIT_BYTES", 64)
     text = "".join(DOCUMENTS[:50])
     (here / "a.txt").write_bytes(text.encode())
-    piece = next(sources.read_pieces(here / "a.txt", "text")).data.decode()
+    piece = next(sources.read_pieces(here / "a.txt", sources.TextFormat())).data.decode()
     made = make("a.txt", val_fraction=1 - (len(piece) + 0.5) / len(text))
     assert made.documents("train") == [piece] and made.documents("val") == [text[len(piece) :]]
 
@@ -245,11 +245,11 @@ def test_reading_from_where_a_unit_is_counted_gives_the_same_units(here, monkeyp
     paths = [here / f"{i}.txt" for i in range(len(sizes))]
     for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         path.write_text(f"word{i} " * (size // 6))
-    units = list(sources.read_units(paths, "text"))
+    units = list(sources.read_units(paths, sources.TextFormat()))
     assert b"".join(piece.data for _, unit in units for piece in unit) == b"".join(path.read_bytes() for path in paths)
     assert [position for position, _ in units] == sorted({position for position, _ in units})
     for first in {position[0] for position, _ in units}:
-        assert list(sources.read_units(paths[first:], "text", first)) == [u for u in units if u[0][0] >= first]
+        assert list(sources.read_units(paths[first:], sources.TextFormat(), first)) == [u for u in units if u[0][0] >= first]
 
 
 @pytest.mark.parametrize("total", ["100", "3K", "0.005M"])

@@ -94,6 +94,7 @@ def test_all_faults_are_told_at_once():
 
 
 def test_the_update_must_divide_among_the_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=r"3 ranks; try 7680 or 8448; or --strategy=exact"):
         load("--tokens_per_update=8192")
@@ -185,6 +186,7 @@ def test_the_global_batch_in_sequences_and_micro_batches():
 
 def test_exact_needs_a_micro_batch_for_each_rank(monkeypatch):
     batch = ["--seq_len=256", "--micro_batch_size=4"]
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "7")
     assert load("--strategy=exact", "--tokens_per_update=8192", *batch).micro_batches == 8
     with pytest.raises(UserError, match="is less than --seq_len=256 x --micro_batch_size=4 x 7 ranks; try 7168"):
@@ -214,6 +216,7 @@ def test_every_preset_is_valid():
 @pytest.mark.parametrize("preset", ["gpt2_124m", "gpt2_355m", "qwen3_124m", "llama_1.3b"])
 def test_large_presets_run_on_one_to_eight_gpus(preset, monkeypatch):
     for size in (1, 2, 4, 8):
+        monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(size))
         load(f"config/{preset}.toml")
 

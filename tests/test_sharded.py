@@ -175,6 +175,6 @@ def test_float8_is_refused_without_the_compiler():
     ],
 )
 def test_what_does_not_go_together_is_refused(train, flags, said):
-    refused = train("refused", status=2, env={"WORLD_SIZE": "3"}, **flags)
+    refused = train("refused", status=2, env={"RANK": "0", "WORLD_SIZE": "3"}, **flags)
     assert refused.stderr.startswith("error: ") and said in refused.stderr and "Traceback" not in refused.stderr
     assert len(refused.stderr.splitlines()) == 1

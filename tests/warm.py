@@ -7,6 +7,7 @@ use this. The tests of start-up and of torchrun itself run the commands as a use
 import contextlib
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -24,9 +25,10 @@ SERVER.set_forkserver_preload(
 class Process:
     """A process with the methods of subprocess.Popen that the tests use. It leads a process group of its own."""
 
-    def __init__(self, command: list, ranks: int, env: dict[str, str], cwd: Path, folder: Path):
+    def __init__(self, command: list, ranks: int, env: dict[str, str], cwd: Path, folder: Path, memory: Path | None = None):
+        """memory: a file for the kilobytes by which the resident memory of the command grew, at most."""
         self.streams = [folder / "stdout", folder / "stderr"]
-        self.process = SERVER.Process(target=launch, args=([*map(str, command)], ranks, env, cwd, self.streams))
+        self.process = SERVER.Process(target=launch, args=([*map(str, command)], ranks, env, cwd, self.streams, memory))
         self.process.start()
         self.pid = self.process.pid
 
@@ -51,7 +53,7 @@ class Process:
         return tuple(stream.read_text() for stream in self.streams)
 
 
-def launch(command, ranks, env, cwd, streams):
+def launch(command, ranks, env, cwd, streams, memory):
     """In the new process: run the script, or start its ranks and wait for them."""
     os.setsid()
     os.chdir(cwd)
@@ -61,6 +63,12 @@ def launch(command, ranks, env, cwd, streams):
     os.environ.update(env)
     for number in (signal.SIGINT, signal.SIGCHLD):  # the server has changed their handlers
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if memory:
+        pid = os.fork()
+        if pid:
+            _, status, usage = os.wait4(pid, 0)
+            memory.write_text(str(usage.ru_maxrss - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+            os._exit(os.waitstatus_to_exitcode(status) % 256)
     if ranks > 1:
         os._exit(watch(machine.fork_ranks(ranks, lambda: run(command))))
     machine.exit_with(lambda: run(command))

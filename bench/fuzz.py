@@ -1,0 +1,402 @@
+"""Change files at random and read them: does any reader fail in another way than with a UserError?
+
+python bench/fuzz.py --executions=1000000 [--only=manifest,shard] [--seed=1]
+
+Each target is a format, good files of it, and the function that reads it. A file is changed in its structure (JSON) or in its
+bytes, written, and read in a process of its own, so that a crash of a library is found too. An input that fails is kept in
+tests/corpus/TARGET/, and the tests read it from then on.
+"""
+
+import base64
+import contextlib
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+from safetensors.torch import save_file
+
+import checkpoint
+import dataset
+import hf
+import machine  # puts the project's folder on the path
+import plot
+import settings
+import shards
+import sources
+import tokenizer
+from model import GPT
+from settings import UserError
+
+CORPUS = machine.ROOT / "tests" / "corpus"
+SECONDS = 10  # for one file
+NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62, 2**63, -(2**63), 2**64, 10**30, 10**400, 0.5, -0.0, 1e308]
+VALUES = [
+    *NUMBERS,
+    None,
+    True,
+    False,
+    "",
+    "x",
+    "\0",
+    "../x",
+    "/dev/zero",
+    "\ud800",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    {"": {}},
+    ["x", 1],
+]
+RAW = ["NaN", "-Infinity", "1e999", "[" * 5000, '{"a":' * 5000, '"\\ud800"', "01", "1" * 5000, "//", "'x'", "\ufeff"]
+BYTES = [
+    b"",
+    b"\0",
+    b"\xff",
+    b"\xff\xfe",
+    b"\n",
+    b'"',
+    b"[",
+    b"{",
+    b"}",
+    b"\0" * 64,
+    b"\xff" * 64,
+    b"A" * 4096,
+    b"\xed\xa0\x80",
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format: the name of its file, what is in it, and who reads it."""
+
+    name: str
+    file: str  # in a folder
+    seeds: list[bytes]
+    read: Callable[[Path], object]  # the folder
+    others: dict[str, bytes]  # other files of the folder
+    is_json: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changing
+
+
+def nodes(value, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every value inside a JSON value."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield (*path, key)
+        yield from nodes(child, (*path, key))
+
+
+def change_json(rng: random.Random, content: bytes) -> bytes:
+    """Replace, remove, repeat or rename a few values of a JSON document."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return change_bytes(rng, content)
+    raw = ""
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        paths = list(nodes(value))
+        if not paths or rng.random() < 0.02:
+            value = rng.choice(VALUES)
+            break
+        *parents, key = rng.choice(paths)
+        parent = value
+        for step in parents:
+            parent = parent[step]
+        match rng.randrange(6):
+            case 0:
+                del parent[key]
+            case 1:
+                other = value
+                for step in rng.choice(paths):
+                    other = other[step] if isinstance(other, dict | list) and step in nodes_of(other) else other
+                parent[key] = json.loads(json.dumps(other))
+            case 2 if isinstance(parent, dict):
+                parent[str(rng.choice(VALUES))[:100]] = parent[key]
+            case 2:
+                parent.append(parent[key])
+            case 3:
+                parent[key], raw = "<raw>", rng.choice(RAW)
+            case _:
+                parent[key] = rng.choice(VALUES)
+    return json.dumps(value).replace('"<raw>"', raw).encode("utf-8", "surrogatepass")
+
+
+def nodes_of(value) -> set:
+    """The keys or indices of a JSON value."""
+    return set(value) if isinstance(value, dict) else set(range(len(value)))
+
+
+def change_bytes(rng: random.Random, content: bytes) -> bytes:
+    """Flip, overwrite, insert, remove or repeat bytes at a few places."""
+    changed = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 4, 16))):
+        at = rng.randrange(len(changed) + 1)
+        match rng.randrange(7):
+            case 0 if changed:
+                changed[at % len(changed)] ^= 1 << rng.randrange(8)
+            case 1 if changed:
+                changed[at % len(changed)] = rng.randrange(256)
+            case 2:
+                changed[at:at] = rng.choice(BYTES)
+            case 3:
+                del changed[at : at + rng.choice((1, 4, 64, 4096))]
+            case 4:
+                changed[at:at] = changed[at : at + rng.choice((1, 8, 128))]
+            case 5:
+                number = rng.choice([n for n in NUMBERS if isinstance(n, int) and -(2**63) <= n < 2**63])
+                packed = struct.pack("<q", number)[: rng.choice((1, 2, 4, 8))]
+                changed[at : at + len(packed)] = packed
+            case 6:
+                changed[at:at] = str(rng.choice(NUMBERS)).encode()
+    return bytes(changed)
+
+
+def change(rng: random.Random, target: Target) -> bytes:
+    """A changed file of a target."""
+    content = rng.choice(target.seeds)
+    return change_json(rng, content) if target.is_json and rng.random() < 0.8 else change_bytes(rng, content)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Targets
+
+
+def read_text_file(name: str) -> Callable[[Path], object]:
+    """Reads a source of text to its end."""
+    form = sources.TextFormat(max_document_bytes=1 << 22)
+    return lambda folder: [list(sources.parse(unit)) for _, unit in sources.read_units([folder / name], form)]
+
+
+def encode_with(read: Callable[[Path], tokenizer.Tokenizer]) -> Callable[[Path], object]:
+    """Reads a tokenizer, and encodes and decodes with it."""
+
+    def run(folder: Path):
+        found = read(folder)
+        return found.decode(found.encode("Hello, wörld 123\n\n  def"))
+
+    return run
+
+
+def targets() -> dict[str, Target]:
+    """All targets by name."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        return {target.name: target for target in make_targets(folder)}
+    finally:
+        shutil.rmtree(folder)
+
+
+def make_targets(folder: Path) -> Iterator[Target]:
+    """Make good files in `folder`, and the targets of them."""
+    tokens = np.arange(400) % 257
+    digest = {split: dataset.write_shard(folder / f"{split}_000000.bin", tokens, 257) for split in shards.SPLITS}
+    bins = {f"{split}_000000.bin": (folder / f"{split}_000000.bin").read_bytes() for split in shards.SPLITS}
+    records = [
+        {"file": f"{s}_000000.bin", "split": s, "tokens": 400, "bytes_of_text": 399, "documents": 2, "sha256": digest[s]}
+        for s in shards.SPLITS
+    ]
+    metadata = {"format": "lockstep-tokens", "version": 1, "tokenizer": {"name": "bytes", "sha256": "0" * 64}}
+    metadata |= {"vocab_size": 257, "eot_token": 256, "dtype": "uint16", "source": [{"path": "a", "files": 1, "bytes": 9}]}
+    metadata |= {"val_fraction": 0.1, "options": {"column": "x", "part": "1/2", "shard_tokens": 9}, "shards": records}
+    yield Target("dataset", "dataset.json", [json.dumps(metadata).encode()], dataset.open_dataset, bins, is_json=True)
+    np.save(folder / "a.npy", tokens.astype(np.uint16))
+    yield Target("shard", "a.bin", [bins["train_000000.bin"]], lambda f: dataset.open_shard(f / "a.bin"), {})
+    yield Target("npy", "a.npy", [(folder / "a.npy").read_bytes()], lambda f: dataset.open_shard(f / "a.npy"), {})
+    split = {"finished": records[:1], "saved": 3}
+    progress = {"request": {"source": metadata["source"]}, "val_fraction": 0.1, "by_tail": True, "position": [0, -1]}
+    progress |= {"splits": {"train": split, "val": split}}
+    request = progress["request"]
+    yield Target(
+        "progress", "progress.json", [json.dumps(progress).encode()], lambda f: shards.read_progress(f, request, ""), bins, True
+    )
+
+    bpe = tokenizer.train(["the cat sat on the mat and the dog sat on the log " * 20], 300, "x")
+    load = encode_with(lambda f: tokenizer.load(f / "tokenizer.json"))
+    yield Target("tokenizer", "tokenizer.json", [bpe.json.encode(), tokenizer.resolve("bytes").json.encode()], load, {}, True)
+    ranks = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
+    ranks += b"".join(base64.b64encode(pair) + b" %d\n" % i for i, pair in enumerate((b"he", b"ll", b"hell"), 256))
+    yield Target("tiktoken", "x.tiktoken", [ranks], encode_with(lambda f: tokenizer.load_ranks(f / "x.tiktoken")), {})
+
+    lines = b'{"text": "one"}\n{"text": "two \\u00e9", "id": [1, {"a": null}]}\n\n{"text": ""}\n' * 5
+    yield Target("jsonl", "a.jsonl", [lines], read_text_file("a.jsonl"), {})
+    packed = {
+        "gz": gzip.compress(lines, mtime=0),
+        "zst": bytes(pyarrow.compress(lines, "zstd", asbytes=True)),
+        "xz": lzma.compress(lines),
+    }
+    for suffix, content in packed.items():
+        yield Target(suffix, f"a.jsonl.{suffix}", [content], read_text_file(f"a.jsonl.{suffix}"), {})
+    texts = pyarrow.table({"text": ["one", "two", None, "three" * 50], "id": [1, 2, 3, 4]})
+    for name in ("snappy", "zstd"):
+        pyarrow.parquet.write_table(texts, folder / f"{name}.parquet", compression=name)
+    parquets = [(folder / f"{name}.parquet").read_bytes() for name in ("snappy", "zstd")]
+    yield Target("parquet", "a.parquet", parquets, read_text_file("a.parquet"), {})
+
+    presets = [path.read_bytes() for path in sorted((machine.ROOT / "config").glob("*.toml"))]
+    yield Target("preset", "a.toml", presets, lambda f: settings.load([str(f / "a.toml")], ""), {})
+    metrics = [{"step": 1, "tokens": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "mfu": 0.5}, {"step": 2, "val_loss": 2.0}]
+    lines = b"".join(json.dumps(record).encode() + b"\n" for record in metrics * 3)
+    yield Target("metrics", "metrics.jsonl", [lines], plot.read, {})
+    yield from model_targets(folder / "model", bpe)
+
+
+def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
+    """The targets of a checkpoint, made in `folder`."""
+    folder.mkdir()
+    config = settings.ModelConfig("llama", vocab_size=300, n_layer=1, n_head=2, n_embd=16, seq_len=8)
+    config = settings.resolve_model(config, 300)
+    model = GPT(config)
+    bpe.save(folder / "tokenizer.json")
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    hf.write_model(folder, state, config, folder, bpe.eot_token)
+    keys = {"step": lambda p: torch.zeros(()), "exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
+    save_file({f"{n}.{k}": make(p) for n, p in state.items() for k, make in keys.items()}, folder / "optimizer.safetensors")
+    recorded = settings.flat_values(settings.Config())
+    era = {"step": 0, "world_size": 1, "settings": recorded, "versions": {"torch": "2"}}
+    trainer = {"step": 4, "tokens": 9, "best": [[2.5, 4]], "settings": recorded, "history": [era], "best_val_loss": 2.5}
+    (folder / "trainer_state.json").write_text(json.dumps(trainer))
+    checkpoint.write_manifest(folder)
+    contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+    def target(name, file, read, seeds=(), is_json=True):
+        others = {other: content for other, content in contents.items() if other != file}
+        return Target(name, file, [*seeds] or [contents[file]], read, others, is_json)
+
+    gpt2 = settings.resolve_model(settings.ModelConfig("gpt2", vocab_size=300, n_layer=1, n_head=2, n_embd=16, seq_len=8), 300)
+    configs = [json.dumps(hf.config_json(c, 0)).encode() for c in (config, gpt2)]
+    index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(hf.to_hf(state, config), "model.safetensors")}).encode()
+    parameters = dict(model.named_parameters())
+    yield target("manifest", "manifest.json", checkpoint.fault)
+    yield target("trainer_state", "trainer_state.json", checkpoint.load_state)
+    yield target("config", "config.json", hf.read_config, configs)
+    yield target("index", "model.safetensors.index.json", hf.read_model, [index])
+    yield target("weights", "model.safetensors", hf.read_model, is_json=False)
+    state = checkpoint.TrainState(step=4)
+    yield target(
+        "optimizer", "optimizer.safetensors", lambda f: checkpoint.check_optimizer(f, parameters, state), is_json=False
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def attempt(target: Target, folder: Path, content: bytes) -> str | None:
+    """Read one file. Returns where and how its reader failed, or None."""
+    (folder / target.file).write_bytes(content)
+    signal.alarm(SECONDS)
+    try:
+        target.read(folder)
+    except UserError as error:
+        str(error).encode("utf-8", "replace")
+    except OSError as error:
+        if error.filename is None:
+            return describe(error)
+    except BaseException as error:
+        return describe(error)
+    finally:
+        signal.alarm(0)
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """The type of an error and the last line of our own that it passed."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == machine.ROOT]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+    return f"{type(error).__name__} at {where}"
+
+
+def fuzz(target: Target, executions: int, seed: int) -> dict[str, bytes]:
+    """Read changed files in a process of its own. Returns an input for each distinct failure."""
+    failures: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        folder = Path(name)
+        for other, content in target.others.items():
+            (folder / other).write_bytes(content)
+        pid = os.fork()
+        if pid == 0:
+            work(target, executions, seed, folder)
+        _, status = os.waitpid(pid, 0)
+        found = folder / "failures.json"
+        if found.exists():
+            failures = {reason: base64.b64decode(text) for reason, text in json.loads(found.read_text()).items()}
+        if status:
+            failures[f"the process ended with status {status}"] = (folder / target.file).read_bytes()
+    return failures
+
+
+def work(target: Target, executions: int, seed: int, folder: Path) -> None:
+    """In the new process: read, and write down what failed."""
+    status = 1
+    try:
+        with open(os.devnull, "w") as silent:
+            os.dup2(silent.fileno(), 2)  # tiktoken and tokenizers print when they panic
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {SECONDS} s")))
+        rng, failures = random.Random(f"{target.name}{seed}"), {}
+        for _ in range(executions):
+            content = change(rng, target)
+            if reason := attempt(target, folder, content):
+                failures.setdefault(reason, base64.b64encode(content).decode())
+        (folder / "failures.json").write_text(json.dumps(failures))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def keep(target: Target, content: bytes) -> Path:
+    """Keep an input that failed for the tests."""
+    path = CORPUS / target.name / hashlib.sha256(content).hexdigest()[:16]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+@dataclass(frozen=True)
+class FuzzConfig:
+    executions: int = 1_000_000
+    """Files to read, of all targets together."""
+    only: str = ""
+    """Targets, such as manifest,shard (empty: all)."""
+    seed: int = 1
+
+
+def main(config: FuzzConfig) -> None:
+    """Fuzz, and write bench/results/fuzz.json. Ends with 1 if a reader failed."""
+    chosen = [t for t in targets().values() if not config.only or t.name in config.only.split(",")]
+    each, rows = -(-config.executions // len(chosen)), {}
+    for target in chosen:
+        began = time.monotonic()
+        failures = fuzz(target, each, config.seed)
+        rows[target.name] = {"executions": each, "seconds": round(time.monotonic() - began, 1), "failures": sorted(failures)}
+        print(f"{target.name:>14}  {each:,} files, {rows[target.name]['seconds']:,} s, {len(failures)} failures", flush=True)
+        for reason, content in failures.items():
+            print(f"{'':>14}  {reason}: {keep(target, content)}", flush=True)
+    if not config.only:
+        machine.write("fuzz", {"executions": each * len(chosen), "targets": rows})
+    raise SystemExit(int(any(row["failures"] for row in rows.values())))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError), settings.user_errors():
+        main(settings.parse(FuzzConfig, sys.argv[1:], __doc__))
