@@ -274,7 +274,7 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     saved.mkdir(parents=True)
     hf.write_model(saved, model.state_dict(), model.config, None, eot_token=0)
     assert hf.find_model(str(saved)) == saved
-    with pytest.raises(UserError, match="step-00000001: manifest.json is missing"):
+    with pytest.raises(UserError, match="step-00000001 has no manifest.json"):
         find_model(str(tmp_path / "run"))
     for name in ("optimizer.safetensors", "trainer_state.json"):
         (saved / name).touch()
