@@ -105,19 +105,12 @@ def prepare(config: Config, world: World) -> Run:
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     if world.is_master:
-        if dataset.tokenizer:  # a save needs it, and the first one may be hours away
-            hf.token_text(dataset.tokenizer, dataset.eot_token)
         files.remove_unfinished(directory / "checkpoints")
-    start, notes = world.from_master(checkpoint.find_start(directory, config.run.resume) if world.is_master else None)
+    found = checkpoint.find_start(directory, config, dataset) if world.is_master else None
+    start, pretrained, notes = world.from_master(found)
     continues = start is not None and start.parent.parent == directory
     state = checkpoint.load_state(start) if start else TrainState()
-    pretrained = None
-    if start is None and config.model.init_from != "scratch":
-        pretrained, warnings = world.from_master(checkpoint.find_model(config.model.init_from) if world.is_master else None)
-        notes += [*warnings, f"starting with the weights of {pretrained}"]
-    if (weights := start or pretrained) and not continues:
-        notes += hf.check_tokenizer(weights, dataset.tokenizer)
-    shape = weights if config.model.init_from != "scratch" else None  # also when the run continues
+    shape = start or pretrained if config.model.init_from != "scratch" else None  # also when the run continues
     config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
     notes += checkpoint.check_changes(state, config, dataset, continues)
     run = build(config, world, dataset, state, start, pretrained)
