@@ -1,7 +1,7 @@
 """Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
-transformers, lm-eval, vLLM and llama.cpp's converter read what `write_model` writes; `read_model` reads theirs.
-Only JSON and safetensors are read and written.
+transformers, lm-eval and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits).
+`read_model` reads what transformers writes. Only JSON and safetensors are read and written.
 """
 
 import dataclasses
@@ -91,12 +91,13 @@ class Index(TypedDict):
 
 def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
     """The content of config.json, complete, for weights of `dtype`. It has the keys of transformers 4 and those of 5."""
+    end = eot_token if eot_token < config.vocab_size else None  # a model on characters may have none
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
-        "bos_token_id": eot_token,
-        "eos_token_id": eot_token,
+        "bos_token_id": end,
+        "eos_token_id": end,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": 0.02,
         "torch_dtype": str(dtype).removeprefix("torch."),

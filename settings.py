@@ -228,6 +228,12 @@ class LogConfig:
     """Steps between lines of metrics.jsonl and of the console."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
+    wandb_group: str = ""
+    """The group of the run, such as a sweep's name."""
+    wandb_tags: str = ""
+    """Tags of the run, as in baseline,124m."""
+    wandb_artifact: bool = False
+    """Give the checkpoint of the last step to wandb, as an artifact of type model."""
 
 
 @dataclass(frozen=True)
@@ -401,6 +407,8 @@ def range_problems(config: Config) -> Iterator[str]:
         valid = False
     if not valid:
         yield f"--rope_scaling={config.model.rope_scaling} must be four numbers greater than 0, such as Llama 3.1's 8,1,4,8192"
+    if config.log.wandb_artifact and config.log.wandb == "off":
+        yield "--wandb_artifact needs --wandb=online or --wandb=offline"
     if config.run.name in (".", "..") or "/" in config.run.name:
         yield f"--name={config.run.name} must be a plain directory name; --out_dir says where the directory is"
 

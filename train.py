@@ -125,7 +125,8 @@ def prepare(config: Config, world: World) -> Run:
     run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
     if world.is_master:
         files.publish_text(directory / "config.toml", settings.dumps(config))
-        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "")
+        facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
+        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "", facts)
         introduce(run, notes)
     return run
 
@@ -197,6 +198,11 @@ def train(run: Run) -> int:
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
+    if config.log.wandb_artifact:
+        log.save_artifact(
+            run.checkpoints.directory / "latest",
+            {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss},
+        )
     check_finite(run, run.val_loss, loss)
     best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
     log.say(f"done: {steps} steps, {state.tokens:,} tokens{best}; {log.directory}")

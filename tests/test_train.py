@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import signal
+import struct
 import sys
 import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from wandb.proto import wandb_internal_pb2
 
 import checkpoint
 import settings
@@ -141,17 +143,56 @@ def test_a_run_stopped_between_checkpoints_goes_on_with_dropout_and_muon_bit_ide
     assert train.metrics("parts") == train.metrics("whole")
 
 
+def wandb_records(folder):
+    """The records in the file of an offline run: a log as LevelDB writes it, of protocol buffers."""
+    content, parts = next(folder.glob("*.wandb")).read_bytes(), b""
+    position = 7  # after the file's own header
+    while position + 7 <= len(content):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        length, kind = struct.unpack("<HB", content[position + 4 : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
 def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
-    flags = dict(ranks=2, wandb="offline", wandb_project="test")
+    flags = dict(ranks=2, wandb="offline", wandb_project="test", wandb_group="sweep", wandb_tags="small, tiny")
     train("logged", steps=10, **flags)
     folders = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"))
     assert len(folders) == 1
-    train("logged", steps=12, **flags)
-    ids = {folder.name.rsplit("-", 1)[1] for folder in (train.runs / "logged" / "wandb").glob("offline-run-*")}
-    assert len(ids) == 1
-    assert ids == {json.loads((train.latest("logged") / "trainer_state.json").read_text())["wandb_run_id"]}
+    train("logged", steps=12, wandb_artifact="true", lr=5e-3, **flags)
+    first, second = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"), key=lambda folder: folder != folders[0])
+    run_id = json.loads((train.latest("logged") / "trainer_state.json").read_text())["wandb_run_id"]
     steps = [record["step"] for record in train.metrics("logged") if "loss" in record]
     assert steps == list(range(1, 13))
+
+    seen = []
+    for folder, lr in ((first, 1e-2), (second, 5e-3)):
+        records = list(wandb_records(folder))
+        run = next(record.run for record in records if record.HasField("run"))
+        assert (run.run_id, run.project, run.display_name, run.run_group) == (run_id, "test", "logged", "sweep")
+        assert list(run.tags) == ["small", "tiny"]
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["lr"] == lr and config["world_size"] == 2 and config["parameters"] > 10_000
+        best = {record.metric.name for record in records if record.HasField("metric") and record.metric.summary.min}
+        assert best == {"loss", "val_loss", "val_bpb"}
+        history = [
+            {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for record in records
+            if record.HasField("history")
+        ]
+        seen += [row["step"] for row in history if "loss" in row]
+        artifacts = [record.artifact for record in records if record.HasField("artifact")]
+    assert seen == steps
+    assert [(a.name, a.type, sorted(a.aliases)) for a in artifacts] == [(f"model-{run_id}", "model", ["latest", "step-12"])]
+    names = {entry.path for entry in artifacts[0].manifest.contents}
+    assert names == {path.name for path in train.latest("logged").iterdir()}
 
 
 def test_wandb_is_not_imported_when_off(train):
@@ -343,5 +384,8 @@ def test_flags_and_defaults_cover_the_contract():
         "log_every",
         "wandb",
         "wandb_project",
+        "wandb_group",
+        "wandb_tags",
+        "wandb_artifact",
     ]:
         assert name in flags
