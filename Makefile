@@ -2,6 +2,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # One process for each GPU, or two on a machine without GPUs.
 NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | wc -l); [ $$n -gt 0 ] && echo $$n || echo 2)
+# The tested set, with hashes: make setup REQUIREMENTS="--require-hashes -r requirements.lock"
+REQUIREMENTS ?= -r requirements.txt
 THREADS = $(shell $(PYTHON) -c 'import os; print(max(1, os.cpu_count() // $(NPROC)))')
 
 .PHONY: train test test-all lint bench setup
@@ -33,7 +35,7 @@ setup: .venv/ready
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(REQUIREMENTS)
 	@touch $@
 
 .venv/dev: .venv/ready requirements-dev.txt

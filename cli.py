@@ -93,12 +93,9 @@ def read_ranks() -> tuple[int, int, int, int]:
             raise UserError(f"the environment variable {name}={text} must be an integer of 0 or more; torchrun sets it")
         values.append(int(text))
     rank, size, local_rank, local_size = values
-    for name, value, of, limit in (
-        ("RANK", rank, "WORLD_SIZE", size),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size),
-    ):
+    for local, value, limit in (("", rank, size), ("LOCAL_", local_rank, local_size)):
         if value >= limit:
-            raise UserError(f"the environment variable {name}={value} must be less than {of}={limit}; torchrun sets both")
+            raise UserError(f"{local}RANK={value} must be less than {local}WORLD_SIZE={limit}; torchrun sets both")
     return rank, size, local_rank, local_size
 
 

@@ -102,6 +102,8 @@ def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
     for part in tokens.split(","):
         directory, _, weight = part.strip().rpartition(":")
         with contextlib.suppress(ValueError, ZeroDivisionError):
+            if "e" in weight.lower() and not 1e-9 < float(weight) < 1e9:  # such an exponent makes an enormous fraction
+                continue
             if directory and Fraction(weight) > 0:
                 parts.append((directory, Fraction(weight)))
     if len(parts) == tokens.count(",") + 1:

@@ -56,7 +56,7 @@ class Log:
         if is_master:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = lock(directory)
-            self._text = open(directory / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 (open as long as the run)
+            self._text = open(directory / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
 
     def say(self, message: str) -> None:
         """Write a line to the console and to train.log."""

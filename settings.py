@@ -14,32 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import cli
 import files
-from cli import (
-    RunError,
-    UserError,
-    alternatives,
-    flat_fields,
-    flat_values,
-    parse,
-    read_ranks,
-    read_value,
-    refuse,
-    suggestion,
-    syntax,
-    user_errors,
-)
+from cli import RunError, UserError, flat_fields, flat_values, parse, read_ranks, refuse, user_errors
 
-__all__ = [
-    "RunError",
-    "UserError",
-    "flat_fields",
-    "flat_values",
-    "parse",
-    "read_ranks",
-    "refuse",
-    "user_errors",
-]  # for the commands, from cli.py
+# For the commands, from cli.py.
+__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "read_ranks", "refuse", "user_errors"]
 HERE = Path(__file__).parent
 # What numbers must be, besides finite. The upper bounds keep what is computed from a number, such as a list, small.
 RANGES = [
@@ -61,6 +41,7 @@ RANGES = [
     ("timeout_minutes", "greater than 0 and at most 1000000", lambda x: 0 < x <= 1e6),
     ("seed", "at least 0 and less than 2^63", lambda x: 0 <= x < 1 << 63),
 ]
+FINITE = ("a finite number", lambda x: abs(x) < 1 << 63)
 MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
 
@@ -341,7 +322,7 @@ def read_preset(path: Path) -> Config:
             continue
         for key, value in keys.items():
             if home.get(key) != table:
-                hint = f"; it belongs in [{home[key]}]" if key in home else suggestion(key, home)
+                hint = f"; it belongs in [{home[key]}]" if key in home else cli.suggestion(key, home)
                 mistakes.append(f"unknown key {key} in [{table}]{hint}")
             else:
                 if key == "tokens" and isinstance(value, list):
@@ -354,10 +335,10 @@ def read_preset(path: Path) -> Config:
 
 def typed(kind, value) -> tuple[Any, str]:
     """A setting of type `kind` from a value of TOML or JSON, and what is wrong with it, if anything."""
-    found = read_value(kind, str(value) if isinstance(value, str | int | float) else repr(value))
-    if isinstance(found, ValueError) and isinstance(value, str) and str in alternatives(kind):
+    found = cli.read_value(kind, str(value) if isinstance(value, str | int | float) else repr(value))
+    if isinstance(found, ValueError) and isinstance(value, str) and str in cli.alternatives(kind):
         return found, str(found)
-    return found, "" if found == value else f"must be {syntax(kind)}, not {value!r}"  # such as a number in quotes
+    return found, "" if found == value else f"must be {cli.syntax(kind)}, not {value!r}"  # such as a number in quotes
 
 
 def from_record(values: dict[str, Any], where: str) -> Config:
@@ -382,9 +363,7 @@ def check(config: Config, world_size: int) -> None:
 def number_problems(config, ranges: list[tuple] = RANGES) -> Iterator[str]:
     """The numbers in any config that are outside their range."""
     for name, value in flat_values(config).items():
-        words, holds = next(
-            (rule for names, *rule in ranges if name in names.split()), ("a finite number", lambda x: abs(x) < 1 << 63)
-        )
+        words, holds = next((rule for names, *rule in ranges if name in names.split()), FINITE)
         if isinstance(value, int | float) and not (value == value and abs(value) != math.inf and holds(value)):
             yield f"--{name} must be {words}, not {value}"
 

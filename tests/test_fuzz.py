@@ -5,7 +5,7 @@ import pytest
 import fuzz
 
 TARGETS = fuzz.targets()
-CASES = [path for path in sorted(fuzz.CORPUS.glob("*/*"))]
+CASES = sorted(fuzz.CORPUS.glob("*/*"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
