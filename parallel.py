@@ -6,6 +6,7 @@ import warnings
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -61,13 +62,26 @@ class Engine:
         self.staging: Tensor | None = None
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
-        """The optimizers of the model. The strategy may share their state out over the ranks."""
-        optimizers = optim.build(self.module, config)
+        """The optimizers of the model. The strategy may share their work and their state out over the ranks."""
+        optimizers = optim.build(self.module, config, self.choose_orthogonalize())
         if self.strategy == "zero1" and self.world.size > 1:
             from sharded import shard_optimizers
 
             return shard_optimizers(optimizers, self.world)
         return optimizers
+
+    def choose_orthogonalize(self) -> optim.Orthogonalize:
+        """How Muon orthogonalizes its matrices: each of them on one rank of all."""
+        orthogonalize = optim.orthogonalize_singly if self.strategy == "exact" else optim.orthogonalize
+        if self.world.size == 1 or self.strategy == "zero1":  # zero1's optimizers have their own matrices only
+            return orthogonalize
+        if self.strategy != "fsdp":
+            return functools.partial(optim.orthogonalize_shares, group=dist.group.WORLD, orthogonalize=orthogonalize)
+        orthogonalize = functools.partial(optim.orthogonalize_by_owners, group=self.model.mesh.get_group("shard"))
+        if self.model.mesh.ndim == 1:
+            return orthogonalize
+        copies = self.model.mesh.get_group("replicate")
+        return functools.partial(optim.orthogonalize_shares, group=copies, orthogonalize=orthogonalize)
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run a forward and a synchronized backward on dummy tokens, and drop the gradients, where something starts with them.

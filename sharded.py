@@ -47,11 +47,11 @@ class FullyShard(nn.Module):
         super().__init__()
         shape, names = (replicas, world.size // replicas), ("replicate", "shard")
         dims = slice(None) if replicas > 1 else slice(1, None)
-        mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
+        self.mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
         # Inputs are not cast, because the table of rotary positions must stay float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*module.blocks, module):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(part, mesh=self.mesh, mp_policy=policy)
         self.module = module
         self.require_backward_grad_sync = True
 
@@ -86,7 +86,7 @@ class Rows:
 class ShardedOptimizers(Optimizers):
     """`Optimizers` where each rank updates only the rows that it owns, and holds only their state.
 
-    Gradients must be equal on all ranks. After the step each owner broadcasts the rows that it has updated.
+    Gradients must be equal on all ranks. After the step the updated rows are gathered, all those of one shape at once.
     """
 
     rows: list[Rows]  # of one parameter after another, each from its first row to its last
@@ -104,8 +104,21 @@ class ShardedOptimizers(Optimizers):
         super().step()
         for rows in self.owned:
             rows.values.grad = None
-        for work in [dist.broadcast(rows.values.detach(), rows.owner, async_op=True) for rows in self.rows]:
-            work.wait()
+        for shape in dict.fromkeys(rows.values.shape for rows in self.rows):
+            self.gather_updated([rows for rows in self.rows if rows.values.shape == shape])
+
+    def gather_updated(self, same: list[Rows]) -> None:
+        """Give every rank what the owners of these `rows`, which have one shape, have updated."""
+        by_owner = [[rows.values for rows in same if rows.owner == rank] for rank in range(self.world.size)]
+        most, mine = max(map(len, by_owner)), by_owner[self.world.rank]
+        sent = same[0].values.new_zeros(most, *same[0].values.shape)
+        if mine:
+            torch.stack(mine, out=sent[: len(mine)])
+        received = [torch.empty_like(sent) for _ in by_owner]
+        dist.all_gather(received, sent)
+        for values, updated in zip(by_owner, received, strict=True):
+            if values:
+                torch._foreach_copy_(values, updated[: len(values)].unbind())
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         """As in `Optimizers`, with full tensors that are gathered one at a time. All ranks must iterate to the end."""
