@@ -149,6 +149,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@torch.no_grad()
+def copy_rows(tensor: Tensor, whole) -> Tensor:
+    """Set `tensor`, which may be sharded, from the `whole` one: another tensor, or one in a file that is read by rows."""
+    rows = slice(None) if tensor.ndim else ...
+    if hasattr(tensor, "to_local"):  # FSDP divides rows as torch.chunk does
+        mesh = tensor.device_mesh
+        most = math.ceil(len(tensor) / mesh.size(-1))
+        rows = slice(most * mesh.get_local_rank(-1), most * (mesh.get_local_rank(-1) + 1))
+    local(tensor).copy_(whole[rows])
+    return tensor
+
+
 @dataclass(frozen=True)
 class Optimizers:
     """The optimizers of a model, which together own every parameter: AdamW, or AdamW and Muon.
@@ -176,13 +188,14 @@ class Optimizers:
                 for key, value in state.items():
                     yield parameter, key, value
 
-    def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
-        """Set the state tensors, given by parameter and name."""
+    def load_state(self, state: dict[Tensor, dict]) -> None:
+        """Set the state tensors, given by parameter and name: whole tensors, or those in a file that are read by rows."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
-                    if values := state.get(parameter):
-                        part.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
+                    for key, whole in state.get(parameter, {}).items():
+                        value = torch.empty_like(parameter) if whole.shape else torch.empty((), device=parameter.device)
+                        part.state.setdefault(parameter, {})[key] = copy_rows(value, whole)
 
 
 def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = orthogonalize) -> Optimizers:

@@ -3,7 +3,9 @@
 import functools
 import math
 import warnings
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from exact import Exact
 from model import attention_kernel, compile_blocks
-from optim import Optimizers
+from optim import Optimizers, copy_rows
 from replicas import check_replicas
 from settings import Config, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
@@ -31,9 +33,12 @@ class Engine:
     `model(inputs, targets)` is the mean loss of a micro-batch. The loop sets `model.require_backward_grad_sync` before each
     forward and divides each loss by `loss_divisor`. After the last backward of an update the gradients of every rank are the
     mean over all micro-batches of all ranks.
+
+    weights: of a `module` on the meta device, by name: tensors, made one at a time, or such in files that are read by rows.
+    So no rank ever holds more of a sharded model than its shards and one tensor.
     """
 
-    def __init__(self, module: nn.Module, config: Config, world: World):
+    def __init__(self, module: nn.Module, config: Config, world: World, weights: Iterable[tuple[str, Any]] = ()):
         self.module, self.world, self.dtype = module, world, config.train.dtype
         self.strategy = config.parallel.strategy
         # Ranks average their gradients; exact adds integers and divides them once, by the number of all micro-batches.
@@ -48,11 +53,16 @@ class Engine:
         if config.train.activation_checkpointing:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        if self.strategy == "fsdp" and world.size > 1:
+        sharded = self.strategy == "fsdp" and world.size > 1
+        if sharded:
             from sharded import FullyShard  # here, because importing FSDP2 takes a second
 
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
-        else:
+        if weights:
+            module.to_empty(device=world.device)
+            for name, value in weights:
+                copy_rows(module.get_parameter(name), value)
+        if not sharded:  # with the weights, because DDP compares those of the ranks
             self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches, self.compiled)
         # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
         eager = self.compiled and world.device.type == "cpu"
@@ -143,17 +153,15 @@ class Engine:
             self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         copies[name] = tensor.to("cpu", copy=True) if self.staging is None else copy_through(self.staging, tensor)
 
-    def scatter(self, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
-        """Give `optimizers` this rank's part of the state that `gather` returned, from any strategy and number of ranks."""
+    def scatter(self, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
+        """Give `optimizers` this rank's part of the state that `gather` returned, from any strategy and number of ranks.
+
+        The tensors may be in a file. Then each rank reads the rows that it holds.
+        """
         state = {parameter: {} for parameter in self.names}
         for name, value in tensors.items():
             parameter_name, _, key = name.rpartition(".")
-            parameter = self.parameters[parameter_name]
-            if is_sharded(parameter) and value.ndim:
-                from sharded import shard_like
-
-                value = shard_like(value, parameter)
-            state[parameter][key] = value
+            state[self.parameters[parameter_name]][key] = value
         optimizers.load_state(state)
 
     def check_replicas(self) -> None:

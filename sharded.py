@@ -10,7 +10,7 @@ keep the same. ZeRO (Rajbhandari et al. 2020) divides them, so that the ranks to
     fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights a micro-batch
 
 Under `fsdp` the whole weights of a block exist only while it computes. Gradients are sent once an update; between its
-micro-batches every rank keeps them whole.
+micro-batches every rank keeps them whole. Muon sends 4 bytes more a parameter of the rank's share (`optim.py` says how).
 """
 
 import itertools
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT
 from optim import Muon, Optimizers
@@ -35,8 +34,8 @@ class FullyShard(nn.Module):
     """torch's FSDP2 with the interface of DDP. Each block of `module` is gathered as a unit; the other parameters are one more.
 
     With `replicas` > 1 (hybrid sharding) there are that many copies of the weights, each held by a group of consecutive ranks.
-    If a group fits into a node, weights travel within nodes, and only gradients travel between them. `module` may still be
-    on the CPU: its blocks move to the device one by one and are divided there.
+    If a group fits into a node, weights travel within nodes, and only gradients travel between them. `module` may be on the
+    meta device. Then it is divided before it takes any memory, and each rank fills its shards afterwards.
 
     `dtype` is the type of the gathered weights (and, if it is bfloat16, of the residual stream). Gradients are reduced in
     float32. Autocast alone would gather float32, which is twice the bytes, and would keep whole casts of the weights until
@@ -62,12 +61,6 @@ class FullyShard(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def shard_like(tensor: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's shard of the full `tensor`, divided like the sharded `parameter`. Does not communicate."""
-    shard = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return shard.clone()  # because a view would keep the full tensor in memory
-
-
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of a parameter, from row `first` on, that rank `owner` updates for all. `values` shares the parameter's memory."""
@@ -77,9 +70,9 @@ class Rows:
     owner: int
     values: nn.Parameter
 
-    def select(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor shaped like the parameter. A scalar, which belongs to all rows, is returned as it is."""
-        return tensor[self.first : self.first + len(self.values)] if tensor.ndim else tensor
+    def select(self, tensor) -> Tensor:
+        """These rows of a tensor shaped like the parameter, or of one in a file. A scalar belongs to all rows."""
+        return tensor[self.first : self.first + len(self.values)] if tensor.shape else tensor[...]
 
 
 @dataclass(frozen=True)
@@ -139,10 +132,10 @@ class ShardedOptimizers(Optimizers):
                     dist.broadcast(pieces[-1], self.rows[i].owner)
                 yield parameter, key, torch.cat(pieces) if pieces[0].ndim else pieces[0]
 
-    def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
-        # Clones, because views would keep the full tensors in memory.
-        owned = {rows.values: {k: rows.select(v).clone() for k, v in state[rows.parameter].items()} for rows in self.owned}
-        super().load_state(owned)
+    def load_state(self, state: dict[Tensor, dict]) -> None:
+        for rows in self.owned:
+            whole = state.get(rows.parameter, {})
+            super().load_state({rows.values: {key: rows.select(value) for key, value in whole.items()}})
 
 
 def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:

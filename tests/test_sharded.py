@@ -131,6 +131,35 @@ def test_a_run_goes_from_strategy_to_strategy_and_each_rank_holds_its_share(trai
         assert rank["state"] == pytest.approx(whole["state"] / 3, rel=0.1)
 
 
+# Every rank writes how many bytes of tensors it held at the most while model and optimizers were made, and what they have now.
+STARTED = """
+import json
+from pathlib import Path
+sys.path.append("bench")
+from memory import live_bytes
+def measured(*args, original=train.build):
+    with live_bytes(torch.device("cpu")) as live:
+        run = original(*args)
+        sizes = [4 * parameter.numel() for parameter in run.engine.names]
+        record = {{"peak": live.peak(), "after": live.bytes(), "weights": sum(sizes), "largest": max(sizes)}}
+    Path("{folder}", os.environ.get("RANK", "0")).write_text(json.dumps(record))
+    return run
+train.build = measured
+"""
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_a_rank_holds_its_share_and_one_tensor_from_the_first_byte(train, tmp_path, architecture):
+    flags = dict(ADAMW, architecture=architecture, strategy="fsdp", n_layer=6, n_embd=64, schedule="constant", eval_every=0)
+    for steps, copies in ((5, 1), (10, 3)):  # weights from the seed; weights and two states of AdamW from a checkpoint
+        train.changed(STARTED.format(folder=tmp_path), "run", 4, **dict(flags, steps=steps))
+        for rank in range(4):
+            held = json.loads((tmp_path / str(rank)).read_text())
+            assert held["weights"] > 10 * held["largest"]
+            assert held["after"] == pytest.approx(copies * held["weights"] / 4, rel=0.1)
+            assert held["peak"] < held["after"] + 2 * held["largest"]  # a tensor, and the copy of some of its rows
+
+
 def test_muon_continues_on_other_strategies_and_ranks(train, shared):
     # 60 micro-batches for any of the ranks; the last of five has none of a key's 16 rows.
     flags = dict(MUON, schedule="constant", n_kv_head=1, tokens_per_update=960, micro_batch_size=1)
