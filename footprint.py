@@ -198,9 +198,9 @@ def optimizer_state(config: Config) -> float:
 
 
 def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) -> float:
-    """The bytes that Muon takes for the matrices of one shape: bfloat16 iterates of a rank's share, and the updates.
+    """The bytes that Muon takes for the matrices of one shape: iterates and updates, in bfloat16, and the updates in float32.
 
-    The updates are in bfloat16 and in float32; zero1 gathers the updated weights instead.
+    zero1 gathers the updated weights instead; fsdp has rows that are sent and received besides.
     """
     if config.optim.optimizer != "muon":
         return 0.0
@@ -209,11 +209,9 @@ def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) ->
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
 
     def size(a: int, b: int) -> float:
-        count = model.n_layer * shapes.count((a, b))
-        iterates = (4.0 * a * b + 4.0 * min(a, b) ** 2) * math.ceil(count / world_size)
-        if strategy == "fsdp":  # and the rows that are exchanged, three times
-            return iterates + 6.0 * a * b * count / shards
-        return max(iterates, (4.0 * (1 + 1 / world_size) if strategy == "zero1" else 6.0) * a * b * count)
+        iterates = 4 * (4.0 * a * b + 4.0 * min(a, b) ** 2)  # of four matrices at a time
+        kept = {"fsdp": 10 / shards, "zero1": 4 + 4 / world_size}.get(strategy, 6)  # bytes an element of all matrices
+        return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
 
     return max(size(a, b) for a, b in set(shapes))
 

@@ -49,20 +49,25 @@ class AdamW:
             )
 
 
+BATCH = 4  # matrices that are multiplied together: one that is small does not keep a processor busy, many leave a CPU's cache
 # Returns the matrices [N, rows, columns] nearest to N matrices of one shape, in bfloat16. Sharded matrices: this rank's rows.
 Orthogonalize = Callable[[list[Tensor]], Tensor]
 
 
-def orthogonalize(matrices: list[Tensor], steps: int = 5) -> Tensor:
-    """Approximate the nearest (semi-)orthogonal matrix to each of N `matrices` of one shape, as bfloat16 [N, rows, columns].
+def orthogonalize(matrices: list[Tensor]) -> Tensor:
+    """Approximate the nearest (semi-)orthogonal matrix to each of N `matrices` of one shape, as bfloat16 [N, rows, columns]."""
+    batches = [matrices[i : i + BATCH] for i in range(0, len(matrices), BATCH)]
+    return torch.cat([newton_schulz(torch.stack([matrix.bfloat16() for matrix in batch])) for batch in batches])
 
-    This is Muon's Newton-Schulz iteration with a quintic polynomial (Jordan et al., 2024). Each step takes three matrix
-    products. Tall matrices are transposed, because `gram` is then smaller.
+
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+    """`orthogonalize` a batch [N, rows, columns] by Muon's iteration with a quintic polynomial (Jordan et al., 2024).
+
+    Each step takes three matrix products. Tall matrices are transposed, because `gram` is then smaller.
     """
     a, b, c = 3.4445, -4.775, 2.0315
-    x = torch.stack([matrix.bfloat16() for matrix in matrices])
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
@@ -70,17 +75,15 @@ def orthogonalize(matrices: list[Tensor], steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-def orthogonalize_singly(matrices: list[Tensor]) -> Tensor:
-    """`orthogonalize` one matrix at a time, because how many are in a batch may change the bits of a matrix product."""
-    return torch.cat([orthogonalize([matrix]) for matrix in matrices])
-
-
-def orthogonalize_shares(matrices: list[Tensor], group: dist.ProcessGroup, orthogonalize: Orthogonalize) -> Tensor:
+def orthogonalize_shares(
+    matrices: list[Tensor], group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
+) -> Tensor:
     """`orthogonalize` shared out over the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
-    Each rank orthogonalizes its share, and one exchange gathers the results.
+    Each rank orthogonalizes its share, and one exchange gathers the results. Shares are a `multiple` of matrices. If that is
+    BATCH, the batches are those of a single rank: how many are multiplied together may change the bits of a product.
     """
-    each = math.ceil(len(matrices) / group.size())  # the last ranks may have fewer, or none
+    each = math.ceil(len(matrices) / multiple / group.size()) * multiple  # the last ranks may have fewer, or none
     mine = matrices[group.rank() * each :][:each]
     share = torch.zeros(each, *local(matrices[0]).shape, dtype=torch.bfloat16, device=matrices[0].device)
     if mine:
@@ -113,12 +116,11 @@ def orthogonalize_by_owners(matrices: list[Tensor], group: dist.ProcessGroup) ->
 
 
 class Muon:
-    """Muon (Jordan et al., 2024), which orthogonalizes all matrices of the same shape in one batch.
+    """Muon (Jordan et al., 2024), which replaces the momentum of each matrix by the nearest orthogonal matrix.
 
-    A transformer's matrices have only a handful of shapes, and a single matrix is too small to keep a GPU busy. Updates are
-    scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits both.
-
-    Several ranks share the work by another `orthogonalize`. The parameters may be sharded by rows.
+    Updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits
+    both. All matrices of a shape are orthogonalized together; several ranks share this work by another `orthogonalize`. The
+    parameters may be sharded by rows.
     """
 
     def __init__(self, groups: list[dict], momentum: float, orthogonalize: Orthogonalize = orthogonalize):

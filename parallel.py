@@ -82,16 +82,15 @@ class Engine:
 
     def choose_orthogonalize(self) -> optim.Orthogonalize:
         """How Muon orthogonalizes its matrices: each of them on one rank of all."""
-        orthogonalize = optim.orthogonalize_singly if self.strategy == "exact" else optim.orthogonalize
         if self.world.size == 1 or self.strategy == "zero1":  # zero1's optimizers have their own matrices only
-            return orthogonalize
+            return optim.orthogonalize
+        shares = functools.partial(optim.orthogonalize_shares, multiple=optim.BATCH if self.strategy == "exact" else 1)
         if self.strategy != "fsdp":
-            return functools.partial(optim.orthogonalize_shares, group=dist.group.WORLD, orthogonalize=orthogonalize)
-        orthogonalize = functools.partial(optim.orthogonalize_by_owners, group=self.model.mesh.get_group("shard"))
+            return functools.partial(shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
+        owners = functools.partial(optim.orthogonalize_by_owners, group=self.model.mesh.get_group("shard"))
         if self.model.mesh.ndim == 1:
-            return orthogonalize
-        copies = self.model.mesh.get_group("replicate")
-        return functools.partial(optim.orthogonalize_shares, group=copies, orthogonalize=orthogonalize)
+            return owners
+        return functools.partial(shares, group=self.model.mesh.get_group("replicate"), orthogonalize=owners)
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run a forward and a synchronized backward on dummy tokens, and drop the gradients, where something starts with them.

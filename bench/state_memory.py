@@ -1,7 +1,7 @@
 """How much memory does each rank take to start, train, save and resume? `python bench/state_memory.py`
 
 Trains 300 million parameters on 4 gloo ranks for one update, saves, and resumes in new processes, by the functions of train.py.
-Each rank reads its own anonymous memory (RssAnon) every 2 ms. What it had after it joined the others (code, libraries) is
+Each rank reads its own anonymous memory (RssAnon) every 5 ms. What it had after it joined the others (code, libraries) is
 subtracted. File pages that the system may drop at any time do not count. Prints the peaks of all ranks beside the size of the
 state, and writes bench/results/state_memory.json. Five minutes, 24 GB and 8 GB of disk.
 """
@@ -89,7 +89,7 @@ def train_once(config: settings.Config) -> dict[str, float]:
         done, most = threading.Event(), [0]
 
         def watch() -> None:
-            while not done.wait(0.002):
+            while not done.wait(0.005):
                 most[0] = max(most[0], anonymous_memory())
 
         watcher = threading.Thread(target=watch)

@@ -78,7 +78,7 @@ train.train = written
     "ranks, flags, copies",
     [
         (3, dict(strategy="ddp"), 3),
-        (3, dict(strategy="exact"), 3),
+        (2, dict(strategy="exact"), 2),
         (3, dict(strategy="zero1"), 1),
         (3, dict(strategy="fsdp"), 1),
         (4, dict(strategy="fsdp", replicate=2), 2),
