@@ -45,7 +45,7 @@ def main(config: MuonStepConfig) -> None:
     ratios = {name: ratio(times[name], times[EVERYTHING]) for name in CONTENDERS}
     rows = [[name, machine.median_and_range(times[name], 1, " ms"), f"{ratios[name]:.2f}"] for name in CONTENDERS]
     print(machine.table(["a step of the optimizers", "time", "ratio"], rows))
-    result = {"settings": vars(config), "ms": {name: spread(times[name]) for name in CONTENDERS}, "ratios": ratios}
+    result = {"ms": {name: spread(times[name]) for name in CONTENDERS}, "ratios": ratios}
     print(machine.write("muon_step", result, Path(config.out)))
 
 

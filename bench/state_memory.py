@@ -54,7 +54,7 @@ def main(config: StateMemoryConfig) -> None:
     head = ["phase", *(f"rank {rank}" for rank in range(config.ranks))]
     print(machine.table(head, [[phase, *(f"{mb:,.0f} MB" for mb in row)] for phase, row in peaks.items()]))
     print(f"weights and optimizer state: {state:,.0f} MB; divided by {config.ranks}: {state / config.ranks:,.0f} MB")
-    print(machine.write(config.name, {"settings": vars(config), "state_mb": state, "peaks_mb": peaks}, Path(config.out)))
+    print(machine.write(config.name, {"state_mb": state, "peaks_mb": peaks}, Path(config.out)))
 
 
 def measure(arguments: list[str], ranks: int, path: Path) -> dict[str, list[float]]:
