@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import files
@@ -332,9 +332,9 @@ def load_state(directory: Path) -> TrainState:
     return state
 
 
-def load_optimizer(directory: Path) -> dict[str, Tensor]:
-    """Optimizer state by "parameter.key"."""
-    return load_file(directory / "optimizer.safetensors")
+def open_optimizer(directory: Path) -> dict[str, hf.Stored]:
+    """Optimizer state by "parameter.key", to be read by rows."""
+    return hf.stored_tensors(directory / "optimizer.safetensors")
 
 
 def check_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> None:

@@ -13,6 +13,7 @@ import settings
 from settings import Config
 
 NODE = 8  # GPUs that share NVLink
+SHAPES = 4  # of a model's matrices, about
 BUCKET_BYTES = 25 * 2**20  # of gradients, sent together by DDP
 # Seconds of a ring's start and of a hop between nodes, as NCCL counts them (src/graph/tuning.cc).
 START, NETWORK_HOP = 8.4e-6, 14.0e-6
@@ -109,15 +110,18 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
     if world_size == 1:
         return []
     all_reduce = 2 * (world_size - 1) / world_size * 4.0 * P
+    # Muon's updates, in bfloat16: gathered once for each shape, or for fsdp's rows sent and sent back.
+    matrices = 2.0 * footprint.blocks_size(config.model) if config.optim.optimizer == "muon" else 0.0
+    updates = [((world_size - 1) / world_size * matrices, SHAPES, world_size, "")] if matrices else []
     match strategy:
         case "exact":
-            return [(2 * all_reduce, math.ceil(8 * P / BUCKET_BYTES), world_size, "backward")]  # integers of 8 bytes
+            return [(2 * all_reduce, math.ceil(8 * P / BUCKET_BYTES), world_size, "backward"), *updates]  # integers of 8 bytes
         case "scratch_allreduce":
-            return [(all_reduce, tensors, world_size, "")]
+            return [(all_reduce, tensors, world_size, ""), *updates]
         case "scratch_reduce_scatter":
-            return [(all_reduce, 2, world_size, "")]
+            return [(all_reduce, 2, world_size, ""), *updates]
         case "zero1":
-            return [(all_reduce, buckets, world_size, "backward"), (4.0 * P, tensors, world_size, "")]
+            return [(all_reduce, buckets, world_size, "backward"), (4.0 * P, 2 * SHAPES, world_size, "")]
         case "fsdp":
             copies = config.parallel.replicate
             shards = world_size // copies
@@ -126,8 +130,9 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
             shared = [(part * P * element * gathers, gathers * (layers + 1), shards, "update")] if shards > 1 else []
             shared += [(part * 4.0 * P, layers + 1, shards, "backward")] if shards > 1 else []
             between = 2 * (copies - 1) / copies * 4.0 * P / shards
-            return shared + ([(between, layers + 1, world_size, "backward")] if copies > 1 else [])
-    return [(all_reduce / (2 if config.parallel.grad_compression == "bf16" else 1), buckets, world_size, "backward")]
+            exchanged = [(2 * part * matrices / world_size, 2 * SHAPES, shards, "")] if matrices and shards > 1 else []
+            return shared + exchanged + ([(between, layers + 1, world_size, "backward")] if copies > 1 else [])
+    return [(all_reduce / (2 if config.parallel.grad_compression == "bf16" else 1), buckets, world_size, "backward"), *updates]
 
 
 def bandwidth(hardware: Hardware, ranks: int) -> float:

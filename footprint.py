@@ -133,7 +133,7 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
         "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
         "reduction": always | {"gradients": max(between, complete), "temporary": buffers},
-        "step": always | {"gradients": reduced, "temporary": muon_buffers(config)},
+        "step": always | {"gradients": reduced, "temporary": muon_buffers(config, world_size, strategy, shards)},
     }
 
 
@@ -197,14 +197,23 @@ def optimizer_state(config: Config) -> float:
     return 8.0 * (sum(parameters(config.model).values()) - muon) + 4.0 * muon
 
 
-def muon_buffers(config: Config) -> float:
-    """The bytes that Muon takes to orthogonalize the matrices of one shape: float32 momenta and bfloat16 iterates."""
+def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) -> float:
+    """The bytes that Muon takes for the matrices of one shape: iterates and updates, in bfloat16, and the updates in float32.
+
+    zero1 gathers the updated weights instead; fsdp has rows that are sent and received besides.
+    """
     if config.optim.optimizer != "muon":
         return 0.0
     model = config.model
     C, F, Q, K = model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
-    return max(model.n_layer * shapes.count((a, b)) * (8.0 * a * b + 4.0 * min(a, b) ** 2) for a, b in set(shapes))
+
+    def size(a: int, b: int) -> float:
+        iterates = 4 * (4.0 * a * b + 4.0 * min(a, b) ** 2)  # of four matrices at a time
+        kept = {"fsdp": 10 / shards, "zero1": 4 + 4 / world_size}.get(strategy, 6)  # bytes an element of all matrices
+        return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
+
+    return max(size(a, b) for a, b in set(shapes))
 
 
 def checkpoint_bytes(config: Config) -> float:

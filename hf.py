@@ -12,8 +12,8 @@ from typing import Annotated, TypedDict
 import torch
 from huggingface_hub import save_torch_state_dict
 from msgspec import Meta
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 import files
@@ -247,14 +247,43 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
             continue
         if "c_attn" in theirs:
             value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
-        tensors[theirs] = transpose(value, theirs)
+        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `write_model` makes it contiguous
     return tensors
 
 
-def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_hf`. Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out.
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of ours in a safetensors file. Indexing it with a slice of rows reads these rows and nothing else.
 
-    Raises UserError if a tensor is missing, unknown or of the wrong shape.
+    It is the tensor `name` there, or the columns of that one as rows (`transposed`), or the part of either from row `first` on.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    first: int = 0
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            if not self.shape:
+                return file.get_tensor(self.name)
+            start, stop, _ = rows.indices(self.shape[0])
+            rows, stored = slice(self.first + start, self.first + stop), file.get_slice(self.name)
+            return stored[:, rows].t() if self.transposed else stored[rows]
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name. Only its header is read."""
+    with safe_open(path, framework="pt") as file:
+        return {name: Stored(path, name, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+
+
+def from_hf(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """Find our parameters in their `tensors`: the inverse of `to_hf`.
+
+    Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out. Raises UserError if a tensor is
+    missing, unknown or of the wrong shape.
     """
     names = module_names(config)
     root = names["embed"].partition(".")[0] + "."
@@ -265,32 +294,33 @@ def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     if config.tie_embeddings:
         unknown.discard("lm_head.weight")
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
-    state, missing = {}, []
+        shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
+    found, missing = {}, []
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")
         theirs = f"{names[module]}.{leaf}"
         if theirs not in tensors:
             missing.append(theirs)
             continue
-        value = transpose(tensors[theirs], theirs)
-        if "c_attn" in theirs:
-            first = "qkv".index(module[-1]) * config.n_embd
-            value = value[first : first + config.n_embd].contiguous()
+        value, part = tensors[theirs], 3 if "c_attn" in theirs else 1
+        transposed = is_conv1d(theirs, len(value.shape))
+        rows, *columns = reversed(value.shape) if transposed else value.shape
         unknown.discard(theirs)
-        if value.shape != shape:
-            raise UserError(f"{theirs} has the wrong shape: {name} is {list(value.shape)}, config.json says {list(shape)}")
-        state[name] = value
+        if (rows, *columns) != (part * shape[0], *shape[1:]):
+            raise UserError(
+                f"{theirs} has the wrong shape: {list(value.shape)} does not hold {name}, {list(shape)} by config.json"
+            )
+        first = "qkv".index(module[-1]) * shape[0] if part == 3 else 0
+        found[name] = dataclasses.replace(value, shape=shape, transposed=transposed, first=first)
     if missing or unknown:
         faults = [f"{word} {', '.join(sorted(names)[:3])}" for word, names in (("no", missing), ("unknown", unknown)) if names]
         raise UserError(f"the weights are not those of config.json: {'; '.join(faults)}")
-    return state
+    return found
 
 
-def transpose(value: Tensor, name: str) -> Tensor:
-    """Transpose `value` if `name` is a matrix of GPT-2's Conv1D."""
-    conv1d = value.ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
-    return value.t().contiguous() if conv1d else value
+def is_conv1d(name: str, ndim: int) -> bool:
+    """Whether their tensor `name` is a matrix of GPT-2's Conv1D, which is ours transposed."""
+    return ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
 
 
 def write_model(
@@ -363,23 +393,29 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     return []
 
 
-def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Read a Hugging Face model from whole or sharded safetensors: its parameters by our names, in float32.
+def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Stored]]:
+    """Open a Hugging Face model of whole or sharded safetensors: its parameters by our names, to be read by rows.
 
     seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
     """
     config, paths, tensors = read_config(directory), weight_files(directory), {}
     try:
         for path in paths:
-            tensors |= load_file(path)
-        state = {name: value.float() for name, value in from_hf(tensors, config).items()}
+            tensors |= stored_tensors(path)
+        found = from_hf(tensors, config)
     except (SafetensorError, OSError, UserError) as error:
         raise UserError(f"{directory}: {error}") from None
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
-        if "positions.weight" in state:
-            state["positions.weight"] = state["positions.weight"][:seq_len].clone()
-    return config, state
+        if positions := found.get("positions.weight"):
+            found["positions.weight"] = dataclasses.replace(positions, shape=(seq_len, config.n_embd))
+    return config, found
+
+
+def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Read all parameters of a Hugging Face model, in float32. See `open_model`."""
+    config, found = open_model(directory, seq_len)
+    return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
 
 
 def weight_files(directory: Path) -> list[Path]:

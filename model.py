@@ -206,19 +206,26 @@ def compile_blocks(model: GPT) -> None:
 
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> None:
-    """Set the weights as GPT-2 does. They depend on nothing but the shapes and `seed`.
+    """Set the weights to `initial_weights`."""
+    for name, value in initial_weights(model, seed):
+        model.get_parameter(name).copy_(value)
+
+
+def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The weights as GPT-2 begins, by name, made one at a time on the CPU. They depend on nothing but the shapes and `seed`.
 
     Matrices are normal(0, 0.02), those that write to the residual stream smaller by sqrt(2 n_layer); norms are 1, biases 0.
-    The numbers are drawn on the CPU in the order of the parameters' names.
+    The numbers are drawn in the order of the parameters' names. `model` may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    for name, shape in sorted((name, parameter.shape) for name, parameter in model.named_parameters()):
+        value = torch.empty(shape, device="cpu")
+        if len(shape) == 1:
+            yield name, value.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         std = residual_std if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
-        parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator))
+        yield name, value.normal_(0.0, std, generator=generator)
 
 
 class KVCache:

@@ -408,8 +408,6 @@ def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
         yield f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights"
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
-    if strategy == "fsdp" and config.optim.optimizer == "muon":
-        yield "--strategy=fsdp does not support --optimizer=muon, which needs whole matrices; --strategy=zero1 does"
     if strategy == "fsdp" and parallel.check_replicas_every:
         yield "--check_replicas_every compares the ranks' copies of the weights; --strategy=fsdp has no copies; use 0"
 

@@ -43,7 +43,7 @@ from checkpoint import Checkpoints, TrainState
 from evaluate import evaluate
 from footprint import flops_per_token
 from log import Log, Meter, duration
-from model import GPT, initialize
+from model import GPT, initial_weights
 from parallel import Engine
 from settings import Config, RunError
 from world import Stop, World, connect
@@ -135,16 +135,17 @@ def build(
     config: Config, world: World, dataset: data.Mixture, state: TrainState, start: Path | None, pretrained: Path | None = None
 ) -> Run:
     """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
-    module = GPT(config.model)
+    with torch.device("meta"):  # without memory until each rank takes its part
+        module = GPT(config.model)
     if start or pretrained:
-        module.load_state_dict(hf.read_model(start or pretrained, config.model.seq_len)[1])
+        weights = hf.open_model(start or pretrained, config.model.seq_len)[1].items()
     else:
-        initialize(module, config.run.seed)
-    engine = Engine(module, config, world)
+        weights = initial_weights(module, config.run.seed)
+    engine = Engine(module, config, world, weights)
     optimizers = engine.build_optimizers(config.optim)
     if start:
         checkpoint.check_optimizer(start, engine.parameters, state)
-        engine.scatter(optimizers, checkpoint.load_optimizer(start))
+        engine.scatter(optimizers, checkpoint.open_optimizer(start))
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
     batches = data.Batches(
