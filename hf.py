@@ -1,6 +1,6 @@
 """Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
-transformers, lm-eval and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits).
+transformers and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits).
 `read_model` reads what transformers writes. Only JSON and safetensors are read and written.
 """
 
