@@ -134,6 +134,7 @@ def daemons(folder: Path) -> Iterator[None]:
     text = CONFIGURATION.format(host=platform.node().split(".")[0], folder=folder, cores=settings.cores())
     (folder / "slurm.conf").write_text(text)
     os.environ |= {"SLURM_CONF": str(folder / "slurm.conf"), "RANKS_PER_NODE": str(RANKS)}
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
     munge = {"key": "key-file", "socket": "socket", "pid": "pid-file", "seed": "seed-file", "log": "log-file"}
     munge = [f"--{option}={folder}/munge.{name}" for name, option in munge.items()]
     running = []
