@@ -3,9 +3,8 @@
 sudo python bench/nodes.py
 
 Trains one run on both hosts under torchrun with c10d rendezvous, again and again: undisturbed; with the cable pulled for
-seconds; pulled until both sides give up, and plugged in again; with a host that dies for good; with a host that dies and
-returns. The sha256 of the weights must always be that of the undisturbed run (--strategy=exact). Needs Linux and root. About
-five minutes on two cores.
+seconds; pulled until both sides give up, and plugged in again; with a host that dies. The sha256 of the weights must always be
+that of the undisturbed run (--strategy=exact). Needs Linux and root. About five minutes on two cores.
 """
 
 import contextlib
@@ -259,23 +258,11 @@ def leave(cluster: Cluster) -> None:
     cluster.complete()
 
 
-def leave_and_return(cluster: Cluster) -> None:
-    """Host b dies, and comes back while the run goes on without it."""
-    cluster.start_both("1:2")
-    cluster.reach(1 / 4)
-    cluster.kill("b")
-    cluster.wait_for("a start on one rank", lambda: cluster.worlds()[-1] == 1)
-    cluster.reach(1 / 2)
-    cluster.start("b", "1:2")
-    cluster.complete()
-
-
 SCENARIOS = {
     "undisturbed": undisturbed,
     "a cut of five seconds": brief_cut,
     "a long cut": long_cut,
     "a host leaves": leave,
-    "a host leaves and returns": leave_and_return,
 }
 
 

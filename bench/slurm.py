@@ -63,7 +63,8 @@ class SlurmConfig:
     steps: int = 4000
     """Updates of the run. They must take longer than the time limit."""
     minutes: int = 2
-    """Time limit of the job. SLURM sends SIGUSR1 at most a minute before its last 30 seconds."""
+    """Time limit of the job. SLURM sends SIGUSR1 at most a minute before its last 30 seconds. 0: no limit; the drill sends the
+    signal through SLURM after a third of the steps, which a busy machine's slow start does not disturb."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
     out: str = str(machine.RESULTS)
@@ -84,6 +85,9 @@ def main(config: SlurmConfig) -> int:
         call("scancel", cancelled)
         wait_for("the end of the cancelled job", lambda: job(cancelled)["JobState"] not in ("RUNNING", "COMPLETING"))
         job_id = submit(config, folder, flags)
+        if not config.minutes:
+            wait_for("a third of the steps", lambda: machine.metrics(folder / "job")[-1]["step"] > config.steps / 3)
+            call("scancel", "--signal=USR1", job_id)
         wait_for("the end", lambda: job(job_id)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 1200)
         end, log = job(job_id), (folder / "job" / "train.log").read_text()
         result = {
@@ -134,6 +138,7 @@ def daemons(folder: Path) -> Iterator[None]:
     text = CONFIGURATION.format(host=platform.node().split(".")[0], folder=folder, cores=settings.cores())
     (folder / "slurm.conf").write_text(text)
     os.environ |= {"SLURM_CONF": str(folder / "slurm.conf"), "RANKS_PER_NODE": str(RANKS)}
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
     munge = {"key": "key-file", "socket": "socket", "pid": "pid-file", "seed": "seed-file", "log": "log-file"}
     munge = [f"--{option}={folder}/munge.{name}" for name, option in munge.items()]
     running = []
@@ -165,7 +170,7 @@ def wait_for(what: str, condition: Callable[[], object], seconds: float = 300) -
 
 def submit(config: SlurmConfig, folder: Path, flags: dict) -> str:
     """Submit the run. Returns the number of the job."""
-    options = ["--parsable", f"--time={config.minutes}", "--signal=USR1@30", f"--output={folder}/job.out"]
+    options = ["--parsable", f"--time={config.minutes or 60}", "--signal=USR1@30", f"--output={folder}/job.out"]
     return call("sbatch", *options, *machine.arguments("launch/slurm.sbatch", **flags, name="job")).strip()
 
 
