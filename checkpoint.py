@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import files
@@ -265,23 +265,31 @@ def find(name: str) -> tuple[Path, list[str]]:
     return found, damaged
 
 
-def find_start(run: Path, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint that a run starts from (None: from scratch), and what the user should know about the choice.
+def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Path | None, list[str]]:
+    """The checkpoint that a run starts from, or else the model directory that gives its weights, or neither: from scratch.
 
-    resume: auto, off, or the path of a run or checkpoint. Raises UserError.
+    Also returns what the user should know about the choice. Raises UserError.
     """
-    existing = published(run / "checkpoints")
+    if dataset.tokenizer:  # a save needs it, and the first one may be hours away
+        hf.token_text(dataset.tokenizer, dataset.eot_token)
+    start = pretrained = None
+    notes, resume, existing = [], config.run.resume, published(run / "checkpoints")
     if resume == "off" and existing:
         raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
     if existing:
         start, damaged = newest(run / "checkpoints")
         if start is None:
             raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
-        return start, [*damaged, f"continuing from {start}"]
-    if resume in ("auto", "off"):
-        return None, []
-    start, damaged = find(resume)
-    return start, [*damaged, f"starting from {start}"]
+        return start, None, [*damaged, f"continuing from {start}"]
+    if resume not in ("auto", "off"):
+        start, notes = find(resume)
+        notes.append(f"starting from {start}")
+    elif config.model.init_from != "scratch":
+        pretrained, notes = find_model(config.model.init_from)
+        notes.append(f"starting with the weights of {pretrained}")
+    if start or pretrained:
+        notes += hf.check_tokenizer(start or pretrained, dataset.tokenizer)
+    return start, pretrained, notes
 
 
 def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool) -> list[str]:
@@ -324,9 +332,9 @@ def load_state(directory: Path) -> TrainState:
     return state
 
 
-def load_optimizer(directory: Path) -> dict[str, Tensor]:
-    """Optimizer state by "parameter.key"."""
-    return load_file(directory / "optimizer.safetensors")
+def open_optimizer(directory: Path) -> dict[str, hf.Stored]:
+    """Optimizer state by "parameter.key", to be read by rows."""
+    return hf.stored_tensors(directory / "optimizer.safetensors")
 
 
 def check_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> None:

@@ -17,8 +17,8 @@ from world import World
 def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | None, previous: dict) -> Config:
     """`config` with every choice made that it left open.
 
-    pretrained: the model directory that gives weights and architecture. previous: the settings of the run so far, which keeps
-    its precision and micro-batches. All ranks must call it. Raises UserError where something does not fit.
+    pretrained: the model directory that gives the architecture, if the settings do not. previous: the settings of the run so
+    far, which keeps its precision and micro-batches. All ranks must call it. Raises UserError where something does not fit.
     """
     model, train = config.model, config.train
     if pretrained:

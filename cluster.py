@@ -13,9 +13,34 @@ import settings
 from settings import Config
 
 NODE = 8  # GPUs that share NVLink
+SHAPES = 4  # of a model's matrices, about
 BUCKET_BYTES = 25 * 2**20  # of gradients, sent together by DDP
 # Seconds of a ring's start and of a hop between nodes, as NCCL counts them (src/graph/tuning.cc).
 START, NETWORK_HOP = 8.4e-6, 14.0e-6
+# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A name fits if it has all the words of an entry.
+GPU_PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 836e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
 
 
 @dataclass(frozen=True)
@@ -36,11 +61,11 @@ class Hardware:
 # sockets (nccl-tests#307), and 10 Gb Ethernet. hop: src/graph/tuning.cc. mfu: torchtitan's docs/performance.md has 0.56 for
 # Llama 8B on A100 and 0.33 to 0.39 on H100; a 4090 reaches 0.29 of an A100's peak (nanoGPT#182); B200's is a guess.
 GPUS = {
-    "a100": Hardware(312e12, 80e9, 12 * 20.0e9, 3.4e-6, 25e9, 0.5),
-    "h100": Hardware(989e12, 80e9, 18 * 20.6e9, 3.4e-6, 50e9, 0.4),
-    "h200": Hardware(989e12, 141e9, 18 * 20.6e9, 3.4e-6, 50e9, 0.4),
-    "b200": Hardware(2250e12, 180e9, 18 * 40.1e9, 3.4e-6, 50e9, 0.35),
-    "4090": Hardware(165e12, 24e9, 10e9, 5.7e-6, 1.25e9, 0.5),
+    "a100": Hardware(GPU_PEAK_FLOPS["A100"], 80e9, 12 * 20.0e9, 3.4e-6, 25e9, 0.5),
+    "h100": Hardware(GPU_PEAK_FLOPS["H100"], 80e9, 18 * 20.6e9, 3.4e-6, 50e9, 0.4),
+    "h200": Hardware(GPU_PEAK_FLOPS["H200"], 141e9, 18 * 20.6e9, 3.4e-6, 50e9, 0.4),
+    "b200": Hardware(GPU_PEAK_FLOPS["B200"], 180e9, 18 * 40.1e9, 3.4e-6, 50e9, 0.35),
+    "4090": Hardware(GPU_PEAK_FLOPS["RTX 4090"], 24e9, 10e9, 5.7e-6, 1.25e9, 0.5),
 }
 
 
@@ -85,15 +110,18 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
     if world_size == 1:
         return []
     all_reduce = 2 * (world_size - 1) / world_size * 4.0 * P
+    # Muon's updates, in bfloat16: gathered once for each shape, or for fsdp's rows sent and sent back.
+    matrices = 2.0 * footprint.blocks_size(config.model) if config.optim.optimizer == "muon" else 0.0
+    updates = [((world_size - 1) / world_size * matrices, SHAPES, world_size, "")] if matrices else []
     match strategy:
         case "exact":
-            return [(2 * all_reduce, 1, world_size, "")]
+            return [(2 * all_reduce, math.ceil(8 * P / BUCKET_BYTES), world_size, "backward"), *updates]  # integers of 8 bytes
         case "scratch_allreduce":
-            return [(all_reduce, tensors, world_size, "")]
+            return [(all_reduce, tensors, world_size, ""), *updates]
         case "scratch_reduce_scatter":
-            return [(all_reduce, 2, world_size, "")]
+            return [(all_reduce, 2, world_size, ""), *updates]
         case "zero1":
-            return [(all_reduce, buckets, world_size, "backward"), (4.0 * P, tensors, world_size, "")]
+            return [(all_reduce, buckets, world_size, "backward"), (4.0 * P, 2 * SHAPES, world_size, "")]
         case "fsdp":
             copies = config.parallel.replicate
             shards = world_size // copies
@@ -102,8 +130,9 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
             shared = [(part * P * element * gathers, gathers * (layers + 1), shards, "update")] if shards > 1 else []
             shared += [(part * 4.0 * P, layers + 1, shards, "backward")] if shards > 1 else []
             between = 2 * (copies - 1) / copies * 4.0 * P / shards
-            return shared + ([(between, layers + 1, world_size, "backward")] if copies > 1 else [])
-    return [(all_reduce / (2 if config.parallel.grad_compression == "bf16" else 1), buckets, world_size, "backward")]
+            exchanged = [(2 * part * matrices / world_size, 2 * SHAPES, shards, "")] if matrices and shards > 1 else []
+            return shared + exchanged + ([(between, layers + 1, world_size, "backward")] if copies > 1 else [])
+    return [(all_reduce / (2 if config.parallel.grad_compression == "bf16" else 1), buckets, world_size, "backward"), *updates]
 
 
 def bandwidth(hardware: Hardware, ranks: int) -> float:

@@ -290,11 +290,15 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
             "*_val_*.npy, or train.bin and val.bin; make a dataset with prepare_data.py"
         )
     vocab_size = vocab_size or GPT2_VOCAB_SIZE
+    eot_token = min(GPT2_VOCAB_SIZE, vocab_size) - 1
+    if (directory / "tokenizer.json").exists():
+        added = files.read_json(directory / "tokenizer.json").get("added_tokens", [])
+        eot_token = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), eot_token)
     splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
     for stream in splits.values():
         stream.check_ids()
     sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]
-    return Dataset(directory, vocab_size, min(GPT2_VOCAB_SIZE, vocab_size) - 1, splits, {}, digest(sizes))
+    return Dataset(directory, vocab_size, eot_token, splits, {}, digest(sizes))
 
 
 def _open_own(directory: Path) -> Dataset:

@@ -12,35 +12,12 @@ import warnings
 
 import torch
 
+from cluster import GPU_PEAK_FLOPS
 from settings import UserError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 COMPILE_PAYS_FLOPS = 3e13  # compiling for a CPU takes half a minute, which a shorter run does not win back
 
-# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A name fits if it has all the words of an entry.
-GPU_PEAK_FLOPS = {
-    "GB300": 2500e12,
-    "GB200": 2500e12,
-    "B300": 2250e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
 # What is less than the whole GPU of the datasheet: a slice of it, a virtual one, or one with fewer units and watts.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
 
@@ -99,6 +76,8 @@ def choose_compile(name: str, device: torch.device, run_flops: float) -> str:
         return "off"
     for module in ("torch", "ctx_manager"):  # they warn of the profiler hooks in optimizers and DDP, which cost nothing
         logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
+    # The compiler would build and start a program for each kind of vector instructions that the CPU says it has: 4 seconds.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")

@@ -2,7 +2,7 @@
 
 `--micro_batch_size=auto` and `--plan` both use it. It imports no torch. bench/memory.py holds it against measured peaks.
 
-Shapes in comments: C = n_embd, F = d_ff, K = width of the keys, V = vocab_size, N = tokens of a micro-batch.
+Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens of a micro-batch.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ CPU_BYTES = 1 << 28  # of activations on a CPU: small enough for caches to matte
 def parameters(model: ModelConfig) -> dict[str, int]:
     """The number of parameters of the resolved `model`, by part. Tied embeddings count once."""
     C, F, layers, gpt2 = model.n_embd, model.d_ff, model.n_layer, model.architecture == "gpt2"
-    K = C // model.n_head * model.n_kv_head
+    Q, K = model.head_dim * model.n_head, model.head_dim * model.n_kv_head
     norm = 2 * C if gpt2 else C  # LayerNorm has a bias
-    head_norms = 2 * C // model.n_head if model.architecture == "qwen3" else 0
+    head_norms = 2 * model.head_dim if model.architecture == "qwen3" else 0
     biases = gpt2 * (2 * C + 2 * K), gpt2 * (F + C)
     return {
         "token embedding": model.vocab_size * C,
         "position embedding": model.seq_len * C if gpt2 else 0,
-        "attention": layers * (2 * C * C + 2 * C * K + biases[0] + head_norms),
+        "attention": layers * (2 * C * Q + 2 * C * K + biases[0] + head_norms),
         "MLP": layers * ((2 if gpt2 else 3) * C * F + biases[1]),
         "norms": (2 * layers + 1) * norm,
         "output layer": 0 if model.tie_embeddings else model.vocab_size * C,
@@ -37,12 +37,12 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 def flops_per_token(model: ModelConfig) -> int:
     """Floating-point operations of forward and backward for one token of a full context, as MFU counts them (PaLM, appendix B).
 
-    6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 C T a
+    6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 Q T a
     layer for attention. The half of attention that the causal mask leaves out is counted; what is recomputed is not.
     """
-    C, kv_width = model.n_embd, model.n_embd // model.n_head * model.n_kv_head
-    layer = 2 * C * (C + kv_width) + (2 if model.architecture == "gpt2" else 3) * C * model.d_ff
-    return 6 * (model.n_layer * layer + model.vocab_size * C) + 12 * model.n_layer * C * model.seq_len
+    C, Q, K = model.n_embd, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
+    layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * model.d_ff
+    return 6 * (model.n_layer * layer + model.vocab_size * C) + 12 * model.n_layer * Q * model.seq_len
 
 
 def rows_at_a_time(vocab_size: int, device: str) -> int:
@@ -133,7 +133,7 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
         "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
         "reduction": always | {"gradients": max(between, complete), "temporary": buffers},
-        "step": always | {"gradients": reduced, "temporary": muon_buffers(config)},
+        "step": always | {"gradients": reduced, "temporary": muon_buffers(config, world_size, strategy, shards)},
     }
 
 
@@ -143,17 +143,17 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
     They are counted in the blocks, tensor by tensor; eager and compiled code keep different ones.
     """
     model, compiled = config.model, config.train.compile == "on"
-    C, F, K = model.n_embd, model.d_ff, model.n_embd // model.n_head * model.n_kv_head
+    C, F, Q, K = model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
     gpt2, qwen3 = model.architecture == "gpt2", model.architecture == "qwen3"
     s = 4 if config.train.dtype == "float32" else 2  # bytes of an element in matrix products
     residual = s if strategy == "fsdp" else 4  # bytes of one of the residual stream
     block = 2 * C * (residual if gpt2 or compiled else 4)  # the inputs of the two norms
-    block += s * (2 * C + 2 * K)  # queries, keys, values and what attention returns
+    block += s * (2 * Q + 2 * K)  # queries, keys, values and what attention returns
     block += s * F * ((2 if gpt2 else 3) if compiled else (2 if gpt2 else 4))
     # The products' inputs. Autocast converts LayerNorm's float32 once for each product that reads it.
     block += s * C * (4 if gpt2 and residual != s and not compiled else 2)
     if qwen3:  # queries and keys before their norms, in float32 in eager code; and a copy of what attention returns
-        block += s * (C + K) if compiled else 4 * (C + K) + s * C
+        block += s * (Q + K) if compiled else 4 * (Q + K) + s * Q
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
     if model.dropout:
@@ -197,14 +197,23 @@ def optimizer_state(config: Config) -> float:
     return 8.0 * (sum(parameters(config.model).values()) - muon) + 4.0 * muon
 
 
-def muon_buffers(config: Config) -> float:
-    """The bytes that Muon takes to orthogonalize the matrices of one shape: float32 momenta and bfloat16 iterates."""
+def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) -> float:
+    """The bytes that Muon takes for the matrices of one shape: iterates and updates, in bfloat16, and the updates in float32.
+
+    zero1 gathers the updated weights instead; fsdp has rows that are sent and received besides.
+    """
     if config.optim.optimizer != "muon":
         return 0.0
     model = config.model
-    C, F, K = model.n_embd, model.d_ff, model.n_embd // model.n_head * model.n_kv_head
-    shapes = [(C, C)] * 2 + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
-    return max(model.n_layer * shapes.count((a, b)) * (8.0 * a * b + 4.0 * min(a, b) ** 2) for a, b in set(shapes))
+    C, F, Q, K = model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
+    shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
+
+    def size(a: int, b: int) -> float:
+        iterates = 4 * (4.0 * a * b + 4.0 * min(a, b) ** 2)  # of four matrices at a time
+        kept = {"fsdp": 10 / shards, "zero1": 4 + 4 / world_size}.get(strategy, 6)  # bytes an element of all matrices
+        return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
+
+    return max(size(a, b) for a, b in set(shapes))
 
 
 def checkpoint_bytes(config: Config) -> float:

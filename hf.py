@@ -1,7 +1,7 @@
 """Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
-transformers, lm-eval, vLLM and llama.cpp's converter read what `write_model` writes; `read_model` reads theirs.
-Only JSON and safetensors are read and written.
+transformers, lm-eval and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits).
+`read_model` reads what transformers writes. Only JSON and safetensors are read and written.
 """
 
 import dataclasses
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from msgspec import Meta
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 import files
@@ -27,20 +28,23 @@ ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3"
 # The values of config.json that our models compute. Any other value means another arithmetic. A missing key means the first.
 ONLY = {
     "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
+        "quantization_config": (None,),
     },
     "llama": {
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "rope_scaling": (None,),
         "partial_rotary_factor": (1.0,),
+        "quantization_config": (None,),
     },
 }
 ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
+# What `rope_scaling` of the settings lists, in its order.
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -85,18 +89,19 @@ class Index(TypedDict):
     weight_map: Annotated[dict[str, FileName], Meta(min_length=1)]
 
 
-def config_json(config: ModelConfig, eot_token: int) -> dict:
-    """The content of config.json, complete. Where transformers 4 and 5 use different keys, it has both."""
+def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
+    """The content of config.json, complete, for weights of `dtype`. It has the keys of transformers 4 and those of 5."""
+    end = eot_token if eot_token < config.vocab_size else None  # a model on characters may have none
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
-        "bos_token_id": eot_token,
-        "eos_token_id": eot_token,
+        "bos_token_id": end,
+        "eos_token_id": end,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": 0.02,
-        "torch_dtype": "float32",
-        "dtype": "float32",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
     }
     if config.architecture == "gpt2":
@@ -108,21 +113,25 @@ def config_json(config: ModelConfig, eot_token: int) -> dict:
             "n_positions": config.seq_len,
             "n_ctx": config.seq_len,
             "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new",
+            "activation_function": "gelu" if config.gelu == "erf" else "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
         }
     sliding = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.n_layer}
+    rope, factors = {"rope_type": "default"}, config.rope_factors
+    if factors:
+        rope = {"rope_type": "llama3"} | dict(zip(LLAMA3_ROPE, (*factors[:3], int(factors[3])), strict=True))
     return common | {
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.n_embd // config.n_head,
+        "head_dim": config.head_dim,
         "hidden_size": config.n_embd,
         "intermediate_size": config.d_ff,
         "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        **({"rope_scaling": rope} if factors else {}),
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": config.dropout,
@@ -141,10 +150,8 @@ def read_config(directory: Path) -> ModelConfig:
     files.convert(config, ConfigJson, str(path))
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    rope = config.get("rope_parameters") or {}
-    found = config | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = rope
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = config | rope
     for key, accepted in ONLY[architecture].items():
         if found.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
@@ -171,18 +178,27 @@ def gpt2_config(config: dict) -> ModelConfig:
         n_kv_head=config["n_head"],
         n_embd=config["n_embd"],
         d_ff=config.get("n_inner") or 4 * config["n_embd"],
+        head_dim=config["n_embd"] // config["n_head"],
         seq_len=config["n_positions"],
         tie_embeddings=config.get("tie_word_embeddings", True),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        gelu="erf" if config.get("activation_function") == "gelu" else "tanh",
     )
 
 
 def llama_config(config: dict, architecture: str) -> ModelConfig:
-    """Convert the config.json of a Llama or Qwen3. Raises KeyError if a size is missing, ValueError if sizes do not fit."""
+    """Convert the config.json of a Llama or Qwen3, with the keys of its rotary positions among the others.
+
+    Raises KeyError if a size is missing, ValueError for what our models do not compute.
+    """
     width, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", 128 if architecture == "qwen3" else None) or width // heads
-    if head_dim * heads != width:
-        raise ValueError(f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {width} / {heads}")
+    rope_type, rope_scaling = config.get("rope_type", config.get("type", "default")), ""
+    if rope_type == "llama3":
+        found = {"original_max_position_embeddings": config["max_position_embeddings"]} | config
+        rope_scaling = ",".join(str(float(found[key])).removesuffix(".0") for key in LLAMA3_ROPE)
+    elif rope_type != "default":
+        raise ValueError(f"rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
     sliding = set(config.get("layer_types") or ()) - {"full_attention"}
     if sliding:
         raise ValueError(f"layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
@@ -193,10 +209,12 @@ def llama_config(config: dict, architecture: str) -> ModelConfig:
         n_head=heads,
         n_kv_head=config.get("num_key_value_heads") or heads,
         n_embd=width,
+        head_dim=head_dim,
         d_ff=config["intermediate_size"],
         seq_len=config["max_position_embeddings"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         rope_theta=float(config.get("rope_theta", 10000.0)),
+        rope_scaling=rope_scaling,
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )
 
@@ -229,14 +247,43 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
             continue
         if "c_attn" in theirs:
             value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
-        tensors[theirs] = transpose(value, theirs)
+        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `write_model` makes it contiguous
     return tensors
 
 
-def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_hf`. Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out.
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of ours in a safetensors file. Indexing it with a slice of rows reads these rows and nothing else.
 
-    Raises UserError if a tensor is missing, unknown or of the wrong shape.
+    It is the tensor `name` there, or the columns of that one as rows (`transposed`), or the part of either from row `first` on.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    first: int = 0
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            if not self.shape:
+                return file.get_tensor(self.name)
+            start, stop, _ = rows.indices(self.shape[0])
+            rows, stored = slice(self.first + start, self.first + stop), file.get_slice(self.name)
+            return stored[:, rows].t() if self.transposed else stored[rows]
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name. Only its header is read."""
+    with safe_open(path, framework="pt") as file:
+        return {name: Stored(path, name, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+
+
+def from_hf(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """Find our parameters in their `tensors`: the inverse of `to_hf`.
+
+    Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out. Raises UserError if a tensor is
+    missing, unknown or of the wrong shape.
     """
     names = module_names(config)
     root = names["embed"].partition(".")[0] + "."
@@ -247,42 +294,55 @@ def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     if config.tie_embeddings:
         unknown.discard("lm_head.weight")
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
-    state, missing = {}, []
+        shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
+    found, missing = {}, []
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")
         theirs = f"{names[module]}.{leaf}"
         if theirs not in tensors:
             missing.append(theirs)
             continue
-        value = transpose(tensors[theirs], theirs)
-        if "c_attn" in theirs:
-            first = "qkv".index(module[-1]) * config.n_embd
-            value = value[first : first + config.n_embd].contiguous()
+        value, part = tensors[theirs], 3 if "c_attn" in theirs else 1
+        transposed = is_conv1d(theirs, len(value.shape))
+        rows, *columns = reversed(value.shape) if transposed else value.shape
         unknown.discard(theirs)
-        if value.shape != shape:
-            raise UserError(f"{theirs} has the wrong shape: {name} is {list(value.shape)}, config.json says {list(shape)}")
-        state[name] = value
+        if (rows, *columns) != (part * shape[0], *shape[1:]):
+            raise UserError(
+                f"{theirs} has the wrong shape: {list(value.shape)} does not hold {name}, {list(shape)} by config.json"
+            )
+        first = "qkv".index(module[-1]) * shape[0] if part == 3 else 0
+        found[name] = dataclasses.replace(value, shape=shape, transposed=transposed, first=first)
     if missing or unknown:
         faults = [f"{word} {', '.join(sorted(names)[:3])}" for word, names in (("no", missing), ("unknown", unknown)) if names]
         raise UserError(f"the weights are not those of config.json: {'; '.join(faults)}")
-    return state
+    return found
 
 
-def transpose(value: Tensor, name: str) -> Tensor:
-    """Transpose `value` if `name` is a matrix of GPT-2's Conv1D."""
-    conv1d = value.ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
-    return value.t().contiguous() if conv1d else value
+def is_conv1d(name: str, ndim: int) -> bool:
+    """Whether their tensor `name` is a matrix of GPT-2's Conv1D, which is ours transposed."""
+    return ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
 
 
-def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, tokenizer: Path | None, eot_token: int) -> None:
+def write_model(
+    directory: Path,
+    state: dict[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Path | None,
+    eot_token: int,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: int | None = None,
+) -> None:
     """Write a Hugging Face model into the existing `directory`. The same input gives the same bytes.
 
-    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
+    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one. max_shard_size: bytes
+    of tensors in a file (None: all in one file).
     """
-    tensors = {name: value.detach().contiguous() for name, value in to_hf(state, config).items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    write_json(directory / "config.json", config_json(config, eot_token))
+    tensors = {name: value.detach().to(dtype).contiguous() for name, value in to_hf(state, config).items()}
+    if max_shard_size:
+        save_torch_state_dict(tensors, directory, max_shard_size=max_shard_size)
+    else:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", config_json(config, eot_token, dtype))
     write_json(directory / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token))
     if tokenizer is None:
         return
@@ -298,33 +358,64 @@ def write_model(directory: Path, state: dict[str, Tensor], config: ModelConfig, 
     write_json(directory / "tokenizer_config.json", settings)
 
 
-def token_text(tokenizer: Path, token: int) -> str:
-    """How a tokenizer.json spells a token. Raises UserError."""
+def vocabulary(tokenizer: Path) -> dict[int, str]:
+    """The tokens of a tokenizer.json by id. Raises UserError."""
     definition = read_json(tokenizer, Definition)
     tokens = {i: text for text, i in definition["model"]["vocab"].items()}
-    tokens |= {item["id"]: item["content"] for item in definition["added_tokens"]}
+    return tokens | {item["id"]: item["content"] for item in definition["added_tokens"]}
+
+
+def token_text(tokenizer: Path, token: int) -> str:
+    """How a tokenizer.json spells a token. Raises UserError."""
+    tokens = vocabulary(tokenizer)
     if token not in tokens:
         raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text")
     return tokens[token]
 
 
-def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Read a Hugging Face model from whole or sharded safetensors: its parameters by our names, in float32.
+def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
+    """Check that a model directory has the tokenizer of a dataset: the same token by every id of the dataset's.
+
+    tokenizer: the dataset's tokenizer.json, if it has one. Returns what could not be checked. Raises UserError if they differ:
+    the weights know nothing about tokens with other meanings.
+    """
+    path = directory / "tokenizer.json"
+    if not tokenizer or not path.exists():
+        which = directory if tokenizer else "the dataset"
+        return [f"warning: {which} has no tokenizer.json; nothing shows that weights and tokens have the same tokenizer"]
+    theirs = vocabulary(path)
+    for i, token in sorted(vocabulary(tokenizer).items()):
+        if theirs.get(i) != token:
+            raise UserError(
+                f"the tokens were made with another tokenizer than that of {directory}: token {i} is {token!r} in {tokenizer} "
+                f"and {theirs.get(i)!r} there; prepare the text again with --tokenizer={path}"
+            )
+    return []
+
+
+def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Stored]]:
+    """Open a Hugging Face model of whole or sharded safetensors: its parameters by our names, to be read by rows.
 
     seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
     """
     config, paths, tensors = read_config(directory), weight_files(directory), {}
     try:
         for path in paths:
-            tensors |= load_file(path)
-        state = {name: value.float() for name, value in from_hf(tensors, config).items()}
+            tensors |= stored_tensors(path)
+        found = from_hf(tensors, config)
     except (SafetensorError, OSError, UserError) as error:
         raise UserError(f"{directory}: {error}") from None
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
-        if "positions.weight" in state:
-            state["positions.weight"] = state["positions.weight"][:seq_len].clone()
-    return config, state
+        if positions := found.get("positions.weight"):
+            found["positions.weight"] = dataclasses.replace(positions, shape=(seq_len, config.n_embd))
+    return config, found
+
+
+def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Read all parameters of a Hugging Face model, in float32. See `open_model`."""
+    config, found = open_model(directory, seq_len)
+    return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -98,8 +98,11 @@ class Log:
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         return evaluation
 
-    def start_wandb(self, config: Config, run_id: str) -> str:
-        """Start wandb if it is on, and continue its run `run_id` if there is one. Returns the id of the run."""
+    def start_wandb(self, config: Config, run_id: str, more: dict) -> str:
+        """Start wandb if it is on, and continue its run `run_id` if there is one. Returns the id of the run.
+
+        Its config has all settings and `more`.
+        """
         if not self.is_master or config.log.wandb == "off":
             return run_id
         import wandb
@@ -107,14 +110,18 @@ class Log:
         self.wandb = wandb.init(
             project=config.log.wandb_project,
             name=config.run.name,
+            group=config.log.wandb_group or None,
+            tags=[tag.strip() for tag in config.log.wandb_tags.split(",") if tag.strip()],
             dir=self.directory,
-            config=flat_values(config),
+            config=flat_values(config) | more,
             mode=config.log.wandb,
             id=run_id or None,
             resume="allow",
             settings=wandb.Settings(console="off", quiet=True),
         )
         self.wandb.define_metric("*", step_metric="step")
+        for name in ("loss", "val_loss", "val_bpb"):
+            self.wandb.define_metric(name, step_metric="step", summary="min,last")
         return self.wandb.id
 
     def start_bar(self, steps: int, step: int) -> None:
@@ -136,6 +143,15 @@ class Log:
             self._metrics.write(json.dumps(record) + "\n")
             if self.wandb is not None:
                 self.wandb.log(record)
+
+    def save_artifact(self, checkpoint: Path, metadata: dict) -> None:
+        """Give a checkpoint to wandb, if wandb is on, as the next version of the run's model."""
+        if self.wandb is not None:
+            import wandb
+
+            artifact = wandb.Artifact(f"model-{self.wandb.id}", type="model", metadata=metadata)
+            artifact.add_dir(str(checkpoint))
+            self.wandb.log_artifact(artifact, aliases=["latest", f"step-{metadata['step']}"])
 
     def close(self, status: int) -> None:
         """End the bar, and wandb with the exit status."""

@@ -1,9 +1,10 @@
 """The transformer: `GPT` computes what GPT-2, Llama or Qwen3 compute. Also its initialization, and sampling from it.
 
 The three give the same logits as transformers' GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Shapes in comments:
-B sequences, T tokens, C = n_embd, H heads, D = C / H, V = vocab_size.
+B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -36,7 +37,7 @@ class GPT(nn.Module):
         gpt2 = config.architecture == "gpt2"
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.positions = nn.Embedding(config.seq_len, config.n_embd) if gpt2 else None
-        self.rope = None if gpt2 else RotaryTable(config.seq_len, config.n_embd // config.n_head, config.rope_theta)
+        self.rope = None if gpt2 else RotaryTable(config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = norm_layer(config)
@@ -90,13 +91,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim = config.n_embd // config.n_head
-        self.dropout = config.dropout
-        bias, kv_width = config.architecture == "gpt2", config.n_kv_head * self.head_dim
-        self.q = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+        self.head_dim, self.dropout, bias = config.head_dim, config.dropout, config.architecture == "gpt2"
+        width, kv_width = config.n_head * self.head_dim, config.n_kv_head * self.head_dim
+        self.q = nn.Linear(config.n_embd, width, bias=bias)
         self.k = nn.Linear(config.n_embd, kv_width, bias=bias)
         self.v = nn.Linear(config.n_embd, kv_width, bias=bias)
-        self.o = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+        self.o = nn.Linear(width, config.n_embd, bias=bias)
         qwen3 = config.architecture == "qwen3"
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
@@ -118,11 +118,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """gpt2: GELU (tanh form), with biases. llama and qwen3: SwiGLU (Shazeer 2020), without."""
+    """gpt2: GELU, with biases. llama and qwen3: SwiGLU (Shazeer 2020), without."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         gpt2 = config.architecture == "gpt2"
+        self.gelu = F.gelu if config.gelu == "erf" else gelu
         self.gate = None if gpt2 else nn.Linear(config.n_embd, config.d_ff, bias=False)
         self.up = nn.Linear(config.n_embd, config.d_ff, bias=gpt2)
         self.down = nn.Linear(config.d_ff, config.n_embd, bias=gpt2)
@@ -130,7 +131,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
-            return self.down(gelu(self.up(x)))
+            return self.down(self.gelu(self.up(x)))
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -140,15 +141,18 @@ class RotaryTable(nn.Module):
     They are a buffer, not a weight: neither trained nor saved, and float32 in a model of any dtype.
     """
 
-    def __init__(self, seq_len: int, head_dim: int, theta: float):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.seq_len, self.head_dim, self.theta = seq_len, head_dim, theta
+        self.config = config
         self.register_buffer("table", self.compute(), persistent=False)
 
     def compute(self, device: torch.device | None = None) -> Tensor:
         """The table, on `device`."""
-        frequencies = 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim)
-        angles = torch.outer(torch.arange(self.seq_len, device=device).float(), frequencies)
+        width, theta = self.config.head_dim, self.config.rope_theta
+        frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=device).float() / width)
+        if self.config.rope_scaling:
+            frequencies = stretch(frequencies, *self.config.rope_factors)
+        angles = torch.outer(torch.arange(self.config.seq_len, device=device).float(), frequencies)
         return torch.stack((angles.cos(), angles.sin()))[:, :, None]
 
     def _apply(self, fn, recurse=True):
@@ -156,6 +160,17 @@ class RotaryTable(nn.Module):
         super()._apply(fn, recurse)
         self.table = self.compute(self.table.device)
         return self
+
+
+def stretch(frequencies: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
+    """Scale rotary frequencies for a context longer than the original `context`, as Llama 3.1 and its successors do.
+
+    A frequency that makes more than `high` turns in the original context stays. One that makes fewer than `low` is divided by
+    `factor`. Those between are interpolated (the `llama3` rope type of transformers).
+    """
+    turns = context * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -173,8 +188,7 @@ def norm_layer(config: ModelConfig) -> nn.Module:
 
 def attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Choose the fastest kernel for the attention of a model on `device`, with matrix products in `dtype`. Returns its name."""
-    head_dim = config.n_embd // config.n_head
-    q = torch.zeros(1, config.n_head, config.seq_len, head_dim, dtype=dtype, device=device)
+    q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
     return choose_attention_kernel(q, q[:, : config.n_kv_head], config.dropout)
 
 
@@ -192,19 +206,26 @@ def compile_blocks(model: GPT) -> None:
 
 @torch.no_grad()
 def initialize(model: GPT, seed: int) -> None:
-    """Set the weights as GPT-2 does. They depend on nothing but the shapes and `seed`.
+    """Set the weights to `initial_weights`."""
+    for name, value in initial_weights(model, seed):
+        model.get_parameter(name).copy_(value)
+
+
+def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The weights as GPT-2 begins, by name, made one at a time on the CPU. They depend on nothing but the shapes and `seed`.
 
     Matrices are normal(0, 0.02), those that write to the residual stream smaller by sqrt(2 n_layer); norms are 1, biases 0.
-    The numbers are drawn on the CPU in the order of the parameters' names.
+    The numbers are drawn in the order of the parameters' names. `model` may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    for name, shape in sorted((name, parameter.shape) for name, parameter in model.named_parameters()):
+        value = torch.empty(shape, device="cpu")
+        if len(shape) == 1:
+            yield name, value.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         std = residual_std if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
-        parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator))
+        yield name, value.normal_(0.0, std, generator=generator)
 
 
 class KVCache:

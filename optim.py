@@ -1,10 +1,11 @@
 """Optimizers and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -48,34 +49,118 @@ class AdamW:
             )
 
 
-class Muon:
-    """Muon (Jordan et al., 2024), which orthogonalizes all matrices of the same shape in one batch.
+BATCH = 4  # matrices that are multiplied together: one that is small does not keep a processor busy, many leave a CPU's cache
+# Returns the matrices [N, rows, columns] nearest to N matrices of one shape, in bfloat16. Sharded matrices: this rank's rows.
+Orthogonalize = Callable[[list[Tensor]], Tensor]
 
-    A transformer's matrices have only a handful of shapes, and a single matrix is too small to keep a GPU busy. Updates are
-    scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits both.
+
+def orthogonalize(matrices: list[Tensor]) -> Tensor:
+    """Approximate the nearest (semi-)orthogonal matrix to each of N `matrices` of one shape, as bfloat16 [N, rows, columns]."""
+    batches = [matrices[i : i + BATCH] for i in range(0, len(matrices), BATCH)]
+    return torch.cat([newton_schulz(torch.stack([matrix.bfloat16() for matrix in batch])) for batch in batches])
+
+
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+    """`orthogonalize` a batch [N, rows, columns] by Muon's iteration with a quintic polynomial (Jordan et al., 2024).
+
+    Each step takes three matrix products. Tall matrices are transposed, because `gram` is then smaller.
+    """
+    a, b, c = 3.4445, -4.775, 2.0315
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def orthogonalize_shares(
+    matrices: list[Tensor], group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
+) -> Tensor:
+    """`orthogonalize` shared out over the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
+
+    Each rank orthogonalizes its share, and one exchange gathers the results. Shares are a `multiple` of matrices. If that is
+    BATCH, the batches are those of a single rank: how many are multiplied together may change the bits of a product.
+    """
+    each = math.ceil(len(matrices) / multiple / group.size()) * multiple  # the last ranks may have fewer, or none
+    mine = matrices[group.rank() * each :][:each]
+    share = torch.zeros(each, *local(matrices[0]).shape, dtype=torch.bfloat16, device=matrices[0].device)
+    if mine:
+        share[: len(mine)] = orthogonalize(mine)
+    shares = share.new_empty(group.size() * each, *share.shape[1:])
+    dist.all_gather(list(shares.split(each)), share, group=group)
+    return shares[: len(matrices)]
+
+
+def orthogonalize_by_owners(matrices: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """`orthogonalize` where each rank of `group` holds some rows of each matrix, divided as torch.chunk does.
+
+    One exchange brings the rows of each matrix to its owner, which orthogonalizes it, and another brings the rows of the result
+    back. A rank owns `each` matrices and holds `most` rows of each matrix; the last ranks may have fewer, or none.
+    """
+    rows, columns = matrices[0].shape
+    each, most = math.ceil(len(matrices) / group.size()), math.ceil(rows / group.size())
+    held = len(local(matrices[0]))
+    owned = max(0, min(each, len(matrices) - group.rank() * each))
+    pieces = torch.zeros(group.size() * each, most, columns, dtype=torch.bfloat16, device=matrices[0].device)
+    for piece, matrix in zip(pieces, matrices, strict=False):
+        piece[:held] = local(matrix)
+    exchanged = torch.empty_like(pieces)
+    dist.all_to_all_single(exchanged, pieces, group=group)  # from [owners x each, most, columns] to [holders x each, ...]
+    whole = exchanged.unflatten(0, (-1, each)).transpose(0, 1).flatten(1, 2)  # [each, holders x most, columns]
+    if owned:
+        whole[:owned, :rows] = orthogonalize(whole[:owned, :rows].unbind())
+    dist.all_to_all_single(pieces, whole.unflatten(1, (-1, most)).transpose(0, 1).flatten(0, 1), group=group)
+    return pieces[: len(matrices), :held]
+
+
+class Muon:
+    """Muon (Jordan et al., 2024), which replaces the momentum of each matrix by the nearest orthogonal matrix.
+
+    Updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits
+    both. All matrices of a shape are orthogonalized together; several ranks share this work by another `orthogonalize`. The
+    parameters may be sharded by rows.
     """
 
-    def __init__(self, groups: list[dict], momentum: float):
-        self.param_groups, self.momentum = groups, momentum
+    def __init__(self, groups: list[dict], momentum: float, orthogonalize: Orthogonalize = orthogonalize):
+        self.param_groups, self.momentum, self.orthogonalize = groups, momentum, orthogonalize
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the weights from the gradients."""
+        """Update the weights from the gradients, which are overwritten."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in parameters):
                 matrices = [p for p in parameters if p.shape == shape]
-                gradients = [p.grad for p in matrices]
                 for p in matrices:
                     if p not in self.state:
                         self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
-                momenta = [self.state[p]["momentum_buffer"] for p in matrices]
+                weights, gradients = [local(p) for p in matrices], [local(p.grad) for p in matrices]
+                momenta = [local(self.state[p]["momentum_buffer"]) for p in matrices]
                 torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-                nesterov = torch.stack(torch._foreach_lerp(gradients, momenta, self.momentum))  # [N, rows, columns]
-                updates = orthogonalize(nesterov).to(matrices[0].dtype)
-                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(matrices, updates.unbind(), alpha=-0.2 * group["lr"] * max(shape) ** 0.5)
+                torch._foreach_lerp_(gradients, momenta, self.momentum)  # Nesterov's momentum
+                updates = self.orthogonalize([p.grad for p in matrices]).to(weights[0].dtype)
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(weights, updates.unbind(), alpha=-0.2 * group["lr"] * max(shape) ** 0.5)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor (a DTensor), in the same memory. A plain tensor is whole."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@torch.no_grad()
+def copy_rows(tensor: Tensor, whole) -> Tensor:
+    """Set `tensor`, which may be sharded, from the `whole` one: another tensor, or one in a file that is read by rows."""
+    rows = slice(None) if tensor.ndim else ...
+    if hasattr(tensor, "to_local"):  # FSDP divides rows as torch.chunk does
+        mesh = tensor.device_mesh
+        most = math.ceil(len(tensor) / mesh.size(-1))
+        rows = slice(most * mesh.get_local_rank(-1), most * (mesh.get_local_rank(-1) + 1))
+    local(tensor).copy_(whole[rows])
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -105,33 +190,18 @@ class Optimizers:
                 for key, value in state.items():
                     yield parameter, key, value
 
-    def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
-        """Set the state tensors, given by parameter and name."""
+    def load_state(self, state: dict[Tensor, dict]) -> None:
+        """Set the state tensors, given by parameter and name: whole tensors, or those in a file that are read by rows."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
-                    if values := state.get(parameter):
-                        part.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
+                    for key, whole in state.get(parameter, {}).items():
+                        value = torch.empty_like(parameter) if whole.shape else torch.empty((), device=parameter.device)
+                        part.state.setdefault(parameter, {})[key] = copy_rows(value, whole)
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Approximate the nearest (semi-)orthogonal matrix to each of `matrices` [N, rows, columns], in bfloat16.
-
-    This is Muon's Newton-Schulz iteration with a quintic polynomial (Jordan et al., 2024). Each step takes three matrix
-    products. Tall matrices are transposed, because `gram` is then smaller.
-    """
-    a, b, c = 3.4445, -4.775, 2.0315
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16().mT if tall else matrices.bfloat16()
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
-
-def build(model: nn.Module, config: OptimConfig) -> Optimizers:
-    """AdamW over all parameters, or Muon over the hidden matrices and AdamW over the rest.
+def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = orthogonalize) -> Optimizers:
+    """AdamW over all parameters, or Muon, which calls `orthogonalize`, over the hidden matrices and AdamW over the rest.
 
     Weight decay applies to tensors of two or more dimensions.
     """
@@ -145,7 +215,8 @@ def build(model: nn.Module, config: OptimConfig) -> Optimizers:
     ]
     parts: list[AdamW | Muon] = [AdamW(groups, (config.beta1, config.beta2))]
     if matrices:
-        parts.append(Muon([{"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay}], config.momentum))
+        group = {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay}
+        parts.append(Muon([group], config.momentum, orthogonalize))
     return Optimizers(parts)
 
 

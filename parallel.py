@@ -3,9 +3,12 @@
 import functools
 import math
 import warnings
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +19,7 @@ import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from exact import Exact
 from model import attention_kernel, compile_blocks
-from optim import Optimizers
+from optim import Optimizers, copy_rows
 from replicas import check_replicas
 from settings import Config, OptimConfig, ParallelConfig, RunError, UserError
 from world import World
@@ -30,9 +33,12 @@ class Engine:
     `model(inputs, targets)` is the mean loss of a micro-batch. The loop sets `model.require_backward_grad_sync` before each
     forward and divides each loss by `loss_divisor`. After the last backward of an update the gradients of every rank are the
     mean over all micro-batches of all ranks.
+
+    weights: of a `module` on the meta device, by name: tensors, made one at a time, or such in files that are read by rows.
+    So no rank ever holds more of a sharded model than its shards and one tensor.
     """
 
-    def __init__(self, module: nn.Module, config: Config, world: World):
+    def __init__(self, module: nn.Module, config: Config, world: World, weights: Iterable[tuple[str, Any]] = ()):
         self.module, self.world, self.dtype = module, world, config.train.dtype
         self.strategy = config.parallel.strategy
         # Ranks average their gradients; exact adds integers and divides them once, by the number of all micro-batches.
@@ -47,11 +53,16 @@ class Engine:
         if config.train.activation_checkpointing:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        if self.strategy == "fsdp" and world.size > 1:
+        sharded = self.strategy == "fsdp" and world.size > 1
+        if sharded:
             from sharded import FullyShard  # here, because importing FSDP2 takes a second
 
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
-        else:
+        if weights:
+            module.to_empty(device=world.device)
+            for name, value in weights:
+                copy_rows(module.get_parameter(name), value)
+        if not sharded:  # with the weights, because DDP compares those of the ranks
             self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches, self.compiled)
         # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
         eager = self.compiled and world.device.type == "cpu"
@@ -61,13 +72,25 @@ class Engine:
         self.staging: Tensor | None = None
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
-        """The optimizers of the model. The strategy may share their state out over the ranks."""
-        optimizers = optim.build(self.module, config)
+        """The optimizers of the model. The strategy may share their work and their state out over the ranks."""
+        optimizers = optim.build(self.module, config, self.choose_orthogonalize())
         if self.strategy == "zero1" and self.world.size > 1:
             from sharded import shard_optimizers
 
             return shard_optimizers(optimizers, self.world)
         return optimizers
+
+    def choose_orthogonalize(self) -> optim.Orthogonalize:
+        """How Muon orthogonalizes its matrices: each of them on one rank of all."""
+        if self.world.size == 1 or self.strategy == "zero1":  # zero1's optimizers have their own matrices only
+            return optim.orthogonalize
+        shares = functools.partial(optim.orthogonalize_shares, multiple=optim.BATCH if self.strategy == "exact" else 1)
+        if self.strategy != "fsdp":
+            return functools.partial(shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
+        owners = functools.partial(optim.orthogonalize_by_owners, group=self.model.mesh.get_group("shard"))
+        if self.model.mesh.ndim == 1:
+            return owners
+        return functools.partial(shares, group=self.model.mesh.get_group("replicate"), orthogonalize=owners)
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run a forward and a synchronized backward on dummy tokens, and drop the gradients, where something starts with them.
@@ -129,17 +152,15 @@ class Engine:
             self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         copies[name] = tensor.to("cpu", copy=True) if self.staging is None else copy_through(self.staging, tensor)
 
-    def scatter(self, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
-        """Give `optimizers` this rank's part of the state that `gather` returned, from any strategy and number of ranks."""
+    def scatter(self, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
+        """Give `optimizers` this rank's part of the state that `gather` returned, from any strategy and number of ranks.
+
+        The tensors may be in a file. Then each rank reads the rows that it holds.
+        """
         state = {parameter: {} for parameter in self.names}
         for name, value in tensors.items():
             parameter_name, _, key = name.rpartition(".")
-            parameter = self.parameters[parameter_name]
-            if is_sharded(parameter) and value.ndim:
-                from sharded import shard_like
-
-                value = shard_like(value, parameter)
-            state[parameter][key] = value
+            state[self.parameters[parameter_name]][key] = value
         optimizers.load_state(state)
 
     def check_replicas(self) -> None:

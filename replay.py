@@ -14,12 +14,12 @@ import sys
 import settings
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as train.py does
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as train.py does
 
 import json
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -140,6 +140,7 @@ def open_before(
     dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
         raise UserError(f"{dataset} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are")
+    training = replace(training, model=settings.resolve_model(training.model, dataset.vocab_size))  # the run may be an old one
     pretrained = None
     if start is None and training.model.init_from != "scratch":
         pretrained, _ = checkpoint.find_model(training.model.init_from)

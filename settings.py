@@ -26,7 +26,7 @@ RANGES = [
     ("n_layer", "greater than 0 and at most 4096", lambda x: 0 < x <= 1 << 12),
     ("n_head", "greater than 0 and at most 65536", lambda x: 0 < x <= 1 << 16),
     ("n_embd seq_len micro_batch_size", "greater than 0 and at most 2^24", lambda x: 0 < x <= 1 << 24),
-    ("vocab_size n_kv_head d_ff", "at least 0 and at most 2^24", lambda x: 0 <= x <= 1 << 24),
+    ("vocab_size n_kv_head head_dim d_ff", "at least 0 and at most 2^24", lambda x: 0 <= x <= 1 << 24),
     ("replicate plan_world_size", "greater than 0 and at most 2^20", lambda x: 0 < x <= 1 << 20),
     ("tokens_per_update", "greater than 0 and at most 2^32", lambda x: 0 < x <= 1 << 32),
     ("steps log_every", "greater than 0 and at most 10^12", lambda x: 0 < x <= 10**12),
@@ -91,6 +91,8 @@ class ModelConfig:
     """Key/value heads of grouped-query attention (0: as many as n_head)."""
     n_embd: int = 768
     """Width of the residual stream."""
+    head_dim: int = 0
+    """Width of a head (0: n_embd / n_head, the only one for gpt2)."""
     d_ff: int = 0
     """Width inside the MLP (0: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64)."""
     seq_len: int = 1024
@@ -100,9 +102,19 @@ class ModelConfig:
     """Share the embedding with the output layer."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies (llama, qwen3)."""
+    rope_scaling: str = ""
+    """Llama 3's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and original context, as in
+    8,1,4,8192 (empty: none)."""
+    gelu: Literal["tanh", "erf"] = "tanh"
+    """tanh: GPT-2's approximation of GELU; erf: GELU itself, which nanoGPT computes (gpt2)."""
     norm_eps: float = 1e-5
     init_from: str = "scratch"
     """scratch, or a Hugging Face model directory or hub id whose weights (and shape) to start from."""
+
+    @property
+    def rope_factors(self) -> tuple[float, ...]:
+        """`rope_scaling` as numbers; empty for none. Raises ValueError."""
+        return tuple(float(number) for number in self.rope_scaling.split(",")) if self.rope_scaling else ()
 
 
 @dataclass(frozen=True)
@@ -197,6 +209,12 @@ class LogConfig:
     """Steps between lines of metrics.jsonl and of the console."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
+    wandb_group: str = ""
+    """The group of the run, such as a sweep's name."""
+    wandb_tags: str = ""
+    """Tags of the run, as in baseline,124m."""
+    wandb_artifact: bool = False
+    """Give the checkpoint of the last step to wandb, as an artifact of type model."""
 
 
 @dataclass(frozen=True)
@@ -361,6 +379,15 @@ def range_problems(config: Config) -> Iterator[str]:
         valid = False
     if not valid:
         yield f"--skip_steps={config.data.skip_steps} must be steps and ranges of steps, such as 812-815,990"
+    try:
+        factors = config.model.rope_factors
+        valid = not factors or len(factors) == 4 and min(factors) > 0 and factors[1] < factors[2] and max(factors) < math.inf
+    except ValueError:
+        valid = False
+    if not valid:
+        yield f"--rope_scaling={config.model.rope_scaling} must be four numbers greater than 0, such as Llama 3.1's 8,1,4,8192"
+    if config.log.wandb_artifact and config.log.wandb == "off":
+        yield "--wandb_artifact needs --wandb=online or --wandb=offline"
     if config.run.name in (".", "..") or "/" in config.run.name:
         yield f"--name={config.run.name} must be a plain directory name; --out_dir says where the directory is"
 
@@ -381,8 +408,6 @@ def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
         yield f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights"
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
-    if strategy == "fsdp" and config.optim.optimizer == "muon":
-        yield "--strategy=fsdp does not support --optimizer=muon, which needs whole matrices; --strategy=zero1 does"
     if strategy == "fsdp" and parallel.check_replicas_every:
         yield "--check_replicas_every compares the ranks' copies of the weights; --strategy=fsdp has no copies; use 0"
 
@@ -392,11 +417,15 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     if model.init_from != "scratch":
         return
     rotary = model.architecture != "gpt2"
-    unit = model.n_head * (2 if rotary else 1)
+    unit = model.n_head * (2 if rotary and not model.head_dim else 1)
     if model.n_embd % unit:
-        even = " x 2 (rotary positions need heads of an even width)" if rotary else ""
+        even = " x 2 (rotary positions need heads of an even width)" if unit > model.n_head else ""
         values = nearest(model.n_embd, unit, unit)
         yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try {values}"
+    elif not rotary and model.head_dim not in (0, model.n_embd // model.n_head):
+        yield f"--head_dim={model.head_dim} is for llama and qwen3; in gpt2 it is n_embd / n_head; leave it out"
+    elif model.head_dim % 2 and rotary:
+        yield f"--head_dim={model.head_dim} must be even for rotary positions"
     if not rotary and model.n_kv_head not in (0, model.n_head):
         yield "--n_kv_head is for llama and qwen3; gpt2 has as many key/value heads as heads"
     elif model.n_head % (model.n_kv_head or 1):
@@ -446,7 +475,8 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
     if vocab_size < dataset_vocab_size:
         raise UserError(f"--vocab_size={vocab_size} is less than the dataset's {dataset_vocab_size}; leave it out to fit it")
     d_ff = model.d_ff or (4 * model.n_embd if model.architecture == "gpt2" else math.ceil(8 / 3 * model.n_embd / 64) * 64)
-    return dataclasses.replace(model, vocab_size=vocab_size, n_kv_head=model.n_kv_head or model.n_head, d_ff=d_ff)
+    n_kv_head, head_dim = model.n_kv_head or model.n_head, model.head_dim or model.n_embd // model.n_head
+    return dataclasses.replace(model, vocab_size=vocab_size, n_kv_head=n_kv_head, head_dim=head_dim, d_ff=d_ff)
 
 
 def dumps(config: Config) -> str:

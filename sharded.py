@@ -10,7 +10,7 @@ keep the same. ZeRO (Rajbhandari et al. 2020) divides them, so that the ranks to
     fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights a micro-batch
 
 Under `fsdp` the whole weights of a block exist only while it computes. Gradients are sent once an update; between its
-micro-batches every rank keeps them whole.
+micro-batches every rank keeps them whole. Muon sends 4 bytes more a parameter of the rank's share (`optim.py` says how).
 """
 
 import itertools
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT
 from optim import Muon, Optimizers
@@ -35,8 +34,8 @@ class FullyShard(nn.Module):
     """torch's FSDP2 with the interface of DDP. Each block of `module` is gathered as a unit; the other parameters are one more.
 
     With `replicas` > 1 (hybrid sharding) there are that many copies of the weights, each held by a group of consecutive ranks.
-    If a group fits into a node, weights travel within nodes, and only gradients travel between them. `module` may still be
-    on the CPU: its blocks move to the device one by one and are divided there.
+    If a group fits into a node, weights travel within nodes, and only gradients travel between them. `module` may be on the
+    meta device. Then it is divided before it takes any memory, and each rank fills its shards afterwards.
 
     `dtype` is the type of the gathered weights (and, if it is bfloat16, of the residual stream). Gradients are reduced in
     float32. Autocast alone would gather float32, which is twice the bytes, and would keep whole casts of the weights until
@@ -47,11 +46,11 @@ class FullyShard(nn.Module):
         super().__init__()
         shape, names = (replicas, world.size // replicas), ("replicate", "shard")
         dims = slice(None) if replicas > 1 else slice(1, None)
-        mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
+        self.mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
         # Inputs are not cast, because the table of rotary positions must stay float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*module.blocks, module):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(part, mesh=self.mesh, mp_policy=policy)
         self.module = module
         self.require_backward_grad_sync = True
 
@@ -60,12 +59,6 @@ class FullyShard(nn.Module):
         if torch.is_grad_enabled():
             self.module.set_requires_gradient_sync(self.require_backward_grad_sync)
         return self.module(*args, **kwargs)
-
-
-def shard_like(tensor: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's shard of the full `tensor`, divided like the sharded `parameter`. Does not communicate."""
-    shard = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return shard.clone()  # because a view would keep the full tensor in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +70,16 @@ class Rows:
     owner: int
     values: nn.Parameter
 
-    def select(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor shaped like the parameter. A scalar, which belongs to all rows, is returned as it is."""
-        return tensor[self.first : self.first + len(self.values)] if tensor.ndim else tensor
+    def select(self, tensor) -> Tensor:
+        """These rows of a tensor shaped like the parameter, or of one in a file. A scalar belongs to all rows."""
+        return tensor[self.first : self.first + len(self.values)] if tensor.shape else tensor[...]
 
 
 @dataclass(frozen=True)
 class ShardedOptimizers(Optimizers):
     """`Optimizers` where each rank updates only the rows that it owns, and holds only their state.
 
-    Gradients must be equal on all ranks. After the step each owner broadcasts the rows that it has updated.
+    Gradients must be equal on all ranks. After the step the updated rows are gathered, all those of one shape at once.
     """
 
     rows: list[Rows]  # of one parameter after another, each from its first row to its last
@@ -104,8 +97,21 @@ class ShardedOptimizers(Optimizers):
         super().step()
         for rows in self.owned:
             rows.values.grad = None
-        for work in [dist.broadcast(rows.values.detach(), rows.owner, async_op=True) for rows in self.rows]:
-            work.wait()
+        for shape in dict.fromkeys(rows.values.shape for rows in self.rows):
+            self.gather_updated([rows for rows in self.rows if rows.values.shape == shape])
+
+    def gather_updated(self, same: list[Rows]) -> None:
+        """Give every rank what the owners of these `rows`, which have one shape, have updated."""
+        by_owner = [[rows.values for rows in same if rows.owner == rank] for rank in range(self.world.size)]
+        most, mine = max(map(len, by_owner)), by_owner[self.world.rank]
+        sent = same[0].values.new_zeros(most, *same[0].values.shape)
+        if mine:
+            torch.stack(mine, out=sent[: len(mine)])
+        received = [torch.empty_like(sent) for _ in by_owner]
+        dist.all_gather(received, sent)
+        for values, updated in zip(by_owner, received, strict=True):
+            if values:
+                torch._foreach_copy_(values, updated[: len(values)].unbind())
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         """As in `Optimizers`, with full tensors that are gathered one at a time. All ranks must iterate to the end."""
@@ -126,10 +132,10 @@ class ShardedOptimizers(Optimizers):
                     dist.broadcast(pieces[-1], self.rows[i].owner)
                 yield parameter, key, torch.cat(pieces) if pieces[0].ndim else pieces[0]
 
-    def load_state(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
-        # Clones, because views would keep the full tensors in memory.
-        owned = {rows.values: {k: rows.select(v).clone() for k, v in state[rows.parameter].items()} for rows in self.owned}
-        super().load_state(owned)
+    def load_state(self, state: dict[Tensor, dict]) -> None:
+        for rows in self.owned:
+            whole = state.get(rows.parameter, {})
+            super().load_state({rows.values: {key: rows.select(value) for key, value in whole.items()}})
 
 
 def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:

@@ -18,8 +18,9 @@ if __name__ == "__main__":  # --help and bad flags are answered before torch, wh
 
             plan.main(CONFIG, COMMAND.plan)
             raise SystemExit(0)
-    # Read when torch is imported. Threads that spin while they wait take the cores that other ranks and programs need.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Read when torch is imported. Threads wait for each other some microseconds before they sleep: small models need that
+    # speed. By default they wait for milliseconds, which takes the cores that other ranks and programs need.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import math
 import time
@@ -42,7 +43,7 @@ from checkpoint import Checkpoints, TrainState
 from evaluate import evaluate
 from footprint import flops_per_token
 from log import Log, Meter, duration
-from model import GPT, initialize
+from model import GPT, initial_weights
 from parallel import Engine
 from settings import Config, RunError
 from world import Stop, World, connect
@@ -104,17 +105,13 @@ def prepare(config: Config, world: World) -> Run:
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     if world.is_master:
-        if dataset.tokenizer:  # a save needs it, and the first one may be hours away
-            hf.token_text(dataset.tokenizer, dataset.eot_token)
         files.remove_unfinished(directory / "checkpoints")
-    start, notes = world.from_master(checkpoint.find_start(directory, config.run.resume) if world.is_master else None)
+    found = checkpoint.find_start(directory, config, dataset) if world.is_master else None
+    start, pretrained, notes = world.from_master(found)
     continues = start is not None and start.parent.parent == directory
     state = checkpoint.load_state(start) if start else TrainState()
-    pretrained = None
-    if start is None and config.model.init_from != "scratch":
-        pretrained, warnings = world.from_master(checkpoint.find_model(config.model.init_from) if world.is_master else None)
-        notes += [*warnings, f"starting with the weights of {pretrained}"]
-    config = choices.resolve(config, dataset.vocab_size, world, pretrained, state.settings)
+    shape = start or pretrained if config.model.init_from != "scratch" else None  # also when the run continues
+    config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
     notes += checkpoint.check_changes(state, config, dataset, continues)
     run = build(config, world, dataset, state, start, pretrained)
     state.begin(config, dataset, world, continues)
@@ -128,7 +125,8 @@ def prepare(config: Config, world: World) -> Run:
     run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
     if world.is_master:
         files.publish_text(directory / "config.toml", settings.dumps(config))
-        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "")
+        facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
+        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "", facts)
         introduce(run, notes)
     return run
 
@@ -137,16 +135,17 @@ def build(
     config: Config, world: World, dataset: data.Mixture, state: TrainState, start: Path | None, pretrained: Path | None = None
 ) -> Run:
     """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
-    module = GPT(config.model)
+    with torch.device("meta"):  # without memory until each rank takes its part
+        module = GPT(config.model)
     if start or pretrained:
-        module.load_state_dict(hf.read_model(start or pretrained, config.model.seq_len)[1])
+        weights = hf.open_model(start or pretrained, config.model.seq_len)[1].items()
     else:
-        initialize(module, config.run.seed)
-    engine = Engine(module, config, world)
+        weights = initial_weights(module, config.run.seed)
+    engine = Engine(module, config, world, weights)
     optimizers = engine.build_optimizers(config.optim)
     if start:
         checkpoint.check_optimizer(start, engine.parameters, state)
-        engine.scatter(optimizers, checkpoint.load_optimizer(start))
+        engine.scatter(optimizers, checkpoint.open_optimizer(start))
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
     batches = data.Batches(
@@ -200,6 +199,11 @@ def train(run: Run) -> int:
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
+    if config.log.wandb_artifact:
+        log.save_artifact(
+            run.checkpoints.directory / "latest",
+            {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss},
+        )
     check_finite(run, run.val_loss, loss)
     best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
     log.say(f"done: {steps} steps, {state.tokens:,} tokens{best}; {log.directory}")

@@ -50,6 +50,7 @@ SETTINGS = {
     "fsdp, one micro-batch": (2, 1, dict(strategy="fsdp", architecture="llama")),
     "fsdp, accumulating, checkpointing": (2, 2, dict(strategy="fsdp", activation_checkpointing=True)),
     "fsdp, four ranks, two copies": (4, 2, dict(strategy="fsdp", replicate=2, dtype="float32", micro_batch_size=1)),
+    "fsdp, Muon": (2, 2, dict(strategy="fsdp", architecture="qwen3", optimizer="muon")),
     "exact, accumulating": (2, 2, dict(strategy="exact")),
     "scratch_reduce_scatter, accumulating": (2, 2, dict(strategy="scratch_reduce_scatter")),
     "scratch_overlap, accumulating": (2, 2, dict(strategy="scratch_overlap")),

@@ -8,11 +8,12 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import hf
 import tokenizer
 from checkpoint import find_model, write_manifest
-from model import GPT, initialize
+from model import GPT, RotaryTable, initialize
 from settings import ModelConfig, UserError, resolve_model
 
 SHAPES = {
@@ -20,6 +21,11 @@ SHAPES = {
     "gpt2_untied": ModelConfig(architecture="gpt2", n_layer=1, n_head=2, n_embd=16, d_ff=24, seq_len=12, tie_embeddings=False),
     "llama": ModelConfig(architecture="llama", n_layer=2, n_head=4, n_kv_head=2, n_embd=16, seq_len=12, rope_theta=5000.0),
     "qwen3": ModelConfig(architecture="qwen3", n_layer=2, n_head=4, n_kv_head=1, n_embd=32, seq_len=12, tie_embeddings=False),
+    "gpt2_erf": ModelConfig(architecture="gpt2", n_layer=1, n_head=2, n_embd=16, seq_len=12, gelu="erf"),
+    "llama3": ModelConfig(
+        architecture="llama", n_layer=2, n_head=2, n_embd=32, seq_len=12, head_dim=24, rope_theta=500.0, rope_scaling="8,1,4,64"
+    ),
+    "qwen3_wide": ModelConfig(architecture="qwen3", n_layer=1, n_head=4, n_kv_head=2, n_embd=32, seq_len=12, head_dim=16),
 }
 TEXT = "def f(x):\n    return x + 1  # größer\n"
 
@@ -92,15 +98,20 @@ def test_the_same_model_gives_the_same_bytes(written, tokenizer_json, tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_names_and_shapes_there_and_back(shape):
+def test_names_and_shapes_there_and_back_by_rows(shape, tmp_path):
     model = build(shape)
     state = model.state_dict()
-    back = hf.from_hf(hf.to_hf(state, model.config), model.config)
+    save_file({name: value.contiguous() for name, value in hf.to_hf(state, model.config).items()}, tmp_path / "model")
+    back = hf.from_hf(hf.stored_tensors(tmp_path / "model"), model.config)
     assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) for name in state)
+    for rows in (slice(None), slice(0, 5), slice(5, 9), slice(9, 10_000), slice(10_000, 10_001)):
+        assert all(torch.equal(back[name][rows], state[name][rows]) for name in state)
 
 
-@pytest.mark.parametrize("architecture", hf.ARCHITECTURES)
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("architecture", [*hf.ARCHITECTURES, "llama3"])
 @torch.no_grad()
 def test_we_read_what_transformers_saves(architecture, tmp_path):
     small = {
@@ -111,7 +122,11 @@ def test_we_read_what_transformers_saves(architecture, tmp_path):
         ),
         "qwen3": transformers.Qwen3Config(
             hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=4, vocab_size=300, max_position_embeddings=12, tie_word_embeddings=True,
+            head_dim=6, vocab_size=300, max_position_embeddings=12, tie_word_embeddings=True,
+        ),
+        "llama3": transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, head_dim=12, vocab_size=300,
+            max_position_embeddings=128, rope_theta=900.0, rope_scaling=LLAMA3 | {"original_max_position_embeddings": 64},
         ),
     }  # fmt: skip
     torch.manual_seed(0)
@@ -124,6 +139,59 @@ def test_we_read_what_transformers_saves(architecture, tmp_path):
     model = GPT(config).eval()
     model.load_state_dict(state)
     torch.testing.assert_close(model(TOKENS), other(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_frequencies_of_llama3_are_those_of_transformers(tmp_path):
+    scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=dict(scaling)
+    )
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    # As transformers 4 has written it, and 5 reads it.
+    old = hf.config_json(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=128, seq_len=9), 300), 0)
+    del old["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(old | {"rope_theta": 500000.0, "rope_scaling": scaling}))
+    found = hf.read_config(tmp_path)
+    assert (found.rope_theta, found.rope_scaling) == (500000.0, "32,1,4,8192")
+    plain = RotaryTable(dataclasses.replace(found, rope_scaling="")).table[1, 1, 0].asin()  # the sines at position 1
+    ours = RotaryTable(found).table[1, 1, 0].asin()
+    torch.testing.assert_close(ours, theirs.sin().asin(), rtol=2e-6, atol=0)
+    changed = plain / ours
+    assert changed[0] == 1 and 1 < changed[16] < 31 and changed[-1] == pytest.approx(32)  # kept, between, and divided by 32
+    again = hf.config_json(found, eot_token=0)
+    assert again["rope_scaling"] == scaling and again["rope_parameters"] == scaling | {"rope_theta": 500000.0}
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "qwen3"])
+@torch.no_grad()
+def test_through_transformers_in_bfloat16_and_shards_and_back(shape, tmp_path):
+    model = GPT(resolve_model(dataclasses.replace(SHAPES[shape], n_embd=256), 3000))
+    initialize(model, 0)
+    (tmp_path / "ours").mkdir()
+    hf.write_model(tmp_path / "ours", model.state_dict(), model.config, None, eot_token=0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
+    assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 2
+    config, state = hf.read_model(tmp_path / "theirs")
+    assert config == model.config and state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value.bfloat16().float(), state[name]) for name, value in model.state_dict().items())
+
+
+def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
+    assert hf.check_tokenizer(tmp_path / "model", tokenizer_json) == []
+    definition = json.loads(tokenizer_json.read_text())
+    extra = {"content": "<|pad|>", "id": 290, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+    definition["added_tokens"].append(extra | {"single_word": False})
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(definition, indent=3))
+    assert hf.check_tokenizer(tmp_path / "model", tokenizer_json) == []  # more tokens, and other bytes in the file
+    assert "no tokenizer.json" in hf.check_tokenizer(tmp_path / "model", None)[0]
+    assert f"{tmp_path} has no tokenizer.json" in hf.check_tokenizer(tmp_path, tokenizer_json)[0]
+    other = tmp_path / "other.json"
+    tokenizer.resolve("bytes").save(other)
+    with pytest.raises(UserError, match=r"token 0 is 'Ā' in .*other.json and '<|endoftext|>' there; .*--tokenizer="):
+        hf.check_tokenizer(tmp_path / "model", other)
 
 
 def test_old_gpt2_files_without_prefix_with_buffers_in_half_precision(tmp_path):
@@ -156,15 +224,15 @@ def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     ("shape", "change", "named"),
     [
         ("llama", {"model_type": "mistral"}, "model_type 'mistral'"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama", {"head_dim": 8}, "head_dim"),
         ("llama", {"hidden_size": None}, "hidden_size"),
-        ("qwen3", {"head_dim": None}, "head_dim"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
@@ -208,7 +276,7 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     saved.mkdir(parents=True)
     hf.write_model(saved, model.state_dict(), model.config, None, eot_token=0)
     assert hf.find_model(str(saved)) == saved
-    with pytest.raises(UserError, match="step-00000001: manifest.json is missing"):
+    with pytest.raises(UserError, match="step-00000001 has no manifest.json"):
         find_model(str(tmp_path / "run"))
     for name in ("optimizer.safetensors", "trainer_state.json"):
         (saved / name).touch()

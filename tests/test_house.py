@@ -14,7 +14,7 @@ FLOORS = [
     "dataset data hub sources tokenizer model optim replicas ddp_from_scratch log",
     "shards encode join check_data hf exact sharded",
     "choices parallel checkpoint",
-    "evaluate sample plot prepare_data plan",
+    "evaluate sample export plot prepare_data plan",
     "train",
     "replay",
 ]

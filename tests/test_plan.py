@@ -10,8 +10,6 @@ import time
 import pytest
 import torch
 
-import cluster
-import device
 import footprint
 import plan
 import settings
@@ -99,7 +97,7 @@ def test_what_would_fit_does_fit(optimizer):
         ranks = [f"--plan_world_size={gpus.split()[0]}"] if gpus else []
         again = ["--micro_batch_size=8"] * ("micro_batch" not in flags)
         assert facts(*small, *again, *flags.split(), *ranks, preset="llama_1.3b")["fits"], words
-    assert found["memory"]["remedies"] or optimizer == "muon"
+    assert found["memory"]["remedies"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "exact"])
@@ -179,12 +177,6 @@ def test_plan_flags_are_no_settings_of_the_run():
 def test_bad_flags_are_refused(args, message, tmp_path):
     done = run(str(ROOT / "config/gpt2_124m.toml"), "--plan", *args, cwd=tmp_path, status=2)
     assert done.stderr.startswith("error: ") and message in done.stderr
-
-
-def test_peaks_are_those_that_mfu_is_measured_against():
-    for name, gpu in cluster.GPUS.items():
-        found = [peak for known, peak in device.GPU_PEAK_FLOPS.items() if known.removeprefix("RTX ").lower() == name]
-        assert found == [gpu.peak_flops]
 
 
 def test_predicted_memory_is_that_of_a_run(tmp_path):

@@ -88,9 +88,18 @@ def test_exact_is_the_same_run_when_killed_and_continued_on_other_numbers_of_ran
     assert train.metrics("parts") == train.metrics("whole")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"])
-def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, strategy):
-    flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer="adamw")
+@pytest.mark.parametrize(
+    "strategy, optimizer",
+    [
+        *(
+            (name, "adamw")
+            for name in ("ddp", "zero1", "fsdp", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap")
+        ),
+        *((name, "muon") for name in ("ddp", "zero1", "fsdp")),
+    ],
+)
+def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, strategy, optimizer):
+    flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer=optimizer)
     train("whole", **flags)
     process = train.start("parts", **flags)
     checkpoints = train.runs / "parts" / "checkpoints"

@@ -78,6 +78,12 @@ def test_booleans(word, value):
         (["--tokens_per_update=1000"], "try 768 or 1024"),
         (["--micro_batch_size=5", "--tokens_per_update=8192"], "try 7680 or 8960"),
         (["--architecture=gpt2", "--n_kv_head=1"], "gpt2"),
+        (["--architecture=gpt2", "--head_dim=7"], "--head_dim=7 is for llama and qwen3"),
+        (["--head_dim=7"], "--head_dim=7 must be even"),
+        (["--rope_scaling=8,1,4"], "--rope_scaling=8,1,4 must be four numbers"),
+        (["--rope_scaling=8,4,1,8192"], "such as Llama 3.1's 8,1,4,8192"),
+        (["--rope_scaling=llama3"], "such as Llama 3.1's 8,1,4,8192"),
+        (["--wandb_artifact"], "--wandb_artifact needs --wandb=online or --wandb=offline"),
         (["--name=a/b"], "--out_dir"),
     ],
 )
@@ -247,8 +253,9 @@ def test_a_refused_command_tells_all_mistakes_on_any_terminal(environment):
 
 
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8"}, ASCII], ids=["utf-8", "ascii"])
-def test_help_shows_the_defaults_of_the_preset(environment):
-    for preset, steps, tied in [([], 240, "true"), (["config/llama_1.3b.toml"], 95367, "false")]:
+def test_help_shows_the_defaults_of_the_preset(environment, tmp_path):
+    (tmp_path / "untied.toml").write_text("[model]\ntie_embeddings = false\n\n[train]\nsteps = 95367\n")
+    for preset, steps, tied in [([], 240, "true"), ([tmp_path / "untied.toml"], 95367, "false")]:
         shown = run(*preset, "--help", **environment)
         assert (shown.returncode, shown.stderr) == (0, "")
         text = " ".join(shown.stdout.replace("\u2502", " ").replace("|", " ").split())

@@ -41,7 +41,10 @@ def assert_same_losses(records, wanted):
     "optimizer, ranks, flags",
     [
         ("adamw", 2, dict(strategy="zero1")),
+        ("muon", 3, dict(strategy="ddp", check_replicas_every=5)),
         ("muon", 3, dict(strategy="zero1", check_replicas_every=5)),
+        ("muon", 3, dict(strategy="fsdp")),  # 32 rows are 11, 11 and 10
+        ("muon", 4, dict(strategy="fsdp", replicate=2)),
         ("adamw", 2, dict(strategy="fsdp", compile="on")),
         ("adamw", 3, dict(strategy="fsdp")),
         ("adamw", 4, dict(strategy="fsdp", replicate=2)),
@@ -51,6 +54,43 @@ def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
     train("ranks", ranks=ranks, **dict(GENTLE, optimizer=optimizer, **flags))
     assert largest_difference(train.weights("ranks"), one.weights(f"one_{optimizer}")) < 1e-5
     assert_same_losses(train.metrics("ranks"), one.metrics(f"one_{optimizer}"))
+
+
+# Every rank writes how many matrices it has orthogonalized, and the bytes of Muon's state that it holds.
+COUNTED = """
+import optim
+counts = []
+def counted(matrices, original=optim.orthogonalize):
+    counts.append(len(matrices))
+    return original(matrices)
+optim.orthogonalize = counted
+def written(run, original=train.train):
+    status = original(run)
+    held = sum(optim.local(state["momentum_buffer"]).numel() for state in run.optimizers.parts[1].state.values())
+    with open("{folder}/" + os.environ.get("RANK", "0"), "w") as file:
+        file.write(f"{{sum(counts)}} {{held}}")
+    return status
+train.train = written
+"""
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, copies",
+    [
+        (3, dict(strategy="ddp"), 3),
+        (2, dict(strategy="exact"), 2),
+        (3, dict(strategy="zero1"), 1),
+        (3, dict(strategy="fsdp"), 1),
+        (4, dict(strategy="fsdp", replicate=2), 2),
+    ],
+)
+def test_every_matrix_is_orthogonalized_once_in_the_world(train, tmp_path, ranks, flags, copies):
+    # 14 matrices of three shapes: twice query, key, value and output, gate and up, down
+    train.changed(COUNTED.format(folder=tmp_path), "counted", ranks, **dict(MUON, steps=2, **flags))
+    counts, held = zip(*(map(int, (tmp_path / str(rank)).read_text().split()) for rank in range(ranks)), strict=True)
+    assert sum(counts) == 2 * 14 and max(counts) <= 2 * (14 // ranks + 3)
+    matrices = sum(value.numel() for name, value in train.weights("counted").items() if "proj" in name)
+    assert sum(held) == copies * matrices and max(held) <= 1.2 * copies * matrices / ranks
 
 
 # After the last step every rank writes how many bytes it holds.
@@ -89,6 +129,45 @@ def test_a_run_goes_from_strategy_to_strategy_and_each_rank_holds_its_share(trai
     for rank in held["zero1", 10]:
         assert rank["weights"] == whole["weights"]
         assert rank["state"] == pytest.approx(whole["state"] / 3, rel=0.1)
+
+
+# Every rank writes how many bytes of tensors it held at the most while model and optimizers were made, and what they have now.
+STARTED = """
+import json
+from pathlib import Path
+sys.path.append("bench")
+from memory import live_bytes
+def measured(*args, original=train.build):
+    with live_bytes(torch.device("cpu")) as live:
+        run = original(*args)
+        sizes = [4 * parameter.numel() for parameter in run.engine.names]
+        record = {{"peak": live.peak(), "after": live.bytes(), "weights": sum(sizes), "largest": max(sizes)}}
+    Path("{folder}", os.environ.get("RANK", "0")).write_text(json.dumps(record))
+    return run
+train.build = measured
+"""
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_a_rank_holds_its_share_and_one_tensor_from_the_first_byte(train, tmp_path, architecture):
+    flags = dict(ADAMW, architecture=architecture, strategy="fsdp", n_layer=6, n_embd=64, schedule="constant", eval_every=0)
+    for steps, copies in ((5, 1), (10, 3)):  # weights from the seed; weights and two states of AdamW from a checkpoint
+        train.changed(STARTED.format(folder=tmp_path), "run", 4, **dict(flags, steps=steps))
+        for rank in range(4):
+            held = json.loads((tmp_path / str(rank)).read_text())
+            assert held["weights"] > 10 * held["largest"]
+            assert held["after"] == pytest.approx(copies * held["weights"] / 4, rel=0.1)
+            assert held["peak"] < held["after"] + 2 * held["largest"]  # a tensor, and the copy of some of its rows
+
+
+def test_muon_continues_on_other_strategies_and_ranks(train, shared):
+    # 60 micro-batches for any of the ranks; the last of five has none of a key's 16 rows.
+    flags = dict(MUON, schedule="constant", n_kv_head=1, tokens_per_update=960, micro_batch_size=1)
+    shared("muon_constant", **flags)
+    for strategy, ranks, steps in (("fsdp", 4, 5), ("ddp", 1, 8), ("fsdp", 5, 12), ("zero1", 3, 16), ("fsdp", 2, 20)):
+        train("legs", ranks, strategy=strategy, **dict(flags, steps=steps))
+    assert_same_losses(train.metrics("legs"), shared.metrics("muon_constant"))
+    assert largest_difference(train.weights("legs"), shared.weights("muon_constant")) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -167,7 +246,6 @@ def test_float8_is_refused_without_the_compiler():
     "flags, said",
     [
         (dict(strategy="zero1", grad_compression="bf16"), "--grad_compression=bf16 is for --strategy=ddp, not zero1"),
-        (dict(strategy="fsdp", optimizer="muon"), "which needs whole matrices; --strategy=zero1 does"),
         (dict(strategy="fsdp", optimizer="adamw", replicate=2), "--replicate=2 does not divide the number of ranks, 3"),
         (dict(strategy="ddp", replicate=3), "--replicate=3 is for --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),

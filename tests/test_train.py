@@ -4,16 +4,18 @@ import json
 import re
 import shutil
 import signal
+import struct
 import sys
 import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from wandb.proto import wandb_internal_pb2
 
 import checkpoint
 import settings
-from conftest import execute, largest_difference
+from conftest import ROOT, execute, largest_difference
 
 
 def wait_for(condition, seconds=60):
@@ -141,17 +143,56 @@ def test_a_run_stopped_between_checkpoints_goes_on_with_dropout_and_muon_bit_ide
     assert train.metrics("parts") == train.metrics("whole")
 
 
+def wandb_records(folder):
+    """The records in the file of an offline run: a log as LevelDB writes it, of protocol buffers."""
+    content, parts = next(folder.glob("*.wandb")).read_bytes(), b""
+    position = 7  # after the file's own header
+    while position + 7 <= len(content):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        length, kind = struct.unpack("<HB", content[position + 4 : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
 def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
-    flags = dict(ranks=2, wandb="offline", wandb_project="test")
+    flags = dict(ranks=2, wandb="offline", wandb_project="test", wandb_group="sweep", wandb_tags="small, tiny")
     train("logged", steps=10, **flags)
     folders = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"))
     assert len(folders) == 1
-    train("logged", steps=12, **flags)
-    ids = {folder.name.rsplit("-", 1)[1] for folder in (train.runs / "logged" / "wandb").glob("offline-run-*")}
-    assert len(ids) == 1
-    assert ids == {json.loads((train.latest("logged") / "trainer_state.json").read_text())["wandb_run_id"]}
+    train("logged", steps=12, wandb_artifact="true", lr=5e-3, **flags)
+    first, second = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"), key=lambda folder: folder != folders[0])
+    run_id = json.loads((train.latest("logged") / "trainer_state.json").read_text())["wandb_run_id"]
     steps = [record["step"] for record in train.metrics("logged") if "loss" in record]
     assert steps == list(range(1, 13))
+
+    seen = []
+    for folder, lr in ((first, 1e-2), (second, 5e-3)):
+        records = list(wandb_records(folder))
+        run = next(record.run for record in records if record.HasField("run"))
+        assert (run.run_id, run.project, run.display_name, run.run_group) == (run_id, "test", "logged", "sweep")
+        assert list(run.tags) == ["small", "tiny"]
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["lr"] == lr and config["world_size"] == 2 and config["parameters"] > 10_000
+        best = {record.metric.name for record in records if record.HasField("metric") and record.metric.summary.min}
+        assert best == {"loss", "val_loss", "val_bpb"}
+        history = [
+            {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for record in records
+            if record.HasField("history")
+        ]
+        seen += [row["step"] for row in history if "loss" in row]
+        artifacts = [record.artifact for record in records if record.HasField("artifact")]
+    assert seen == steps
+    assert [(a.name, a.type, sorted(a.aliases)) for a in artifacts] == [(f"model-{run_id}", "model", ["latest", "step-12"])]
+    names = {entry.path for entry in artifacts[0].manifest.contents}
+    assert names == {path.name for path in train.latest("logged").iterdir()}
 
 
 def test_wandb_is_not_imported_when_off(train):
@@ -226,11 +267,18 @@ def test_max_minutes_saves_and_exits_75(train, shared):
     assert train.files("slow") == shared.files("plain")
 
 
-def test_init_from_a_hugging_face_directory(train, shared):
-    start = shared.latest("plain")
+def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
+    start, other_tokens = shared.latest("plain").resolve(), tmp_path / "other"
+    source = [ROOT / "train.py", f"--out={other_tokens}", "--tokenizer=train:257", "--val_fraction=0.1"]
+    execute([sys.executable, "prepare_data.py", *source])
     done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
     assert "2 layers" in done.stdout  # the shape is the directory's
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
+    done = train("tuned", init_from=start, steps=3, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
+    assert "continuing from" in done.stdout and "2 layers" in done.stdout
+    other = train("other", init_from=start, tokens=other_tokens, status=2).stderr
+    assert "made with another tokenizer" in other and f"--tokenizer={start}/tokenizer.json" in other
+    assert "made with another tokenizer" in train("branch", resume=start, tokens=other_tokens, status=2).stderr
 
 
 def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
@@ -336,5 +384,8 @@ def test_flags_and_defaults_cover_the_contract():
         "log_every",
         "wandb",
         "wandb_project",
+        "wandb_group",
+        "wandb_tags",
+        "wandb_artifact",
     ]:
         assert name in flags

@@ -1,0 +1,180 @@
+"""A copy of a model to publish: `python export.py runs/NAME --out=DIR --dtype=bfloat16 --max_shard_size=5GB`.
+
+DIR becomes a Hugging Face model directory: weights in one or more safetensors files, config.json, the tokenizer,
+generation_config.json, the run's settings as config.toml, and a model card (README.md).
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+import checkpoint
+import data
+import files
+import hf
+import settings
+from checkpoint import TrainState
+from settings import Config, UserError
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SHOWN = 5  # sources of a dataset that the card names
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- lockstep
+---
+
+# {name}
+
+A language model of {parameters:,} parameters ({architecture}), trained with Lockstep for {step:,} steps on {tokens:,} tokens,
+{beginning}. The weights are in {dtype}.
+
+{losses}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+```
+
+## Data
+
+{datasets}
+
+Their sha256, as checkpoints record it, is `{identity}`.
+
+## The run
+
+It ran on {ranks} ({versions}). This command repeats it, with the tokens in the same place:
+
+```sh
+{command}
+```
+
+{repeats}
+
+`python replay.py {run} --verify` checks, where the run and its tokens are, that each kept checkpoint follows from the one
+before it, bit for bit. This export has not run it.
+
+`config.toml` has all settings:
+
+```toml
+{settings}
+```
+"""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    run: tyro.conf.Positional[str]
+    """A run directory (its newest checkpoint is taken) or a checkpoint, such as runs/NAME/checkpoints/best."""
+    out: str = ""
+    """Directory to make; there must be nothing of that name."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the weights in the files. The run keeps its own in float32."""
+    max_shard_size: str = "5GB"
+    """Largest size of a weights file in KB, MB, GB or TB (powers of 1000). A larger tensor gets a file of its own."""
+
+
+def main(config: ExportConfig) -> None:
+    """Publish the copy, all of it or nothing. Raises UserError."""
+    out = Path(config.out)
+    if not config.out or out.exists():
+        raise UserError(f"--out={config.out} must name a directory that does not exist; nothing is overwritten")
+    number, unit = config.max_shard_size[:-2], config.max_shard_size[-2:].upper()
+    if unit not in UNITS or not number.isdecimal() or int(number) < 1:
+        raise UserError(f"--max_shard_size={config.max_shard_size} must be a whole number with KB, MB, GB or TB, such as 5GB")
+    source, warnings = checkpoint.find(config.run)
+    for warning in warnings:
+        print(f"warning: {warning}", flush=True)
+    state, (model, weights) = checkpoint.load_state(source), hf.read_model(source)
+    tokenizer = source / "tokenizer.json"
+    eot_token = files.read_json(source / "generation_config.json")["eos_token_id"]
+    training = settings.replace(Config(), **state.settings)
+    with files.publish_directory(out) as directory:
+        dtype = getattr(torch, config.dtype)
+        hf.write_model(
+            directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, int(number) * UNITS[unit]
+        )
+        (directory / "config.toml").write_text(settings.dumps(training))
+        parameters = sum(value.numel() for value in weights.values())
+        (directory / "README.md").write_text(card(source, state, training, parameters, config.dtype))
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(f"{source} is now {out}: {len(list(out.glob('*.safetensors')))} weights file(s), {size:,} bytes, {config.dtype}")
+
+
+def card(source: Path, state: TrainState, training: Config, parameters: int, dtype: str) -> str:
+    """The model card of a checkpoint."""
+    run, last = source.parent.parent, state.history[-1]
+    ranks, exact = last["world_size"], training.parallel.strategy == "exact"
+    launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
+    started_from = training.run.resume if training.run.resume not in ("auto", "off") else training.model.init_from
+    repeats = f"The weights are the same bit for bit on {'any' if exact else 'the same'} number of ranks, with these versions "
+    repeats += "and the same kind of hardware."
+    if len(state.history) > 1:
+        steps = ", ".join(str(era["step"]) for era in state.history[1:])
+        repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command has the last ones only."
+    return CARD.format(
+        name=training.run.name,
+        parameters=parameters,
+        architecture=training.model.architecture,
+        step=state.step,
+        tokens=state.tokens,
+        beginning="from scratch" if started_from == "scratch" else f"starting from {started_from}",
+        dtype=dtype,
+        losses=losses(run / "metrics.jsonl", state.step),
+        datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(training.data.tokens)),
+        identity=state.dataset,
+        ranks=f"{ranks} rank{'s' * (ranks > 1)}",
+        versions=", ".join(f"{name} {version}" for name, version in last["versions"].items()),
+        command=f"{launcher} train.py config.toml --name={training.run.name}-again",
+        repeats=repeats,
+        run=run,
+        settings=settings.dumps(training).strip(),
+    )
+
+
+def losses(metrics: Path, step: int) -> str:
+    """A table of the last losses up to `step`, as the run recorded them, and of the lowest."""
+    found = {}
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
+        record = json.loads(line)
+        if record["step"] <= step:
+            found |= {key: (record[key], record["step"]) for key in ("loss", "val_loss", "val_bpb") if key in record}
+            if "val_loss" in record:
+                found["best"] = min(found.get("best", found["val_loss"]), found["val_loss"])
+    names = {
+        "val_loss": "validation loss, nats a token",
+        "val_bpb": "validation, bits per byte",
+        "best": "lowest validation loss so far",
+        "loss": "training loss, nats a token",
+    }
+    rows = [f"| {name} | {found[key][0]:.4f} | {found[key][1]:,} |" for key, name in names.items() if key in found]
+    return "\n".join(["| measured in training | value | at step |", "|---|---|---|", *rows])
+
+
+def describe_dataset(directory: Path) -> str:
+    """A line about a dataset: its tokens, its tokenizer and its sources, as far as its directory says."""
+    if not (directory / "dataset.json").exists():
+        return f"- `{directory}`"
+    metadata = files.read_json(directory / "dataset.json")
+    tokens = {split: sum(row["tokens"] for row in metadata["shards"] if row["split"] == split) for split in ("train", "val")}
+    sources = [row["path"] for row in metadata["source"]]
+    more = f" and {len(sources) - SHOWN} more" if len(sources) > SHOWN else ""
+    return (
+        f"- `{directory}`: {tokens['train']:,} training and {tokens['val']:,} validation tokens, tokenizer "
+        f"{metadata['tokenizer']['name']}, of {', '.join(sources[:SHOWN])}{more}"
+    )
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(ExportConfig, sys.argv[1:], __doc__))

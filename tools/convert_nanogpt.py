@@ -1,0 +1,108 @@
+"""Make a model directory of a checkpoint of nanoGPT or build-nanogpt: `python tools/convert_nanogpt.py out/ckpt.pt --out=DIR`.
+
+`--init_from=DIR`, sample.py, evaluate.py and transformers then take DIR. The logits are the same. The optimizer's state is not
+converted, because the data comes in another order here. The file is a pickle: only tensors and plain values are read from it,
+and everything else is refused (torch.load with weights_only=True).
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import torch
+import tyro
+from torch import Tensor
+
+import files
+import hf
+import settings
+import tokenizer
+from dataset import GPT2_VOCAB_SIZE
+from settings import ModelConfig, UserError
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    checkpoint: tyro.conf.Positional[str]
+    """nanoGPT's ckpt.pt, or a model_*.pt of build-nanogpt."""
+    out: str = ""
+    """Directory to make; there must be nothing of that name."""
+    tokenizer: str = ""
+    """The tokenizer.json to put beside the model. A model on characters needs one: see tools/char_tokenizer.py."""
+
+
+class GPTConfig:
+    """Stands for the class of the settings that build-nanogpt's checkpoints hold. Reading one sets attributes, no more."""
+
+
+def main(config: ConvertConfig) -> None:
+    """Convert, all of it or nothing. Raises UserError."""
+    out = Path(config.out)
+    if not config.out or out.exists():
+        raise UserError(f"--out={config.out} must name a directory that does not exist; nothing is overwritten")
+    content = read_checkpoint(Path(config.checkpoint))
+    model = read_config(content)
+    if config.tokenizer:
+        eot_token = tokenizer.load(config.tokenizer).eot_token
+    elif model.vocab_size >= GPT2_VOCAB_SIZE:
+        eot_token = GPT2_VOCAB_SIZE - 1
+    else:
+        raise UserError(f"a vocabulary of {model.vocab_size} is not GPT-2's; give its --tokenizer=tokenizer.json")
+    state = hf.from_hf(to_gpt2(content["model"]), model)
+    with files.publish_directory(out) as directory:
+        hf.write_model(directory, state, model, Path(config.tokenizer) if config.tokenizer else None, eot_token)
+    print(f"{out}: {model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}")
+
+
+def read_checkpoint(path: Path) -> dict:
+    """The content of a checkpoint, without executing anything. Raises UserError."""
+    try:
+        with torch.serialization.safe_globals([(GPTConfig, "__main__.GPTConfig")]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except Exception as error:  # whatever a file that is none of torch's, or one with other classes, makes it raise
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt, or holds more than one: {reason}") from None
+    if not isinstance(content, dict) or "model" not in content or not ("model_args" in content or "config" in content):
+        raise UserError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt: it has no model and model_args")
+    return content
+
+
+def read_config(content: dict) -> ModelConfig:
+    """The shape of the model. nanoGPT computes GELU itself, build-nanogpt GPT-2's approximation."""
+    nanogpt = "model_args" in content
+    args = content["model_args"] if nanogpt else vars(content["config"])
+    try:
+        return settings.resolve_model(
+            ModelConfig(
+                architecture="gpt2",
+                vocab_size=args["vocab_size"],
+                n_layer=args["n_layer"],
+                n_head=args["n_head"],
+                n_embd=args["n_embd"],
+                seq_len=args["block_size"],
+                gelu="erf" if nanogpt else "tanh",
+            ),
+            args["vocab_size"],
+        )
+    except KeyError as key:
+        raise UserError(f"the checkpoint does not say {key}") from None
+
+
+def to_gpt2(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """nanoGPT's parameters as those of GPT2LMHeadModel: matrices transposed, and zeros for biases that it does not have."""
+    found = {}
+    for name, value in tensors.items():
+        name = name.removeprefix("_orig_mod.")  # of a compiled model
+        found[name] = hf.transpose(value.float(), name)
+        if name.endswith(".weight") and not name.startswith(("transformer.wte", "transformer.wpe", "lm_head")):
+            found.setdefault(name.removesuffix("weight") + "bias", torch.zeros(found[name].shape[-1]))
+    return found
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        main(settings.parse(ConvertConfig, sys.argv[1:], __doc__))
