@@ -348,8 +348,8 @@ def check_optimizer(directory: Path, parameters: dict[str, Tensor], state: Train
         raise UserError(f"{path}: {error}") from None
     for name, (dtype, shape) in shapes.items():
         parameter, _, key = name.rpartition(".")
-        wanted = [] if key == "step" else list(parameters[parameter].shape) if parameter in parameters else None
-        if (dtype, shape) != ("F32", wanted):
+        known = parameter in parameters
+        if not known or (dtype, shape) != ("F32", [] if key == "step" else list(parameters[parameter].shape)):
             raise UserError(f"{path}: {name}, {dtype} {shape}, is not the state of a parameter of this model")
         keys.setdefault(parameter, set()).add(key)
     if not keys and state.skipped == state.step:  # no update was made yet

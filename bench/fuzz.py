@@ -26,6 +26,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import machine  # puts the project's folder on the path
+
+# isort: split
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -35,7 +38,6 @@ from safetensors.torch import save_file
 import checkpoint
 import dataset
 import hf
-import machine  # puts the project's folder on the path
 import plot
 import settings
 import shards

@@ -403,3 +403,12 @@ def test_a_bad_flag_is_refused(here, flags):
 def test_bad_input_ends_in_two_lines_and_status_2(here):
     done = run("missing.txt", "--tokenizer=bytes", status=2)
     assert not done.stdout and done.stderr == "error: missing.txt: no such file or folder\n"
+
+
+@pytest.mark.parametrize("text", ["more words\n" * 9, "less\n"], ids=["growing", "shrinking"])
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, text):
+    (tmp_path / "a.txt").write_text("some words\n" * 5)
+    paths = sources.fetch_ahead(sources.local_files(str(tmp_path)), keep=False)
+    next(paths).write_text(text)
+    with pytest.raises(settings.UserError, match=r"a\.txt changed while it was read"):
+        next(paths)
