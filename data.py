@@ -102,7 +102,7 @@ def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
     for part in tokens.split(","):
         directory, _, weight = part.strip().rpartition(":")
         with contextlib.suppress(ValueError, ZeroDivisionError):
-            if "e" in weight.lower() and not 1e-9 < float(weight) < 1e9:  # such an exponent makes an enormous fraction
+            if "e" in weight.lower() and not 1e-12 < float(weight) < 1e12:  # such an exponent makes an enormous fraction
                 continue
             if directory and Fraction(weight) > 0:
                 parts.append((directory, Fraction(weight)))

@@ -27,6 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 DOWNLOAD_SECONDS = 30
 LARGEST_TRAINED = 1_000_000  # N of train:N
+LONGEST_TOKEN = 1 << 16  # bytes; BPE trained on a text that repeats itself makes long ones
 
 # Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
 # end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
@@ -52,7 +53,7 @@ class Bpe(TypedDict):
     """The vocabulary and what merges its tokens. None and False are the only values read of the last keys."""
 
     type: Annotated[str, Meta(pattern=r"\ABPE\Z")]
-    vocab: dict[Annotated[str, Meta(min_length=1, max_length=1024)], TokenId]
+    vocab: dict[Annotated[str, Meta(min_length=1, max_length=LONGEST_TOKEN)], TokenId]
     merges: list[str | tuple[str, str]]
     ignore_merges: NotRequired[bool | None]
     dropout: NotRequired[None]
@@ -191,8 +192,8 @@ def load_ranks(path: Path) -> Tokenizer:
         raise UserError(f"{path}: a .tiktoken file has lines of a base64 token and its rank") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
         raise UserError(f"{path}: the ranks must be 0 to {len(ranks) - 1}, each once, with all 256 bytes among the tokens")
-    if max(map(len, ranks)) > 1024:
-        raise UserError(f"{path}: a token has more than 1024 bytes")
+    if max(map(len, ranks)) > LONGEST_TOKEN:
+        raise UserError(f"{path}: a token has more than {LONGEST_TOKEN} bytes")
     pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
     return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
 

@@ -113,7 +113,8 @@ def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
             file = f"{split}_{i:06d}.bin"
             digest = write_shard(directory / file, rng.integers(0, vocab_size, size), vocab_size)
             rows.append(dict(file=file, split=split, tokens=size, bytes_of_text=3 * size, documents=1, sha256=digest))
-    metadata = dict(format="lockstep-tokens", version=1, vocab_size=vocab_size, eot_token=0, dtype="uint16", shards=rows)
+    metadata = dict(version=1, vocab_size=vocab_size, eot_token=0, dtype="uint16", shards=rows, source=[], val_fraction=0.1)
+    metadata["tokenizer"] = dict(name="bytes", sha256="0" * 64)
     (directory / "dataset.json").write_text(json.dumps(metadata))
     return directory
 
@@ -158,7 +159,7 @@ def test_foreign_directories_are_read_without_conversion(tmp_path):
         (lambda d: write_shard(d / "train_000000.bin", np.full(500, 300), 300), "outside the vocabulary"),
         (lambda d: write_shard(d / "val_000000.bin", np.zeros(7), 300), "dataset.json says 200"),
         (lambda d: (d / "dataset.json").write_text("{"), "dataset.json"),
-        (lambda d: (d / "dataset.json").write_text('{"version": 2}'), "version 2"),
+        (lambda d: (d / "dataset.json").write_text('{"version": 2}'), "dataset.json"),
     ],
 )
 def test_damaged_datasets_are_refused(tmp_path, damage, message):

@@ -320,6 +320,7 @@ def test_an_unfinished_dataset_of_another_request_is_begun_anew(here):
 def test_a_large_vocabulary_is_written_as_uint32(here):
     definition = json.loads(tokenizer.resolve("train:300", lambda: DOCUMENTS).json)
     definition["added_tokens"].append({**definition["added_tokens"][0], "id": 70000, "content": "<|high|>"})
+    definition["model"]["vocab"]["<|high|>"] = 70000
     (here / "big.json").write_text(json.dumps(definition))
     write_lines(here / "a.jsonl")
     made = make("a.jsonl", tokenizer="big.json")

@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
     for path in checkpoint.published(train.runs / "damaged" / "checkpoints"):
         (path / "manifest.json").unlink()
     refused = train("damaged", steps=30, status=2)
-    assert "manifest.json is missing" in refused.stderr
+    assert "has no manifest.json" in refused.stderr
 
 
 def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):

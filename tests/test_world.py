@@ -22,7 +22,8 @@ def gpu_node(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
         monkeypatch.setenv(variable, "")  # so that the fixture's end removes what the test sets
         monkeypatch.delenv(variable)
-    for name, value in dict(RANK=1, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=8).items():
+    rank_1_of_8 = dict(RANK=1, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=8, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
+    for name, value in rank_1_of_8.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(device, "find_device", lambda name, local_rank, share: torch.device("cuda", local_rank))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.update(current=device))

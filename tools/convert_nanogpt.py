@@ -20,6 +20,7 @@ import hf
 import settings
 import tokenizer
 from dataset import GPT2_VOCAB_SIZE
+from model import GPT
 from settings import ModelConfig, UserError
 
 
@@ -50,7 +51,7 @@ def main(config: ConvertConfig) -> None:
         eot_token = GPT2_VOCAB_SIZE - 1
     else:
         raise UserError(f"a vocabulary of {model.vocab_size} is not GPT-2's; give its --tokenizer=tokenizer.json")
-    state = hf.from_hf(to_gpt2(content["model"]), model)
+    state = to_ours(content["model"], model)
     with files.publish_directory(out) as directory:
         hf.write_model(directory, state, model, Path(config.tokenizer) if config.tokenizer else None, eot_token)
     print(f"{out}: {model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}")
@@ -92,14 +93,27 @@ def read_config(content: dict) -> ModelConfig:
         raise UserError(f"the checkpoint does not say {key}") from None
 
 
-def to_gpt2(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """nanoGPT's parameters as those of GPT2LMHeadModel: matrices transposed, and zeros for biases that it does not have."""
-    found = {}
-    for name, value in tensors.items():
-        name = name.removeprefix("_orig_mod.")  # of a compiled model
-        found[name] = hf.transpose(value.float(), name)
-        if name.endswith(".weight") and not name.startswith(("transformer.wte", "transformer.wpe", "lm_head")):
-            found.setdefault(name.removesuffix("weight") + "bias", torch.zeros(found[name].shape[-1]))
+def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """nanoGPT's parameters by our names, and zeros for biases that it does not have. Raises UserError if they do not fit."""
+    theirs = {
+        name.removeprefix("_orig_mod."): value.float() for name, value in tensors.items()
+    }  # the prefix of compiled models
+    unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
+    names, found = hf.module_names(config), {}
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
+    for name, shape in shapes.items():
+        module, _, leaf = name.rpartition(".")
+        key = f"{names[module]}.{leaf}"
+        value = theirs.get(key, torch.zeros(shape) if leaf == "bias" else None)
+        if value is not None and key in theirs and "c_attn" in key:
+            value = value.chunk(3)["qkv".index(module[-1])]
+        if value is None or value.shape != shape:
+            raise UserError(f"the checkpoint has no {key} for {name}, {list(shape)}")
+        found[name] = value
+        unused.discard(key)
+    if unused:
+        raise UserError(f"the checkpoint has {min(unused)}, which GPT-2 has not")
     return found
 
 
