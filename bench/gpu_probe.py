@@ -139,8 +139,8 @@ def compile_as(engine_class, graph: str) -> None:
 
     plain = engine_class.__init__
 
-    def compile_after(self, module, config, world):
-        plain(self, module, settings.replace(config, compile="off"), world)
+    def compile_after(self, module, config, world, weights=()):
+        plain(self, module, settings.replace(config, compile="off"), world, weights)
         self.compiled = True
         if graph == "whole":
             self.model = torch.compile(self.model)
@@ -271,7 +271,7 @@ def attention_kernels(model: ModelConfig, sequences: int, device_name: str, dete
 
     if deterministic:
         device.make_deterministic(torch.device(device_name), integers_only=False)
-    width = model.n_embd // model.n_head
+    width = model.head_dim
     q, k, v = (
         torch.randn(sequences, heads, model.seq_len, width, device=device_name, dtype=torch.bfloat16, requires_grad=True)
         for heads in (model.n_head, model.n_kv_head, model.n_kv_head)
@@ -333,7 +333,7 @@ def joined_products(model: ModelConfig, tokens: int, device_name: str, seconds: 
 
     import device
 
-    C, kv_width = model.n_embd, model.n_embd // model.n_head * model.n_kv_head
+    C, kv_width = model.n_embd, model.head_dim * model.n_kv_head
     groups = {"q, k, v": [C, kv_width, kv_width]}
     if model.architecture != "gpt2":
         groups["gate, up"] = [model.d_ff, model.d_ff]

@@ -22,6 +22,7 @@ def run(script, out, **flags):
     return done.stdout, json.loads((out / f"{script}.json").read_text())
 
 
+@pytest.mark.slow
 def test_same_run_accepts_equal_runs_and_under_exact_no_others(tokens, tmp_path):
     output, result = run("same_run", tmp_path, strategy="exact", steps=8, max_ranks=2, kills=1, tokens=tokens)
     assert result["same"] == {"exact": True} and [row["run"] for row in result["runs"]] == ["W=1", "W=2", "killed"]
@@ -38,6 +39,7 @@ def test_same_run_accepts_equal_runs_and_under_exact_no_others(tokens, tmp_path)
     assert same_run.report([rows[0], {**rows[1], "model.safetensors": digest}, rows[2]]) == 0
 
 
+@pytest.mark.slow
 def test_resume_accepts_equal_runs_and_no_others(tokens, tmp_path, capsys):
     output, result = run("resume", tmp_path, ranks=3, strategies="ddp", steps=2, more="false", tokens=tokens)
     [row] = result["cases"]

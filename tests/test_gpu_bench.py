@@ -26,6 +26,7 @@ def ask(folder, *flags, status=0):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_every_question_is_answered_on_a_cpu_and_no_answer_is_asked_for_twice(tmp_path):
     results = sorted(machine.RESULTS.iterdir())
     out = tmp_path / "out"

@@ -37,6 +37,7 @@ def walk(train, name, strategies, most_ranks):
     assert len(set(visited)) >= 5
 
 
+@pytest.mark.slow
 def test_a_walk_over_numbers_of_ranks_keeps_all_bits_under_exact(train):
     train("straight", steps=MOVES, strategy="exact", **WALK)
     walk(train, "walk", ["exact"], most_ranks=6)
@@ -44,6 +45,7 @@ def test_a_walk_over_numbers_of_ranks_keeps_all_bits_under_exact(train):
     assert [r for r in train.metrics("walk") if "loss" in r] == [r for r in train.metrics("straight") if "loss" in r]
 
 
+@pytest.mark.slow
 def test_a_walk_over_strategies_and_numbers_of_ranks_ends_at_the_same_weights_up_to_rounding(train):
     train("straight", steps=MOVES, **WALK)
     strategies = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]

@@ -181,6 +181,7 @@ def test_bad_flags_are_refused(args, message, tmp_path):
     assert done.stderr.startswith("error: ") and message in done.stderr
 
 
+@pytest.mark.slow
 def test_predicted_memory_is_that_of_a_run(tmp_path):
     command = [sys.executable, "bench/memory.py", "--only=ddp, accumulating", f"--out={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)

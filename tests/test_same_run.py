@@ -331,6 +331,7 @@ def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, rank
     assert "step      5/20" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_instead_of_waited_for(train):
     process = train.torchrun(
         "hung", ranks=2, launcher=["--shutdown-timeout=2"], steps=100000, timeout_minutes=0.1, save_every=0, eval_every=0

@@ -160,6 +160,7 @@ def test_a_rank_holds_its_share_and_one_tensor_from_the_first_byte(train, tmp_pa
             assert held["peak"] < held["after"] + 2 * held["largest"]  # a tensor, and the copy of some of its rows
 
 
+@pytest.mark.slow
 def test_muon_continues_on_other_strategies_and_ranks(train, shared):
     # 60 micro-batches for any of the ranks; the last of five has none of a key's 16 rows.
     flags = dict(MUON, schedule="constant", n_kv_head=1, tokens_per_update=960, micro_batch_size=1)
