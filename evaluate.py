@@ -1,7 +1,9 @@
-"""Validation loss: `python evaluate.py runs/NAME`, and the function that training calls."""
+"""Validation loss: `python evaluate.py runs/NAME`, and the function that training calls. With `--tasks`, lm-eval's results."""
 
+import json
 import math
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,13 +61,21 @@ class EvaluateConfig:
     """Context length of the windows (0: the model's)."""
     micro_batch_size: int = 0
     """Windows at a time (0: about 8192 tokens)."""
+    tasks: str = ""
+    """Instead of the loss, tasks of lm-eval (EleutherAI's harness): names and YAML files, as in hellaswag,my_task.yaml. lm-eval
+    runs the code that a task file names."""
+    task_data: str = ""
+    """A file of JSON lines to take as the data of a single task by name (empty: what the task names, mostly a download)."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
 def main(config: EvaluateConfig) -> None:
-    """Print the validation loss of a model on a dataset. Raises UserError."""
+    """Print the validation loss of a model on a dataset, or its results in tasks. Raises UserError."""
     settings.refuse(settings.number_problems(config, RANGES))
+    if config.tasks or config.task_data:
+        with tempfile.TemporaryDirectory() as folder:
+            return run_tasks(config, Path(folder))
     directory, model = checkpoint.load_model(config.run)
     mixture = data.open_mixture(config.tokens or trained_on(directory), model.config.vocab_size)
     if mixture.vocab_size > model.config.vocab_size:
@@ -84,6 +94,49 @@ def main(config: EvaluateConfig) -> None:
     if len(losses) > 1:
         print(f"{directory} on {mixture}")
         print(describe(*list(mixture.validation(losses).values())[:2]))
+
+
+def run_tasks(config: EvaluateConfig, folder: Path) -> None:
+    """Hand a model directory to lm-eval and print what it measures. `folder` is for a task file. Raises UserError."""
+    directory, warnings = checkpoint.find_model(config.run)
+    for warning in warnings:
+        print(f"warning: {warning}", flush=True)
+    tasks = config.tasks.split(",")
+    if config.task_data and (len(tasks) > 1 or not tasks[0] or not Path(config.task_data).is_file()):
+        raise UserError(f"--task_data={config.task_data} must be a file for the one task that --tasks names")
+    # lm-eval may import a package that is called evaluate, too. It must not find this file.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != settings.HERE.resolve()]
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise UserError('--tasks needs lm-eval, which is not installed; try: pip install "lm_eval[hf]"') from None
+    manager = TaskManager()
+    if config.task_data and tasks[0] in manager.task_index:  # the task, with other data
+        data_files = {"validation": str(Path(config.task_data).resolve())}
+        split = {"training_split": None, "validation_split": "validation", "test_split": None}
+        changes = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": data_files}, **split}
+        path = folder / "task.yaml"
+        path.write_text(json.dumps({"include": str(manager.task_index[tasks[0]].yaml_path), **changes}))
+        tasks = [str(path)]
+    try:
+        manager.load(tasks)
+    except Exception as error:  # an unknown name, a faulty file, no network, ...
+        raise UserError(f"--tasks={config.tasks}: {type(error).__name__}: {str(error)[:300]}") from None
+    results = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(directory), "dtype": config.dtype},
+        tasks=tasks,
+        batch_size=config.micro_batch_size or 8,
+        device=str(connect(config.device).device),
+        task_manager=manager,
+    )
+    for task, values in results["results"].items():
+        for name, value in values.items():
+            if isinstance(value, float) and "_stderr" not in name:
+                error = values.get(name.replace(",", "_stderr,"))
+                metric = name.removesuffix(",none")
+                print(f"{task}  {metric} {value:.4f}" + (f" +- {error:.4f}" if isinstance(error, float) else ""))
 
 
 def describe(loss: float, bits: float | None) -> str:
