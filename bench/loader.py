@@ -19,9 +19,11 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parent.parent))
 
+import footprint
 import machine
 import settings
-from gpu import GpuConfig, make_tokens, model_size
+from dataset import GPT2_VOCAB_SIZE
+from gpu import SHAPES, make_tokens
 from measure import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, run_until, spread
 
 SHARD_TOKENS = 100_000_000
@@ -66,8 +68,9 @@ def main(config: LoaderConfig) -> None:
         }
     names = iter(contenders)
     copy, direct = next(names), next(names)
-    for preset in GpuConfig.shapes.split(","):
-        _, flops_per_token = in_fresh_process(model_size, preset, {})
+    for preset in SHAPES:
+        model = settings.load([f"config/{preset}.toml"], "").model
+        flops_per_token = footprint.flops_per_token(settings.resolve_model(model, model.vocab_size or GPT2_VOCAB_SIZE))
         waits[preset] = H100_FLOPS / flops_per_token / statistics.median(measured[direct])
     result = {name: spread(values) for name, values in measured.items()} | {"size": sizes, "data_wait": waits}
     result["share of memory copy"] = ratio(measured[direct], measured[copy])
