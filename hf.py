@@ -19,7 +19,7 @@ from torch import Tensor
 import files
 from dataset import FileName
 from files import listing, read_json
-from model import GPT
+from model import without_values
 from settings import ModelConfig, UserError
 from tokenizer import Definition
 
@@ -293,8 +293,7 @@ def from_hf(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored
     unknown = {name for name in tensors if not name.endswith(buffers)}
     if config.tie_embeddings:
         unknown.discard("lm_head.weight")
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in without_values(config).named_parameters()}
     found, missing = {}, []
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")

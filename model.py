@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kernels import (
     attention,
@@ -67,6 +68,21 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """Number of weights. Tied embeddings count once."""
         return sum(p.numel() for p in self.parameters())
+
+
+class NoInitialization(TorchFunctionMode):
+    """Skips torch.nn.init: drawing numbers for the meta device imports torch's compiler, which takes a second."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def without_values(config: ModelConfig) -> GPT:
+    """A GPT on the meta device: its parameters have shapes, but neither values nor memory."""
+    with torch.device("meta"), NoInitialization():
+        return GPT(config)
 
 
 class Block(nn.Module):
@@ -146,7 +162,7 @@ class RotaryTable(nn.Module):
         self.config = config
         self.register_buffer("table", self.compute(), persistent=False)
 
-    def compute(self, device: torch.device | None = None) -> Tensor:
+    def compute(self, device: torch.device | str = "cpu") -> Tensor:
         """The table, on `device`."""
         width, theta = self.config.head_dim, self.config.rope_theta
         frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=device).float() / width)

@@ -43,7 +43,7 @@ from checkpoint import Checkpoints, TrainState
 from evaluate import evaluate
 from footprint import flops_per_token
 from log import Log, Meter, duration
-from model import GPT, initial_weights
+from model import initial_weights, without_values
 from parallel import Engine
 from settings import Config, RunError
 from world import Stop, World, connect
@@ -135,8 +135,7 @@ def build(
     config: Config, world: World, dataset: data.Mixture, state: TrainState, start: Path | None, pretrained: Path | None = None
 ) -> Run:
     """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
-    with torch.device("meta"):  # without memory until each rank takes its part
-        module = GPT(config.model)
+    module = without_values(config.model)  # and without memory, until each rank takes its part
     if start or pretrained:
         weights = hf.open_model(start or pretrained, config.model.seq_len)[1].items()
     else:

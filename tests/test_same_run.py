@@ -112,10 +112,11 @@ def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, str
 
 
 HUGE = """
-class Huge(train.GPT):
+import model
+class Huge(model.GPT):
     def forward(self, *args):
         return super().forward(*args) * 1e7
-train.GPT = Huge
+model.GPT = Huge
 """
 
 

@@ -20,7 +20,7 @@ import hf
 import settings
 import tokenizer
 from dataset import GPT2_VOCAB_SIZE
-from model import GPT
+from model import without_values
 from settings import ModelConfig, UserError
 
 
@@ -100,8 +100,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     }  # the prefix of compiled models
     unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
     names, found = hf.module_names(config), {}
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in without_values(config).named_parameters()}
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")
         key = f"{names[module]}.{leaf}"
