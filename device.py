@@ -61,7 +61,7 @@ def choose_dtype(name: str, device: torch.device) -> str:
     if has_matrix_unit or not has_instructions:
         return "bfloat16" if has_matrix_unit else "float32"
     # The best of three turns: another program may be computing now, and all runs should choose alike.
-    turns = [[peak_flops(device, dtype, seconds=0.03) for dtype in ("bfloat16", "float32")] for _ in range(3)]
+    turns = [[peak_flops(device, dtype, seconds=0.01) for dtype in ("bfloat16", "float32")] for _ in range(3)]
     bfloat16, float32 = map(max, zip(*turns, strict=True))
     return "bfloat16" if bfloat16 > 1.3 * float32 else "float32"
 
@@ -109,12 +109,12 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def peak_flops(device: torch.device, dtype: str, seconds: float = 0.15) -> float:
+def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
     """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else the best of matrix products for `seconds`."""
     if device.type == "cuda" and dtype != "float32" and (peak := datasheet_flops(torch.cuda.get_device_name(device))):
         return peak
     # Large enough that starting and awaiting a product, some 30 microseconds, does not count.
-    size = {"cpu": 1024, "cuda": 8192}.get(device.type, 4096)
+    size = {"cpu": 512, "cuda": 8192}.get(device.type, 4096)
     a = torch.randn(size, size, device=device).to(DTYPES[dtype])
     best, deadline = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < deadline:

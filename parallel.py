@@ -59,7 +59,11 @@ class Engine:
 
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
         if weights:
-            module.to_empty(device=world.device)
+            if sharded:
+                module.to_empty(device=world.device)
+            else:  # the same, but `to_empty` of a tensor on the meta device imports the compiler's symbols: half a second
+                empty = {name: torch.empty(value.shape, device=world.device) for name, value in module.named_parameters()}
+                module.load_state_dict(empty, assign=True)
             for name, value in weights:
                 copy_rows(module.get_parameter(name), value)
         if not sharded:  # with the weights, because DDP compares those of the ranks
