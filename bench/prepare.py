@@ -80,7 +80,7 @@ def main(config: PrepareConfig) -> None:
         print(f"{name}: {value:.2f}")
 
 
-def make_text(path: Path, megabytes: int) -> int:
+def make_text(path: Path, megabytes: int, seed: int = 0) -> int:
     """Write the embedded corpus as a column of texts, repeatedly, each time in another order. Returns the size in bytes."""
     import pyarrow
     import pyarrow.parquet
@@ -88,7 +88,7 @@ def make_text(path: Path, megabytes: int) -> int:
     from sources import embedded_corpus
 
     files = [text for file in embedded_corpus() if (text := file.path.read_text(errors="replace"))]
-    chance, size, schema = random.Random(0), 0, pyarrow.schema([("text", pyarrow.string())])
+    chance, size, schema = random.Random(seed), 0, pyarrow.schema([("text", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         while size < megabytes * 1e6:
             chance.shuffle(files)

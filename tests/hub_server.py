@@ -3,6 +3,7 @@
 It has two ports, as the hub has two hosts: one for the interface and one that serves the content of large files.
 """
 
+import functools
 import hashlib
 import json
 import threading
@@ -11,6 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 PAGE = 3  # files on a page of a listing
+
+
+@functools.cache
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def git_sha1(content: bytes) -> str:
@@ -85,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.host == "content":
             sha256 = path.removeprefix("/")
             found = [c for r in self.hub.repositories.values() for s in r.values() for c in s.values()]
-            return self.send(next(c for c in found if hashlib.sha256(c).hexdigest() == sha256))
+            return self.send(next(c for c in found if sha256_of(c) == sha256))
         if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self.answer(b'{"error": "Invalid username or password."}', 401)
         words = path.strip("/").split("/")
@@ -121,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
     def entry(self, path: str, content: bytes) -> dict:
         entry = {"type": "file", "path": path, "size": len(content), "oid": git_sha1(content)}
         if not path.endswith(".jsonl"):
-            entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+            entry["lfs"] = {"oid": sha256_of(content), "size": len(content), "pointerSize": 134}
         return entry
 
     def resolve(self, repository: str, revision: str, path: str):
@@ -133,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit}
         if path.endswith(".jsonl"):
             return self.send(content, headers | {"ETag": f'"{git_sha1(content)}"'})
-        sha256 = hashlib.sha256(content).hexdigest()
+        sha256 = sha256_of(content)
         headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(content))}
         self.answer(b"", 302, headers | {"Location": f"{self.hub.url('content')}/{sha256}?Signature=geheim"})
 
