@@ -3,7 +3,7 @@
 Serves parquet files on loopback by the hub's protocol, as the tests do. Makes a dataset of them with the real client four
 times: from local copies of the files, from the hub without trouble, killed three times on a server that fails one request in
 five, and in three parts that are joined. Prints the time, the peak memory of all processes and the peak size of the downloads.
-The exit status is 0 only if all four have the same bytes. About three minutes on two cores.
+The exit status is 0 only if all four have the same bytes. About a minute on two cores.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ FAULTS = ("drop", "truncate", "corrupt", 429, 500, 503)
 @dataclass(frozen=True)
 class HubDrillConfig:
     files: int = 12
-    megabytes: int = 15
+    megabytes: int = 60
     """Text in each file."""
     kills: int = 3
     parts: int = 3
