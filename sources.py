@@ -150,9 +150,9 @@ def read_chunks(path: Path, find_cut: Callable[[bytes], int], limit: int) -> Ite
     """
     try:
         with files.open_regular(path) as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
-            rest, position = b"", 0
-            while content := stream.read(UNIT_BYTES):
-                content = rest + content
+            rest, position, buffer = b"", 0, memoryview(bytearray(UNIT_BYTES))
+            while size := stream.readinto(buffer):  # pyarrow's read() never frees its buffer where the stream is corrupt
+                content = rest + buffer[:size]
                 end = find_cut(content) if len(content) >= UNIT_BYTES else 0
                 rest = content[end:]
                 if len(rest) > limit:

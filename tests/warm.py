@@ -5,6 +5,7 @@ use this. The tests of start-up and of torchrun itself run the commands as a use
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import resource
@@ -17,9 +18,9 @@ from pathlib import Path
 import machine
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["train", "sharded", "sample", "prepare_data", "torch._dynamo", "torch._inductor.compile_fx", "matplotlib.figure"]
-)
+COMMANDS = ["train", "sample", "prepare_data", "evaluate", "replay", "plot"]
+LATER = ["sharded", "torch._dynamo", "torch._inductor.compile_fx", "matplotlib.figure"]  # what commands import when they need it
+SERVER.set_forkserver_preload([*COMMANDS, *LATER, "pytest", "warm"])
 
 
 class Process:
@@ -55,6 +56,7 @@ class Process:
 
 def launch(command, ranks, env, cwd, streams, memory):
     """In the new process: run the script, or start its ranks and wait for them."""
+    gc.freeze()  # a collection would go through all that was imported, and so copy its pages
     os.setsid()
     os.chdir(cwd)
     for fd, stream in enumerate(streams, 1):
@@ -63,15 +65,9 @@ def launch(command, ranks, env, cwd, streams, memory):
     os.environ.update(env)
     for number in (signal.SIGINT, signal.SIGCHLD):  # the server has changed their handlers
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if memory:
-        pid = os.fork()
-        if pid:
-            _, status, usage = os.wait4(pid, 0)
-            memory.write_text(str(usage.ru_maxrss - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
-            os._exit(os.waitstatus_to_exitcode(status) % 256)
     if ranks > 1:
         os._exit(watch(machine.fork_ranks(ranks, lambda: run(command))))
-    machine.exit_with(lambda: run(command))
+    machine.exit_with(lambda: run(command, memory))
 
 
 def watch(pids):
@@ -87,9 +83,14 @@ def watch(pids):
     return status
 
 
-def run(command):
+def run(command, memory=None):
     """Do what `python COMMAND` does. Returns the exit status."""
     sys.argv = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
-    runpy.run_path(command[0], run_name="__main__")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        if memory:
+            memory.write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
     return 0
