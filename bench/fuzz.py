@@ -9,18 +9,21 @@ tests/corpus/TARGET/, and the tests read it from then on.
 
 import base64
 import contextlib
+import copy
+import gc
 import gzip
 import hashlib
 import json
 import lzma
+import mmap
 import os
 import random
+import resource
 import shutil
 import signal
 import struct
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,7 +50,7 @@ from model import GPT
 from settings import UserError
 
 CORPUS = machine.ROOT / "tests" / "corpus"
-SECONDS = 10  # of computing, for one file
+SECONDS, MEMORY = 10, 1 << 32  # of computing, for one file; bytes that the process may take
 NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62, 2**63, -(2**63), 2**64, 10**30, 10**400, 0.5, -0.0, 1e308]
 VALUES = [
     *NUMBERS,
@@ -119,7 +122,7 @@ def change_json(rng: random.Random, content: bytes) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         paths = list(nodes(value))
         if not paths or rng.random() < 0.02:
-            value = rng.choice(VALUES)
+            value = copy.deepcopy(rng.choice(VALUES))
             break
         *parents, key = rng.choice(paths)
         parent = value
@@ -140,7 +143,7 @@ def change_json(rng: random.Random, content: bytes) -> bytes:
             case 3:
                 parent[key], raw = "<raw>", rng.choice(RAW)
             case _:
-                parent[key] = rng.choice(VALUES)
+                parent[key] = copy.deepcopy(rng.choice(VALUES))
     return json.dumps(value).replace('"<raw>"', raw).encode("utf-8", "surrogatepass")
 
 
@@ -330,43 +333,48 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__} at {where}"
 
 
-def fuzz(target: Target, executions: int, seed: int) -> dict[str, bytes]:
-    """Read changed files in a process of its own. Returns an input for each distinct failure."""
+def fuzz(target: Target, executions: int, seed: int) -> tuple[dict[str, bytes], float]:
+    """Read changed files in processes of their own: another one where one has ended before all files were read.
+
+    Returns an input for each distinct failure, and the seconds of computing.
+    """
     failures: dict[str, bytes] = {}
+    done, seconds = mmap.mmap(-1, 8), 0.0  # how many files were read, shared with the processes
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         for other, content in target.others.items():
             (folder / other).write_bytes(content)
         (folder / target.file).write_bytes(target.seeds[0])
         target.read(folder)  # imports what it needs, once
-        pid = os.fork()
-        if pid == 0:
-            work(target, executions, seed, folder)
-        _, status = os.waitpid(pid, 0)
-        found = folder / "failures.json"
-        if found.exists():
-            failures = {reason: base64.b64decode(text) for reason, text in json.loads(found.read_text()).items()}
-        if status:
-            failures[f"the process ended with status {status}"] = (folder / target.file).read_bytes()
-    return failures
+        while (first := struct.unpack("<q", done)[0]) < executions:
+            pid = os.fork()
+            if pid == 0:
+                machine.exit_with(lambda first=first: work(target, folder, range(first, executions), seed, done))
+            _, status, usage = os.wait4(pid, 0)
+            seconds += usage.ru_utime + usage.ru_stime
+            if (folder / "failures.json").exists():
+                found = json.loads((folder / "failures.json").read_text())
+                failures |= {reason: base64.b64decode(text) for reason, text in found.items()}
+            if status:
+                failures[f"the process ended with status {status}"] = (folder / target.file).read_bytes()
+    return failures, seconds
 
 
-def work(target: Target, executions: int, seed: int, folder: Path) -> None:
-    """In the new process: read, and write down what failed."""
-    status = 1
-    try:
-        with open(os.devnull, "w") as silent:
-            os.dup2(silent.fileno(), 2)  # tiktoken and tokenizers print when they panic
-        signal.signal(signal.SIGPROF, give_up)
-        rng, failures = random.Random(f"{target.name}{seed}"), {}
-        for _ in range(executions):
-            content = change(rng, target)
-            if reason := attempt(target, folder, content):
-                failures.setdefault(reason, base64.b64encode(content).decode())
-        (folder / "failures.json").write_text(json.dumps(failures))
-        status = 0
-    finally:
-        os._exit(status)
+def work(target: Target, folder: Path, numbers: range, seed: int, done: mmap.mmap) -> int:
+    """In a new process: read files with these numbers, and write down what failed."""
+    gc.freeze()  # what was imported need not be collected
+    signal.signal(signal.SIGPROF, give_up)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tiktoken and tokenizers print when they panic
+    rng, failures = random.Random(f"{target.name}{seed}{numbers.start}"), {}
+    for number in numbers:
+        done[:] = struct.pack("<q", number + 1)
+        content = change(rng, target)
+        reason = attempt(target, folder, content)
+        if reason and reason not in failures:
+            failures[reason] = base64.b64encode(content).decode()
+            (folder / "failures.json").write_text(json.dumps(failures))
+    return 0
 
 
 def give_up(number: int, frame) -> None:
@@ -396,10 +404,9 @@ def main(config: FuzzConfig) -> None:
     chosen = [t for t in targets().values() if not config.only or t.name in config.only.split(",")]
     each, rows = -(-config.executions // len(chosen)), {}
     for target in chosen:
-        began = time.monotonic()
-        failures = fuzz(target, each, config.seed)
-        rows[target.name] = {"executions": each, "seconds": round(time.monotonic() - began, 1), "failures": sorted(failures)}
-        print(f"{target.name:>14}  {each:,} files, {rows[target.name]['seconds']:,} s, {len(failures)} failures", flush=True)
+        failures, seconds = fuzz(target, each, config.seed)
+        rows[target.name] = {"executions": each, "cpu_seconds": round(seconds, 1), "failures": sorted(failures)}
+        print(f"{target.name:>14}  {each:,} files, {each / seconds:,.0f} a second, {len(failures)} failures", flush=True)
         for reason, content in failures.items():
             print(f"{'':>14}  {reason}: {keep(target, content)}", flush=True)
     if not config.only:

@@ -19,7 +19,12 @@ import machine
 
 SERVER = multiprocessing.get_context("forkserver")
 COMMANDS = ["train", "sample", "prepare_data", "evaluate", "replay", "plot"]
-LATER = ["sharded", "torch._dynamo", "torch._inductor.compile_fx", "matplotlib.figure"]  # what commands import when they need it
+LATER = [
+    "sharded",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "matplotlib.figure",
+]  # what commands import when they need it
 SERVER.set_forkserver_preload([*COMMANDS, *LATER, "pytest", "warm"])
 
 
