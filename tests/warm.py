@@ -72,7 +72,13 @@ def launch(command, ranks, env, cwd, streams, memory):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if ranks > 1:
         os._exit(watch(machine.fork_ranks(ranks, lambda: run(command))))
-    machine.exit_with(lambda: run(command, memory))
+    if memory:
+        pid = os.fork()
+        if pid:
+            _, status, usage = os.wait4(pid, 0)
+            memory.write_text(str(usage.ru_maxrss - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+            os._exit(os.waitstatus_to_exitcode(status) % 256)
+    machine.exit_with(lambda: run(command))
 
 
 def watch(pids):
@@ -88,14 +94,9 @@ def watch(pids):
     return status
 
 
-def run(command, memory=None):
+def run(command):
     """Do what `python COMMAND` does. Returns the exit status."""
     sys.argv = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    finally:
-        if memory:
-            memory.write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    runpy.run_path(command[0], run_name="__main__")
     return 0
