@@ -1,7 +1,6 @@
 """What the settings leave open, chosen once the data, the ranks and their hardware are known. All ranks choose the same."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import torch
@@ -48,7 +47,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
 
 def check_memory(model: ModelConfig) -> None:
     """Raise UserError if the weights alone are larger than this machine's memory, before anything is built."""
-    parameters, memory = sum(footprint.parameters(model).values()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parameters, memory = sum(footprint.parameters(model).values()), settings.memory_bytes()
     if 4 * parameters > memory:
         raise UserError(
             f"--n_layer={model.n_layer} --n_embd={model.n_embd} --vocab_size={model.vocab_size} make {parameters:,} "

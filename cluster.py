@@ -4,7 +4,6 @@ A collective takes a latency (alpha) and a time for each byte (1 / beta). Source
 """
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,9 +74,8 @@ def this_cpu(world_size: int) -> Hardware:
     A core multiplies 32 float32 a cycle with AVX2, at 3 GHz. With a matrix unit it does 1 TFLOP/s in bfloat16 (measured:
     bench/results/tokens_per_second.json, which also has the MFU). gloo sends about 1 GB/s.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     core = 1e12 if has_matrix_unit() else 96e9
-    return Hardware(settings.cores() * core / world_size, memory / world_size, 1e9, 50e-6, 1e9, 0.35)
+    return Hardware(settings.cores() * core / world_size, settings.memory_bytes() / world_size, 1e9, 50e-6, 1e9, 0.35)
 
 
 def has_matrix_unit() -> bool:

@@ -24,18 +24,7 @@ import settings
 from settings import RunError
 
 RANKS = 3
-FLAGS = machine.TINY | dict(
-    tokens_per_update=16 * 12,
-    steps=24,
-    optimizer="adamw",
-    lr=1e-2,
-    warmup_steps=2,
-    schedule="constant",
-    eval_every=0,
-    eval_tokens=640,
-    save_every=0,
-    check_replicas_every=5,
-)
+FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5)
 KINDS = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
 REPLICAS, NOT_FINITE, OVERFLOW, REPLAY, UNCHANGED, NOTHING = (
     "--check_replicas_every",

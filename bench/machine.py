@@ -24,7 +24,7 @@ from typing import NoReturn
 sys.path.append(str(Path(__file__).parent.parent))
 
 from files import publish_text, sha256
-from settings import Config, RunError, cores
+from settings import Config, RunError, cores, memory_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -42,6 +42,10 @@ TINY = dict(
     compile="off",
     device="cpu",
     threads=1,
+)
+# And a run of it without evaluations and checkpoints but the last, whose learning rate does not depend on its length.
+TINY_RUN = TINY | dict(
+    optimizer="adamw", lr=1e-2, warmup_steps=2, schedule="constant", eval_every=0, eval_tokens=640, save_every=0
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,14 +227,13 @@ def describe() -> dict:
     """This machine, its load, and the versions of what runs on it."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {
         "machine": {
             "cpu": (models or [platform.processor()])[0],
             "cores": cores(),
-            "memory_gib": round(memory, 1),
+            "memory_gib": round(memory_bytes() / 2**30, 1),
             "gpus": gpus,
         },
         "versions": {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}", **versions},

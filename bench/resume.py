@@ -19,17 +19,8 @@ import machine
 import settings
 from settings import RunError
 
-FLAGS = machine.TINY | dict(
-    tokens_per_update=16 * 120,  # 120 micro-batches, which 3, 4, 5 and 8 ranks can share equally
-    micro_batch_size=1,
-    optimizer="adamw",
-    lr=1e-2,
-    warmup_steps=2,
-    schedule="constant",
-    eval_every=0,
-    eval_tokens=640,
-    save_every=0,
-)
+# 120 micro-batches, which 3, 4, 5 and 8 ranks can share equally.
+FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 120, micro_batch_size=1)
 # FLAGS have all gradients in DDP's first bucket of 1 MB; 9 million parameters fill buckets of 1, 25 and 10 MB.
 SEVERAL_BUCKETS = dict(architecture="llama", n_layer=10, n_embd=256, vocab_size=4608, micro_batch_size=5)
 STRATEGIES = ("ddp", "zero1", "fsdp", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap", "exact")

@@ -271,9 +271,10 @@ TITAN_README = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md,
 KEMPNER = "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md, 9f3f03a"
 
 
-def mpt(layers: int, width: int) -> dict:
-    """The shape of an MPT: GPT-2's but for biases and positions."""
-    return dict(architecture="gpt2", n_layer=layers, n_embd=width, n_head=width // 128 or 1, vocab_size=50368, seq_len=2048)
+def mpt(gpu: str, layers: int, width: int, points: dict, checkpointing: bool = False) -> Series:
+    """A series of an MPT. Its shape is GPT-2's but for biases and positions."""
+    shape = dict(architecture="gpt2", n_layer=layers, n_embd=width, n_head=width // 128 or 1, vocab_size=50368, seq_len=2048)
+    return Series(MPT_README, gpu, shape, points, checkpointing)
 
 
 def llama3(layers: int, width: int, ff: int, context: int) -> dict:
@@ -284,68 +285,38 @@ def llama3(layers: int, width: int, ff: int, context: int) -> dict:
 
 # Context 2,048, bfloat16, sharded over all GPUs. A100: 40 GB, and 1,600 Gb/s of RoCE between nodes.
 PUBLISHED = {
-    "MPT 125M": Series(
-        MPT_README,
+    "MPT 125M": mpt(
         "a100",
-        mpt(12, 768),
+        12,
+        768,
         {8: (26, 3, 136334), 16: (26, 1, 130535), 32: (26, 1, 127122), 64: (26, 1, 125234), 128: (26, 1, 123936)},
     ),
-    "MPT 350M": Series(
-        MPT_README,
-        "a100",
-        mpt(24, 1024),
-        {8: (16, 4, 55995), 16: (18, 1, 55413), 32: (18, 1, 53811), 64: (18, 1, 52689), 128: (18, 1, 51934)},
+    "MPT 350M": mpt(
+        "a100", 24, 1024, {8: (16, 4, 55995), 16: (18, 1, 55413), 32: (18, 1, 53811), 64: (18, 1, 52689), 128: (18, 1, 51934)}
     ),
-    "MPT 760M": Series(
-        MPT_README,
-        "a100",
-        mpt(24, 1536),
-        {8: (12, 4, 30173), 16: (12, 1, 29607), 32: (12, 1, 29648), 64: (12, 1, 29344), 128: (12, 1, 28940)},
+    "MPT 760M": mpt(
+        "a100", 24, 1536, {8: (12, 4, 30173), 16: (12, 1, 29607), 32: (12, 1, 29648), 64: (12, 1, 29344), 128: (12, 1, 28940)}
     ),
-    "MPT 1B": Series(
-        MPT_README,
-        "a100",
-        mpt(24, 2048),
-        {8: (8, 8, 19271), 16: (8, 1, 19085), 32: (10, 1, 15555), 64: (10, 1, 19001), 128: (10, 1, 18647)},
+    "MPT 1B": mpt(
+        "a100", 24, 2048, {8: (8, 8, 19271), 16: (8, 1, 19085), 32: (10, 1, 15555), 64: (10, 1, 19001), 128: (10, 1, 18647)}
     ),
-    "MPT 3B": Series(
-        MPT_README,
-        "a100",
-        mpt(32, 2560),
-        {8: (5, 8, 10065), 16: (5, 1, 9750), 32: (6, 1, 9914), 64: (6, 1, 9736), 128: (6, 1, 9538)},
+    "MPT 3B": mpt(
+        "a100", 32, 2560, {8: (5, 8, 10065), 16: (5, 1, 9750), 32: (6, 1, 9914), 64: (6, 1, 9736), 128: (6, 1, 9538)}
     ),
-    "MPT 7B": Series(
-        MPT_README,
-        "a100",
-        mpt(32, 4096),
-        {8: (12, 4, 3679), 16: (16, 1, 3645), 32: (18, 1, 3725), 64: (18, 1, 3665), 128: (18, 1, 3623)},
-        checkpointing=True,
+    "MPT 7B": mpt(
+        "a100", 32, 4096, {8: (12, 4, 3679), 16: (16, 1, 3645), 32: (18, 1, 3725), 64: (18, 1, 3665), 128: (18, 1, 3623)}, True
     ),
-    "MPT 13B": Series(
-        MPT_README,
-        "a100",
-        mpt(40, 5120),
-        {8: (4, 16, 1668), 16: (10, 1, 1993), 32: (14, 1, 1998), 64: (16, 1, 1976), 128: (16, 1, 1972)},
-        checkpointing=True,
+    "MPT 13B": mpt(
+        "a100", 40, 5120, {8: (4, 16, 1668), 16: (10, 1, 1993), 32: (14, 1, 1998), 64: (16, 1, 1976), 128: (16, 1, 1972)}, True
     ),
-    "MPT 30B": Series(MPT_README, "a100", mpt(48, 7168), {32: (4, 1, 857), 128: (6, 1, 865)}, checkpointing=True),
-    "MPT 70B": Series(MPT_README, "a100", mpt(80, 8192), {64: (2, 1, 276), 128: (4, 1, 376)}, checkpointing=True),
-    "MPT 760M, H100": Series(MPT_README, "h100", mpt(24, 1536), {8: (24, 2, 63147), 16: (24, 1, 68551), 32: (24, 1, 67971)}),
-    "MPT 1B, H100": Series(
-        MPT_README, "h100", mpt(24, 2048), {8: (14, 1, 45455), 16: (20, 1, 46037), 32: (20, 1, 45130), 64: (20, 1, 44402)}
-    ),
-    "MPT 3B, H100": Series(MPT_README, "h100", mpt(32, 2560), {16: (10, 3, 24142), 32: (6, 3, 23021), 64: (6, 3, 22525)}),
-    "MPT 13B, H100": Series(
-        MPT_README, "h100", mpt(40, 5120), {8: (2, 1, 4792), 16: (2, 1, 4767), 32: (2, 1, 4811), 64: (2, 1, 4800)}
-    ),
-    "MPT 30B, H100": Series(
-        MPT_README,
-        "h100",
-        mpt(48, 7168),
-        {8: (3, 21, 2002), 16: (10, 3, 2263), 32: (14, 3, 2308)},
-        checkpointing=True,
-    ),
-    "MPT 70B, H100": Series(MPT_README, "h100", mpt(80, 8192), {32: (2, 16, 882), 64: (8, 4, 1039)}, checkpointing=True),
+    "MPT 30B": mpt("a100", 48, 7168, {32: (4, 1, 857), 128: (6, 1, 865)}, True),
+    "MPT 70B": mpt("a100", 80, 8192, {64: (2, 1, 276), 128: (4, 1, 376)}, True),
+    "MPT 760M, H100": mpt("h100", 24, 1536, {8: (24, 2, 63147), 16: (24, 1, 68551), 32: (24, 1, 67971)}),
+    "MPT 1B, H100": mpt("h100", 24, 2048, {8: (14, 1, 45455), 16: (20, 1, 46037), 32: (20, 1, 45130), 64: (20, 1, 44402)}),
+    "MPT 3B, H100": mpt("h100", 32, 2560, {16: (10, 3, 24142), 32: (6, 3, 23021), 64: (6, 3, 22525)}),
+    "MPT 13B, H100": mpt("h100", 40, 5120, {8: (2, 1, 4792), 16: (2, 1, 4767), 32: (2, 1, 4811), 64: (2, 1, 4800)}),
+    "MPT 30B, H100": mpt("h100", 48, 7168, {8: (3, 21, 2002), 16: (10, 3, 2263), 32: (14, 3, 2308)}, True),
+    "MPT 70B, H100": mpt("h100", 80, 8192, {32: (2, 16, 882), 64: (8, 4, 1039)}, True),
     "Llama 3.1 8B": Series(TITAN_README, "h100", llama3(32, 4096, 14336, 8192), {8: (2, 1, 5762), 128: (2, 1, 5605)}),
     "Llama 3.1 8B, compiled": Series(TITAN_README, "h100", llama3(32, 4096, 14336, 8192), {8: (2, 1, 6667), 128: (2, 1, 6514)}),
     "Llama 3 8B, one node": Series(
