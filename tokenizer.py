@@ -250,7 +250,9 @@ def from_json(text: str, name: str) -> Tokenizer:
         raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
     try:
         slow = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the library raises bare Exception, and when it panics, what is no Exception
         raise UserError(f"{name} is not a tokenizer.json: {error}") from None
     slow.no_truncation()
     slow.no_padding()

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one test a core, and no thread before a fork
@@ -122,7 +121,8 @@ def tokens(tmp_path_factory):
     """A dataset of bytes with something to learn: our own sources, prepared by prepare_data.py."""
     out = tmp_path_factory.mktemp("tokens") / "tiny"
     sources = [str(ROOT / name) for name in ("train.py", "data.py", "model.py", "settings.py")]
-    execute([sys.executable, "prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"])
+    command = ["prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"]
+    warm.Process(command, 1, environment(), ROOT, out.parent).communicate(120)
     assert len(list(out.glob("train_*.bin"))) > 1  # so that runs cross a shard boundary
     return out
 

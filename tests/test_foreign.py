@@ -12,7 +12,6 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -596,6 +595,7 @@ TOKENIZERS = [
         ("a missing byte", drop("model", "vocab", "a"), "all 256 bytes"),
         ("a merge of one", lambda t: t["model"].update(merges=[["a"]]), "$.model.merges"),
         ("a merge of nothing known", lambda t: t["model"].update(merges=[["a", "xyz"]]), "t.json"),
+        ("a merge of more than the longest token", lambda t: t["model"].update(merges=[["a", "<|endoftext|>"]]), "t.json"),
         (
             "a continuing_subword_prefix",
             lambda t: t["model"].update(continuing_subword_prefix="##"),
@@ -928,7 +928,8 @@ def originals(tokens, tmp_path_factory):
     """A folder with a dataset and a run of two steps."""
     folder = tmp_path_factory.mktemp("originals")
     shutil.copytree(tokens, folder / "tokens")
-    subprocess.run([sys.executable, ROOT / TRAIN[0], *TRAIN[1:], "--name=run"], cwd=folder, env=environment(), check=True)
+    streams = tmp_path_factory.mktemp("streams")
+    warm.Process([ROOT / TRAIN[0], *TRAIN[1:], "--name=run"], 1, environment(), folder, streams).communicate(120)
     return folder
 
 

@@ -64,11 +64,13 @@ def test_compiled_conversion_of_one_or_two_gradients_gives_the_same_integers():
             assert all(map(torch.equal, convert(*functions, groups), wanted))
 
 
-@pytest.mark.parametrize("dtype, compile", [("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")])
-def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile):
+@pytest.mark.parametrize(
+    "dtype, compile, others", [("float32", "off", (2, 3, 4, 5)), ("bfloat16", "off", (3, 5)), ("bfloat16", "on", (5,))]
+)
+def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile, others):
     flags = dict(EXACT, dtype=dtype, compile=compile, steps=6, eval_every=3, save_every=3)
     train("w1", **flags)
-    for ranks in (2, 3, 4, 5) if compile == "off" else (5,):  # 12 micro-batches: 5 ranks take unequal shares
+    for ranks in others:  # 12 micro-batches: 5 ranks take unequal shares
         train(f"w{ranks}", ranks=ranks, **flags)
         assert train.files(f"w{ranks}") == train.files("w1")
         assert train.metrics(f"w{ranks}") == train.metrics("w1")  # losses, norms and evaluations too
@@ -99,11 +101,11 @@ def test_exact_is_the_same_run_when_killed_and_continued_on_other_numbers_of_ran
     ],
 )
 def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, strategy, optimizer):
-    flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer=optimizer)
+    flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer=optimizer, steps=12)
     train("whole", **flags)
     process = train.start("parts", **flags)
     checkpoints = train.runs / "parts" / "checkpoints"
-    wait_for(lambda: (checkpoints / "step-00000010").exists())
+    wait_for(lambda: (checkpoints / "step-00000005").exists())
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     train("parts", **flags)
