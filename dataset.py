@@ -80,6 +80,19 @@ class Metadata(TypedDict):
     shards: list[ShardRecord]
 
 
+class AddedToken(TypedDict):
+    """A special token in a tokenizer.json."""
+
+    id: Count
+    content: str
+
+
+class Tokenizer(TypedDict):
+    """What is read of the tokenizer.json beside another tool's tokens."""
+
+    added_tokens: NotRequired[list[AddedToken]]
+
+
 def read_metadata(directory: Path) -> Metadata:
     """The dataset.json of a directory. Raises UserError."""
     path = directory / "dataset.json"
@@ -292,7 +305,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     vocab_size = vocab_size or GPT2_VOCAB_SIZE
     eot_token = min(GPT2_VOCAB_SIZE, vocab_size) - 1
     if (directory / "tokenizer.json").exists():
-        added = files.read_json(directory / "tokenizer.json").get("added_tokens", [])
+        added = files.read_json(directory / "tokenizer.json", Tokenizer).get("added_tokens", [])
         eot_token = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), eot_token)
     splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
     for stream in splits.values():

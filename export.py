@@ -8,7 +8,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 import tyro
@@ -19,10 +19,18 @@ import files
 import hf
 import settings
 from checkpoint import TrainState
+from dataset import Count, read_metadata
 from settings import Config, UserError
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SHOWN = 5  # sources of a dataset that the card names
+
+
+class GenerationConfig(TypedDict):
+    """What is read of generation_config.json."""
+
+    eos_token_id: Count
+
 
 CARD = """---
 library_name: transformers
@@ -97,7 +105,7 @@ def main(config: ExportConfig) -> None:
         print(f"warning: {warning}", flush=True)
     state, (model, weights) = checkpoint.load_state(source), hf.read_model(source)
     tokenizer = source / "tokenizer.json"
-    eot_token = files.read_json(source / "generation_config.json")["eos_token_id"]
+    eot_token = files.read_json(source / "generation_config.json", GenerationConfig)["eos_token_id"]
     training = settings.replace(Config(), **state.settings)
     with files.publish_directory(out) as directory:
         dtype = getattr(torch, config.dtype)
@@ -165,7 +173,7 @@ def describe_dataset(directory: Path) -> str:
     """A line about a dataset: its tokens, its tokenizer and its sources, as far as its directory says."""
     if not (directory / "dataset.json").exists():
         return f"- `{directory}`"
-    metadata = files.read_json(directory / "dataset.json")
+    metadata = read_metadata(directory)
     tokens = {split: sum(row["tokens"] for row in metadata["shards"] if row["split"] == split) for split in ("train", "val")}
     sources = [row["path"] for row in metadata["source"]]
     more = f" and {len(sources) - SHOWN} more" if len(sources) > SHOWN else ""

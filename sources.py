@@ -1,6 +1,7 @@
 """Sources of text: files and folders on this machine or the Hugging Face hub, read in units of about a megabyte."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -26,7 +27,7 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
     ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
-    ".xz": lzma.LZMAFile,
+    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # any bytes begin a .lzma, which may ask for 4 GB
 }
 HUB_SUFFIXES = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in OPENERS))  # .md is documentation there
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -162,6 +163,8 @@ def read_chunks(path: Path, find_cut: Callable[[bytes], int], limit: int) -> Ite
                     position = raw.tell()
             if rest:
                 yield raw.tell() - position, rest
+    except MemoryError:
+        raise UserError(f"{path}: unpacking it takes more memory than there is") from None
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise UserError(f"{path}: {error}") from None
 

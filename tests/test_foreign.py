@@ -388,6 +388,13 @@ SHARDS = [
         ("another tool's odd bytes", foreign(b"abc"), ("3 bytes are not whole uint16 tokens",)),
         ("another tool's FIFO", foreign(os.mkfifo), ("train.bin is a FIFO",)),
         ("another tool's ids", foreign(b"\xff\xff" * 2000), ("token 65535 is outside the vocabulary of 50257",)),
+        (
+            "another tool's tokenizer.json",
+            foreign(
+                lambda p: (p.write_bytes(b"\1\0" * 2000), write(p.parent / "tokenizer.json", {"added_tokens": [{"id": 1}]}))
+            ),
+            ("tokenizer.json", "`content`"),
+        ),
         ("a .npy of negative ids", foreign(lambda p: np.save(p, np.full(3000, -5, np.int16)), NPY), ("token -5 is outside",)),
         ("a .npy of numbers", foreign(lambda p: np.save(p, np.ones(3000)), NPY), ("wanted one row of integer tokens",)),
         ("a .npy of rows", foreign(lambda p: np.save(p, np.ones((9, 9), int)), NPY), ("wanted one row of integer tokens",)),
@@ -817,6 +824,18 @@ def optimizer(edit):
     return sealed(damage)
 
 
+EXPORTS = [
+    Case(f"export: {name}", ["export.py", "runs/run", "--out=out"], words, damage, needs=("tokens", "runs"))
+    for name, damage, words in [
+        ("no end of text", sealed(change(CHECKPOINT / "generation_config.json", drop("eos_token_id"))), ("`eos_token_id`",)),
+        (
+            "an end of text of a text",
+            sealed(change(CHECKPOINT / "generation_config.json", lambda c: c.update(eos_token_id="x"))),
+            ("generation_config.json", "$.eos_token_id"),
+        ),
+        ("a dataset without sources", change("tokens/dataset.json", drop("source")), ("tokens/dataset.json", "`source`")),
+    ]
+]
 NORM = "norm.weight.exp_avg"
 OPTIMIZERS = [
     Case(f"optimizer.safetensors: {name}", RESUME, ("optimizer.safetensors", *words), optimizer(edit), needs=("tokens", "runs"))
@@ -907,6 +926,7 @@ CASES = [
     *STATES,
     *MODELS,
     *OPTIMIZERS,
+    *EXPORTS,
 ]
 CASES += RUNS
 
