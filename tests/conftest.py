@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one test a core, and no thread before a fork
@@ -39,10 +41,19 @@ def environment(**more):
     return machine.environment(WANDB_SILENT="true", **more)
 
 
-def execute(command, status=0, env=None, cwd=ROOT, timeout=120):
-    """Run a command to its end, as from a shell. The exit status must be `status`."""
-    command = [*map(str, command)]
-    done = subprocess.run(command, cwd=cwd, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout)
+def execute(command, status=0, env=None, cwd=ROOT, timeout=120, fork=True):
+    """Run a command to its end, as from a shell. The exit status must be `status`.
+
+    fork: `python SCRIPT` is forked from a process that has imported torch.
+    """
+    command, env = [*map(str, command)], environment(**(env or {}))
+    if fork and command[0] == sys.executable and command[1].endswith(".py"):
+        with tempfile.TemporaryDirectory() as streams:
+            process = warm.Process(command[1:], 1, env, cwd, Path(streams))
+            stdout, stderr = process.communicate(timeout)
+        done = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    else:
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == status, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -121,8 +132,7 @@ def tokens(tmp_path_factory):
     """A dataset of bytes with something to learn: our own sources, prepared by prepare_data.py."""
     out = tmp_path_factory.mktemp("tokens") / "tiny"
     sources = [str(ROOT / name) for name in ("train.py", "data.py", "model.py", "settings.py")]
-    command = ["prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"]
-    warm.Process(command, 1, environment(), ROOT, out.parent).communicate(120)
+    execute([sys.executable, "prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"])
     assert len(list(out.glob("train_*.bin"))) > 1  # so that runs cross a shard boundary
     return out
 
@@ -137,7 +147,7 @@ def train(tokens, tmp_path):
 def shared(tokens, tmp_path_factory):
     """A Trainer whose runs all tests share and only read. `plain` is one process, undisturbed."""
     trainer = Trainer(tokens, tmp_path_factory.mktemp("shared") / "runs")
-    execute(trainer.command("plain"))  # as a user does
+    execute(trainer.command("plain"), fork=False)  # as a user does
     return trainer
 
 
