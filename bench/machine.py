@@ -4,6 +4,7 @@ Starting and killing train.py, reading what a run has left, and writing results 
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import json
 import os
@@ -115,6 +116,7 @@ def prepare_to_fork() -> None:
     import train  # noqa: F401
 
     tqdm.monitor_interval = 0
+    gc.freeze()  # a collection in a fork would go through all that was imported, and so copy its pages
 
 
 def fork(config: Config, ranks: int, errors: Path) -> list[int]:
