@@ -207,7 +207,7 @@ def screen(curves: list[Curves], x: str, columns: int, rows: int, colored: bool)
     shown = [y for _, ys, _ in lines for y in ys[len(ys) // 20 :]]  # without the steep fall of the first 5 %
     low, high = min(shown), max(shown)
     left, right = min(places[0] for places, *_ in lines), max(places[-1] for places, *_ in lines)
-    width, height = max(columns - 9, 8), max(rows - len(told) - 3, 4)
+    width, height = max(columns - 9, 8), max(rows - len(told) - 2, 4)
     dots = np.zeros((4 * height, 2 * width), int)  # the number of the run that is drawn there, from 1, or 0
     for places, ys, i in lines:
         curve = np.interp(np.linspace(left, right, 2 * width), places, ys, left=math.nan, right=math.nan)
