@@ -1,5 +1,6 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
+import functools
 import json
 import os
 import signal
@@ -117,9 +118,9 @@ def test_updates_left_out_are_marked(tmp_path, figure_of):
 def test_watching_shows_each_new_record_until_ctrl_c(tmp_path):
     run = write_run(tmp_path / "run")
     command = [sys.executable, "plot.py", run, "--watch"]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(COLUMNS="40", LINES="12"), stdout=subprocess.PIPE, text=True
-    ) as shown:
+    window = environment(COLUMNS="40", LINES="12")
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    with subprocess.Popen(command, cwd=ROOT, env=window, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as shown:
         limit = threading.Timer(60, shown.kill)  # reading a line waits for ever
         limit.start()
         first = [shown.stdout.readline().rstrip("\n") for _ in range(11)]
