@@ -31,6 +31,7 @@ class Record(TypedDict):
     grad_norm: NotRequired[float | None]
     tokens_per_second: NotRequired[float | None]
     mfu: NotRequired[float | None]
+    skipped: NotRequired[float | None]
     val_loss: NotRequired[float]
 
 

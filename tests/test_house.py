@@ -11,7 +11,7 @@ from conftest import ROOT
 # From the ground up. A module may import those on lower floors, and on its own floor those before it.
 FLOORS = [
     "cli files settings footprint cluster device world kernels",
-    "dataset data hub sources tokenizer model optim replicas ddp_from_scratch log",
+    "dataset data hub sources tokenizer model optim replicas ddp_from_scratch log curves",
     "shards encode join check_data hf exact sharded",
     "choices parallel checkpoint",
     "evaluate sample export plot prepare_data plan",

@@ -1,15 +1,19 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
+import functools
 import json
 import os
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from matplotlib.text import Text
 
 import plot
-from conftest import execute
+from conftest import ROOT, environment, execute
 from settings import UserError
 
 
@@ -33,10 +37,10 @@ def words(figure) -> set[str]:
 def figure_of(monkeypatch, tmp_path):
     """draw(), but the figure comes back before it is saved."""
 
-    def figure(*runs: Path):
+    def figure(*runs: Path, **more):
         kept = []
         monkeypatch.setattr(plot, "save", lambda figure, out: kept.append(figure))
-        plot.draw(list(runs), tmp_path / "unused.png")
+        plot.draw(list(runs), tmp_path / "unused.png", **more)
         monkeypatch.undo()
         return kept[0]
 
@@ -45,9 +49,11 @@ def figure_of(monkeypatch, tmp_path):
 
 def test_the_command_draws_several_runs(tmp_path):
     runs = [write_run(tmp_path / name) for name in ("small", "large")]
-    execute([sys.executable, "plot.py", *runs, f"--out={tmp_path}/new/curves.png"])
-    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert os.listdir(tmp_path / "new") == ["curves.png"]
+    for x, suffix, magic in [("auto", "png", b"\x89PNG"), ("tokens", "svg", b"<?xml"), ("time", "pdf", b"%PDF")]:
+        out = tmp_path / suffix / f"curves.{suffix}"
+        execute([sys.executable, "plot.py", *runs, f"--out={out}", f"--x={x}"])
+        assert out.read_bytes().startswith(magic)
+        assert os.listdir(out.parent) == [out.name]
 
 
 def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figure_of):
@@ -64,7 +70,80 @@ def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):
     over_tokens = figure_of(short, long, half)
     assert over_tokens.axes[2].get_xlabel() == "tokens"
     assert max(max(line.get_xdata()) for line in over_tokens.axes[0].lines) == 100 * 1024
-    assert plot.read(half).points("val_loss", 512) == ([20 * 512, 40 * 512, 60 * 512], [1.5, 1.5, 1.5])
+    assert figure_of(short, half, x="step").axes[2].get_xlabel() == "step"
+    assert plot.read(half).points("val_loss", "tokens") == ([20 * 512, 40 * 512, 60 * 512], [1.5, 1.5, 1.5])
+
+
+def test_time_is_that_of_the_updates(tmp_path, figure_of):
+    run = write_run(tmp_path / "run")  # 10 steps of 1,024 tokens at 10,000 tokens a second take 1.024 s
+    assert plot.read(run).points("loss", "time")[0] == pytest.approx([1.024 * i for i in range(6)])
+    assert plot.read(run).points("val_loss", "time")[0] == pytest.approx([1.024, 3 * 1.024, 5 * 1.024])
+    half_as_fast = {"step": 70, "tokens": 70 * 1024, "loss": 1.0, "tokens_per_second": 5e3}
+    slow = write_run(tmp_path / "slow", tail=json.dumps(half_as_fast) + "\n")
+    assert plot.read(slow).points("loss", "time")[0][-1] == pytest.approx(7 * 1.024)
+    first = {"step": 1, "tokens": 1024, "loss": 9.0}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(first) + "\n" + (run / "metrics.jsonl").read_text())
+    assert plot.read(run).points("loss", "time")[0][:2] == pytest.approx([0, 0.9 * 1.024])
+    assert figure_of(run, slow, x="time").axes[2].get_xlabel() == "time of the updates"
+
+
+def test_a_run_without_tokens_or_speed_is_told_what_works(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for record, missing in [({"step": 1, "loss": 2.0}, "tokens"), ({"step": 1, "tokens": 9, "loss": 2.0}, "tokens_per_second")]:
+        (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        result = execute([sys.executable, "plot.py", run, "--x=time", f"--out={tmp_path}/curves.png"], status=2)
+        assert f"run has not logged {missing} yet; --x=step works" in result.stderr
+
+
+def test_restarts_are_marked(train, figure_of):
+    train("run", steps=10)
+    train("run", steps=20)
+    with open(train.runs / "run" / "train.log", "a") as log:
+        print("continuing from runs/run/checkpoints/step-00000020", file=log)  # started once more when it was complete
+    assert plot.read(train.runs / "run").restarts == [10]
+    figure = figure_of(train.runs / "run")
+    assert "continued" in words(figure) and "updates left out" not in words(figure)
+    marks = [line for axis in figure.axes for line in axis.lines if line.get_marker() == "^"]
+    assert [list(line.get_xdata()) for line in marks] == [[10]] * 4
+
+
+def test_updates_left_out_are_marked(tmp_path, figure_of):
+    lost = [{"step": step, "loss": 1.0, "skipped": skipped} for step, skipped in ((70, 2), (80, 2), (90, 3))]
+    run = write_run(tmp_path / "run", tail="".join(json.dumps(record) + "\n" for record in lost))
+    assert plot.read(run).skipped() == [70, 90]
+    assert "updates left out" in words(figure_of(run)) and "continued" not in words(figure_of(run))
+
+
+def test_watching_shows_each_new_record_until_ctrl_c(tmp_path):
+    run = write_run(tmp_path / "run")
+    command = [sys.executable, "plot.py", run, "--watch"]
+    window = environment(COLUMNS="40", LINES="12")
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    with subprocess.Popen(command, cwd=ROOT, env=window, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as shown:
+        limit = threading.Timer(60, shown.kill)  # reading a line waits for ever
+        limit.start()
+        first = [shown.stdout.readline().rstrip("\n") for _ in range(11)]
+        assert first[0].startswith("run  step 60  loss 1.15  val_loss 1.5  grad_norm 0.083333  tokens_per_second 10,000")
+        assert first[1].split()[0] == "1.9" and first[9].split()[0] == "1.15" and first[10].split() == ["10", "60", "step"]
+        curve = [line[8:] for line in first[1:10]]
+        assert all(len(line) == 31 and set(line) <= {chr(0x2800 + i) for i in range(256)} for line in curve)
+        assert curve[0][0] != "\u2800" and curve[-1][-1] != "\u2800"  # from the upper left to the lower right
+        with open(run / "metrics.jsonl", "a") as file:
+            print(json.dumps({"step": 70, "loss": 1.0}), file=file)
+        assert shown.stdout.readline().startswith("run  step 70  loss 1")
+        shown.send_signal(signal.SIGINT)
+        assert shown.wait() == 0
+        limit.cancel()
+
+
+def test_what_can_be_watched_and_what_not(tmp_path):
+    empty, only = tmp_path / "empty", write_run(tmp_path / "only", steps=0)
+    assert execute([sys.executable, "plot.py", empty, "--watch"], status=2).stderr.startswith("error: no ")
+    evaluated = '{"step": 3, "val_loss": 2.0}\n'
+    for tail, lines in [(evaluated, 1), (evaluated + '{"step": 4, "loss": 2.0}\n', 23)]:
+        (only / "metrics.jsonl").write_text(tail)
+        assert len(plot.screen([plot.read(only)], "auto", 80, 24, colored=True)) == lines
 
 
 def test_a_gradient_norm_over_decades_is_drawn_on_a_log_axis(tmp_path, figure_of):

@@ -1,6 +1,7 @@
 """Every command of the README runs, in its order, in a copy of the project. Training is shortened."""
 
 import gzip
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from conftest import ROOT, environment
 
+SBATCH = ("--nodes", "--gpus-per-node")  # flags of sbatch itself
 SHORT = [
     "--steps=2",
     "--n_layer=1",
@@ -83,15 +85,35 @@ def test_the_readme_begins_with_its_two_commands():
     assert list(commands())[:2] == ["make train", "make test"]
 
 
+def test_the_weights_shown_are_those_of_the_picture():
+    shown = re.findall(r"^([0-9a-f]{64})  exact-(\w+)/", (ROOT / "README.md").read_text(), re.M)
+    runs = json.loads((ROOT / "bench/results/same_run.json").read_text())["runs"]
+    exact = {run["run"].removeprefix("W="): run["model.safetensors"] for run in runs if run["strategy"] == "exact"}
+    assert {run: digest for digest, run in shown} == exact and len(set(exact.values())) == 1
+
+
+def test_every_link_of_the_documents_leads_to_a_file():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")]:
+        for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
 @pytest.mark.parametrize("command", list(commands()), ids=lambda command: command[:90])
 def test_command_of_the_readme(copy, command):
     if command.startswith("make"):
         run(command.replace("make", "make -n", 1), copy)
+    elif "--plan" in command:
+        assert "fits" in run(command, copy)
+    elif command.startswith("sbatch"):  # there is no SLURM here, but train.py knows what it is given
+        script, *arguments = (word for word in command.split()[1:] if word.partition("=")[0] not in SBATCH)
+        assert (ROOT / script).exists()
+        assert "fits" in run(" ".join(["python train.py", *arguments, "--plan", "--plan_world_size=32"]), copy)
     elif "train.py" in command:
-        begun = (copy / "runs" / "small").exists()
+        name = re.search(r"--name=(\w+)|config/(\w+)\.toml|$", command)
+        begun = (copy / "runs" / (name[1] or name[2] or "laptop")).exists()
         out = run(shortened(command), copy)
-        assert "done:" in out
-        assert ("continuing from" in out) == (begun and "--name=small" in command)  # the same command again
+        assert "done:" in out or (begun and "is complete at step" in out)
+        assert ("continuing from" in out) == begun  # the same command again
     elif command.startswith("sha256sum"):
         first, second = (line.split()[0] for line in run(command, copy).splitlines())
         assert first == second
