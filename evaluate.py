@@ -28,9 +28,8 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
     model: inputs and targets [micro-batch, T] to their mean loss. Every rank runs the same number of forward passes, so
     that sharded models may communicate in them. Sums are added up in one order whatever the number of ranks.
     """
+    stream.check_length(seq_len, "validation")
     total = stream.num_windows(seq_len)
-    if not total:
-        raise UserError(f"the validation split has {len(stream)} tokens, less than one window of --seq_len={seq_len}")
     windows = min(total, math.ceil(tokens / seq_len)) if tokens else total
     chosen = torch.arange(windows) * total // windows
     groups = chosen.split(micro_batch_size)
