@@ -424,7 +424,7 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     if model.n_embd % unit:
         even = " x 2 (rotary positions need heads of an even width)" if unit > model.n_head else ""
         values = nearest(model.n_embd, unit, unit)
-        yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try {values}"
+        yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
     elif not rotary and model.head_dim not in (0, model.n_embd // model.n_head):
         yield f"--head_dim={model.head_dim} is for llama and qwen3; in gpt2 it is n_embd / n_head; leave it out"
     elif model.head_dim % 2 and rotary:
