@@ -116,11 +116,12 @@ def prepare(config: Config, world: World) -> Run:
     threads = config.train.threads
     config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
     notes += unheard(threads)
-    notes += checkpoint.check_changes(state, config, dataset, continues)
+    changed = checkpoint.check_changes(state, config, dataset, continues)
     peak_flops = device.peak_flops(world.device, config.train.dtype) * world.size
     trains = state.step < config.train.steps
-    if world.is_master and trains:
-        for line in [choices.introduce(config, dataset, world, state.step, peak_flops), *notes]:
+    if world.is_master:
+        introduction = [choices.introduce(config, dataset, world, state.step, peak_flops)] if trains else []
+        for line in [*introduction, *notes, *(changed if trains else [])]:
             log.say(line)
     began = time.monotonic()
     run = build(config, world, dataset, state, start, pretrained)
