@@ -402,6 +402,7 @@ def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
     for command in (["plot.py", shared.runs / "plain", f"--out={out}"], ["evaluate.py", shared.runs / "plain", *same]):
         done = execute([sys.executable, *command])
     assert out.stat().st_size > 1000
+    assert re.search(r": 640 of [\d,]{5,} validation tokens", done.stdout)
     loss = float(re.search(r"loss\s+([\d.]+)", done.stdout)[1])
     assert loss == pytest.approx(shared.metrics("plain")[-1]["val_loss"], abs=1e-3)
     assert {"perplexity", "bits per byte"} <= set(re.findall(r"perplexity|bits per byte", done.stdout))
