@@ -8,11 +8,13 @@ checkpoint or the new one, complete.
 import json
 import math
 import platform
+import shlex
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -55,6 +57,17 @@ class Era(TypedDict):
     versions: dict[str, str]
 
 
+class Origin(TypedDict):
+    """Where the first weights of a run came from."""
+
+    source: str  # as --resume or --init_from names it
+    directory: str
+    step: NotRequired[Count]  # of a checkpoint
+    versions: NotRequired[dict[str, str]]  # that wrote it
+    sha256: dict[FileName, Sha256]  # of its manifest, or else of its weights
+    command: str  # that began the run
+
+
 @dataclass
 class TrainState:
     """Everything that resumes and is not a tensor. It is also the type of trainer_state.json."""
@@ -69,20 +82,42 @@ class TrainState:
     settings: dict = field(default_factory=dict)  # every flag as resolved
     versions: dict = field(default_factory=dict)
     history: list[Era] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)  # of the run, last; before it those of the run that it came from
 
     @property
     def best_val_loss(self) -> float | None:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
-    def begin(self, config: Config, dataset: Mixture, world: World, continues: bool) -> None:
-        """Note how the run goes on from this step. A run that starts from another's checkpoint has a history of its own."""
+    def begin(self, config: Config, dataset: Mixture, world: World, continues: bool, source: Path | None) -> None:
+        """Note how the run goes on from this step. A run that starts from another's checkpoint has a history of its own.
+
+        source: the directory whose weights it has, if any.
+        """
+        if source and not continues and world.is_master:
+            self.origins = [*self.origins, origin(config, source)]
         self.dataset, self.settings = dataset.identity, settings.flat_values(config)
         self.versions = versions()
         self.history = list(self.history) if continues else []
         now = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **now} != self.history[-1]:
             self.history.append({"step": self.step, **now})
+
+
+def origin(config: Config, source: Path) -> Origin:
+    """Where the weights of a run that begins now come from: the model directory `source`."""
+    named = config.run.resume if config.run.resume not in ("auto", "off") else config.model.init_from
+    paths = [source / MANIFEST] if (source / MANIFEST).exists() else hf.weight_files(source)
+    found = Origin(
+        source=named,
+        directory=str(source.resolve()),
+        sha256={path.name: files.sha256(path) for path in paths},
+        command=shlex.join(sys.argv),
+    )
+    if (source / "trainer_state.json").exists():
+        state = load_state(source)
+        found |= {"step": state.step, "versions": state.versions}
+    return found
 
 
 def versions() -> dict[str, str]:
@@ -261,7 +296,10 @@ def find(name: str) -> tuple[Path, list[str]]:
         return path, []
     found, damaged = newest(path / "checkpoints")
     if found is None:
-        raise UserError("\n       ".join([f"{path} is neither a run with an intact checkpoint nor a checkpoint", *damaged]))
+        near = settings.similar_runs(name)
+        raise UserError(
+            "\n       ".join([f"{path} is neither a run with an intact checkpoint nor a checkpoint{near}", *damaged])
+        )
     return found, damaged
 
 
@@ -306,6 +344,8 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
         refused.append(f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw")
     if own and state.dataset and state.dataset != dataset.identity:
         refused.append(f"--tokens={config.data.tokens} holds other tokens than the run was trained on")
+    if state.step > config.train.steps:
+        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={state.step} is the least")
     if refused:
         refused.append("restore these settings, or start another run with --name=...")
         raise UserError("\n       ".join(refused))

@@ -1,23 +1,34 @@
-"""What the settings leave open, chosen once the data, the ranks and their hardware are known. All ranks choose the same."""
+"""What the settings leave open, chosen once the data, the ranks and their hardware are known. All ranks choose the same.
+
+Also here: whether this machine has what a run will need, and the introduction that says what is about to run.
+"""
 
 import dataclasses
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+import data
 import device
 import footprint
 import hf
 import settings
-from settings import Config, ModelConfig, UserError
+from log import duration
+from model import attention_kernel
+from settings import Config, ModelConfig, UserError, cores, plural
 from world import World
+
+USUAL_MFU = 0.35  # of large models: cluster.py has the sources
 
 
 def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | None, previous: dict) -> Config:
     """`config` with every choice made that it left open.
 
     pretrained: the model directory that gives the architecture, if the settings do not. previous: the settings of the run so
-    far, which keeps its precision and micro-batches. All ranks must call it. Raises UserError where something does not fit.
+    far, which keeps its precision, micro-batches and warmup. All ranks must call it. Raises UserError where something does not
+    fit.
     """
     model, train = config.model, config.train
     if pretrained:
@@ -27,7 +38,9 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, vocab_size)
     check_memory(model)
-    dtype = train.dtype
+    optim, dtype = config.optim, train.dtype
+    if optim.warmup_steps < 0:  # a longer run has no second warmup
+        optim = dataclasses.replace(optim, warmup_steps=previous.get("warmup_steps", -1))
     if dtype == "auto" and previous.get("device") == world.device.type:
         dtype = previous.get("dtype", dtype)
     dtypes = world.all_gather(device.choose_dtype(dtype, world.device))
@@ -38,10 +51,12 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
         device=world.device.type,
         dtype=min(dtypes, key=list(device.DTYPES).index),
         compile="off" if "off" in compiles else "on",
+        threads=torch.get_num_threads(),
     )
-    config = dataclasses.replace(config, model=model, train=train)
+    config = dataclasses.replace(config, model=model, train=train, optim=settings.resolve_schedule(optim, train.steps))
     config = settings.replace(config, micro_batch_size=fit_micro_batch(config, previous.get("micro_batch_size"), world))
     settings.check(config, world.size)
+    check_saving(config)
     return config
 
 
@@ -53,6 +68,20 @@ def check_memory(model: ModelConfig) -> None:
             f"--n_layer={model.n_layer} --n_embd={model.n_embd} --vocab_size={model.vocab_size} make {parameters:,} "
             f"parameters: {4 * parameters / 1e9:,.0f} GB of weights, and this machine has {memory / 1e9:,.0f} GB of memory"
         )
+
+
+def check_saving(config: Config) -> None:
+    """Raise UserError if what a run leaves could not be written: a package is missing, or the disk too small."""
+    packages = {"matplotlib": "curves.png"} | ({"wandb": f"--wandb={config.log.wandb}"} if config.log.wandb != "off" else {})
+    for package, purpose in packages.items():
+        if find_spec(package) is None:
+            raise UserError(f"{purpose} needs {package}, which is not installed; try: pip install {package}")
+    directory = Path(config.run.out_dir).absolute()
+    directory = next(path for path in (directory, *directory.parents) if path.is_dir())
+    size, free = footprint.checkpoint_bytes(config), shutil.disk_usage(directory).free
+    if size > free:
+        needed = f"a checkpoint takes {size / 1e6:,.1f} MB, and the disk has {free / 1e6:,.0f} MB left"
+        raise UserError(f"--out_dir={config.run.out_dir}: {needed}")
 
 
 def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
@@ -72,3 +101,38 @@ def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
         free, total = torch.cuda.mem_get_info(world.device)
         budget = footprint.USABLE * min(world.all_gather(total >> 32 << 32 if exact else free))
     return footprint.largest_micro_batch(config, world.size, world.device.type, budget)
+
+
+def introduce(config: Config, mixture: data.Mixture, world: World, step: int, peak_flops: float) -> str:
+    """What is about to run, as aligned lines. config: resolved. step: where it begins. peak_flops: of all ranks, in FLOP/s."""
+    model, train, ranks = config.model, config.train, plural(world.size, "rank")
+    parameters, layers = sum(footprint.parameters(model).values()), plural(model.n_layer, "layer")
+    batches = data.make_batches(config, mixture)
+    each, more = divmod(config.micro_batches, world.size)
+    shared = f", {each}{f' or {each + 1}' if more else ''} on each of {ranks}" if world.size > 1 else ""
+    total, hardware = settings.memory_bytes(), f"{world.device.type} ({plural(cores(), 'core')})"
+    if world.device.type == "cuda":
+        total, hardware = torch.cuda.mem_get_info(world.device)[1], torch.cuda.get_device_name(world.device)
+    compiled = "compiled" if train.compile == "on" else "not compiled"
+    kernel = attention_kernel(model, device.DTYPES[train.dtype], world.device)
+    memory = sum(footprint.of_rank(config, world.size, world.device.type).values())
+    flops = footprint.flops_per_token(model) * train.tokens_per_update * (train.steps - step)
+    source = "by its datasheet" if device.known_peak_flops(world.device, train.dtype) else "measured here by matrix products"
+    rows = [
+        f"model   {model.architecture}, {parameters:,} parameters: {layers}, {model.n_embd} wide, "
+        f"vocabulary {model.vocab_size}, context {model.seq_len}",
+        *(
+            f"tokens  {len(stream):,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
+            for dataset, stream, epochs in zip(mixture.datasets, batches.streams, batches.epochs(train.steps), strict=True)
+        ),
+        f"batch   {train.tokens_per_update:,} tokens = {plural(config.micro_batches, 'micro-batch')} of "
+        f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
+        f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
+        f"device  {hardware}, {train.dtype}, {compiled}, attention by {kernel}",
+        f"memory  about {memory / 1e6:,.0f} MB a rank for weights, optimizer and activations; there are {total / 1e6:,.0f}",
+        f"time    about {duration(flops / peak_flops / USUAL_MFU)} at an mfu of {USUAL_MFU:.0%}, which is a share of "
+        f"{peak_flops / 1e12:.2f} TFLOP/s, {source}",
+    ]
+    rows += [f"note    {dataset.remark}" for dataset in mixture.datasets if dataset.remark]
+    begins = f"from step {step}" if step else "from its beginning"
+    return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])

@@ -99,6 +99,11 @@ def read_ranks() -> tuple[int, int, int, int]:
     return rank, size, local_rank, local_size
 
 
+def plural(count: int, word: str) -> str:
+    """`count` with its noun, as in 1 rank, 1,024 ranks and 2 micro-batches."""
+    return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith("ch") else "s")
+
+
 def refuse(problems: Iterable[str]) -> None:
     """Raise one UserError with all `problems`, a line each, if there are any."""
     if problems := list(problems):
@@ -221,6 +226,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     names = {other: ours for ours in known for other in [ours, *OTHER_NAMES.get(ours, "").split()]}
     near = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
     return f"; perhaps you meant --{names[near[0]]}" if near else ""
+
+
+def similar_runs(name: str) -> str:
+    """`; perhaps you meant runs/mine` where there are runs in `name`, or beside it or in runs/ with a similar name."""
+    path, known = Path(name), sorted({*Path("runs").glob("*/checkpoints"), *Path(name).parent.glob("*/checkpoints")})
+    runs = {str(directory.parent): directory.parent.name for directory in known}
+    near = [str(found.parent) for found in sorted(path.glob("*/checkpoints"))]
+    near += [run for run in runs if run != name and difflib.get_close_matches(path.name, [runs[run]])]
+    return f"; perhaps you meant {' or '.join(near[:4])}" if near else ""
 
 
 def run_example() -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 import files
 from dataset import Dataset, Stream, digest, open_dataset, read_windows
-from settings import UserError
+from settings import Config, UserError
 
 ROUNDS = 6  # of the Feistel network
 BLOCK = 4096  # sequences in which each dataset has its share
@@ -252,11 +252,7 @@ class Batches:
 
     def __post_init__(self):
         for stream in self.streams:
-            if not stream.num_windows(self.seq_len):
-                raise UserError(
-                    f"{stream.paths[0].parent if stream.paths else 'a dataset'} has {len(stream)} train tokens, less than one "
-                    f"window of --seq_len={self.seq_len} and its last target; prepare more text or lower --seq_len"
-                )
+            stream.check_length(self.seq_len, "train")
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Which datasets [count] and windows [count] the sequences first ... first + count - 1 of the run are."""
@@ -312,6 +308,22 @@ class Batches:
         """How many times the first `step` updates read each dataset."""
         counts = self.sequences_read(self.first_sequence(step))
         return [n / stream.num_windows(self.seq_len) for n, stream in zip(counts, self.streams, strict=True)]
+
+
+def make_batches(config: Config, mixture: Mixture) -> Batches:
+    """The batches of a run. Raises UserError unless each dataset has a window to train on and one to validate on."""
+    for stream in mixture.streams("val"):
+        stream.check_length(config.model.seq_len, "validation")
+    return Batches(
+        mixture.streams("train"),
+        mixture.shares,
+        config.model.seq_len,
+        config.sequences_per_update,
+        config.train.micro_batch_size,
+        config.run.seed,
+        shuffled=config.data.order == "shuffled",
+        skipped=config.skipped_batches,
+    )
 
 
 class Prefetcher:

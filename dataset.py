@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import mmap
+import re
 import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,6 +198,15 @@ class Stream:
         """How many windows of `seq_len` inputs and as many targets the stream has."""
         return max(0, (len(self) - 1) // seq_len)
 
+    def check_length(self, seq_len: int, split: str) -> None:
+        """Raise UserError unless there is a window of `seq_len`. `split` names the stream in the message."""
+        if not self.num_windows(seq_len):
+            where = self.paths[0].parent if self.paths else "a dataset"
+            raise UserError(
+                f"{where} has {len(self)} {split} tokens, less than one window of --seq_len={seq_len} and its last target; "
+                "prepare more text or lower --seq_len"
+            )
+
     def locate(self, position: int) -> tuple[Path, int]:
         """The shard that holds the token at `position` of the stream, and where in the shard it is."""
         shard = int(np.searchsorted(self.starts, position, side="right")) - 1
@@ -217,26 +227,31 @@ class Stream:
         """Read windows [k]: int64 [k, seq_len + 1]. Raises UserError for a bad token."""
         return read_windows([self], np.zeros_like(windows), windows, seq_len)
 
-    def check(self, tokens: np.ndarray, where: str) -> None:
-        """Raise UserError if a token id is outside the vocabulary. `where` names the tokens in the message."""
+    def check(self, tokens: np.ndarray, where: str) -> int:
+        """The largest token id. Raises UserError if one is outside the vocabulary; `where` names the tokens in the message."""
         if not len(tokens):
-            return
+            return 0
         lowest, highest = int(tokens.min()) if tokens.dtype.kind == "i" else 0, int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
             raise UserError(
                 f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}; "
                 "--vocab_size=N says that it is larger, or the files are of another kind"
             )
+        return highest
 
-    def check_ids(self) -> None:
-        """Check every token id of a small split and a sample of a large one. Each batch is checked again when it is read."""
-        share = max(1, SCAN_TOKENS // max(1, len(self.shards)))
+    def check_ids(self) -> int:
+        """Check every token id of a small split and a sample of a large one. Each batch is checked again when it is read.
+
+        Returns the largest id seen.
+        """
+        share, largest = max(1, SCAN_TOKENS // max(1, len(self.shards))), 0
         for path, shard in zip(self.paths, self.shards, strict=True):
             if len(shard) <= share:
-                self.check(shard, str(path))
+                largest = max(largest, self.check(shard, str(path)))
             else:
                 for start in np.linspace(0, len(shard) - 1024, num=min(64, share // 1024), dtype=np.int64):
-                    self.check(shard[start : start + 1024], str(path))
+                    largest = max(largest, self.check(shard[start : start + 1024], str(path)))
+        return largest
 
 
 def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
@@ -266,6 +281,7 @@ class Dataset:
     splits: dict[str, Stream]  # "train" and "val"
     bytes_of_text: dict[str, int]  # of each split; empty if the directory does not say
     identity: str  # sha256 of what the shards hold; the directory's name does not matter
+    remark: str = ""  # what is taken for granted, because foreign files do not say it
 
     @property
     def tokenizer(self) -> Path | None:
@@ -286,7 +302,8 @@ class Dataset:
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
     """Open a dataset directory and check sizes, counts and token ids. It has a dataset.json, or foreign token files.
 
-    vocab_size: the vocabulary of foreign files, which do not state it (0: GPT-2's). prepare_command: what makes the dataset,
+    vocab_size: the vocabulary of foreign files, which do not state it (0: that of nanoGPT's meta.pkl, or else GPT-2's).
+    prepare_command: what makes the dataset,
     if it names this directory as --out; the UserError for a missing directory prints it.
     """
     directory = Path(directory)
@@ -302,16 +319,40 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
             f"--tokens={directory} has neither dataset.json nor *_train_*.bin and *_val_*.bin, *_train_*.npy and "
             "*_val_*.npy, or train.bin and val.bin; make a dataset with prepare_data.py"
         )
-    vocab_size = vocab_size or GPT2_VOCAB_SIZE
-    eot_token = min(GPT2_VOCAB_SIZE, vocab_size) - 1
+    characters = characters_in(directory / "meta.pkl")
+    source = "--vocab_size" if vocab_size else "meta.pkl" if characters else "GPT-2"
+    vocab_size = vocab_size or characters or GPT2_VOCAB_SIZE
+    eot_token = characters or min(GPT2_VOCAB_SIZE, vocab_size) - 1  # characters have none
     if (directory / "tokenizer.json").exists():
         added = files.read_json(directory / "tokenizer.json", Tokenizer).get("added_tokens", [])
         eot_token = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), eot_token)
     splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
-    for stream in splits.values():
-        stream.check_ids()
+    largest = max([stream.check_ids() for stream in splits.values()])
+    remark = f"{directory} has no dataset.json: a vocabulary of {vocab_size:,} by {source}; the largest id seen is {largest}"
+    if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
+        remark = f"warning: {remark}; if there is none above it, --vocab_size={largest + 1} is right"
+    if not (directory / "tokenizer.json").exists():
+        remark += f"; {tokenizer_advice(directory)}"
     sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]
-    return Dataset(directory, vocab_size, eot_token, splits, {}, digest(sizes))
+    return Dataset(directory, vocab_size, eot_token, splits, {}, digest(sizes), remark)
+
+
+def characters_in(path: Path) -> int:
+    """How many characters nanoGPT's meta.pkl says there are; 0 if it does not say. The pickle is searched, never unpickled."""
+    if not path.is_file():
+        return 0
+    # "vocab_size", which is memoized (by MEMOIZE, or BINPUT and a number), then a BININT1, BININT2 or BININT.
+    found = re.search(rb"vocab_size(?:\x94|q.)(?:K(.)|M(..)|J(....))", files.read_bytes(path), re.DOTALL)
+    return int.from_bytes(found[found.lastindex], "little") if found else 0
+
+
+def tokenizer_advice(directory: Path) -> str:
+    """Where sample.py gets a tokenizer for foreign tokens from."""
+    if not (directory / "meta.pkl").exists():
+        return "sample.py needs the tokenizer that made them, such as --tokenizer=gpt2"
+    made = directory / "tokenizer.json"
+    how = "" if made.exists() else f"python tools/char_tokenizer.py {directory}/meta.pkl makes {made}; "
+    return f"{how}sample.py takes it by --tokenizer={made}"
 
 
 def _open_own(directory: Path) -> Dataset:

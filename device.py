@@ -111,8 +111,8 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
 
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
     """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else the best of matrix products for `seconds`."""
-    if device.type == "cuda" and dtype != "float32" and (peak := datasheet_flops(torch.cuda.get_device_name(device))):
-        return peak
+    if known := known_peak_flops(device, dtype):
+        return known
     # Large enough that starting and awaiting a product, some 30 microseconds, does not count.
     size = {"cpu": 512, "cuda": 8192}.get(device.type, 4096)
     a = torch.randn(size, size, device=device).to(DTYPES[dtype])
@@ -124,6 +124,11 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float
             product[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best
+
+
+def known_peak_flops(device: torch.device, dtype: str) -> float | None:
+    """The peak in FLOP/s that the datasheet of this rank's GPU has for `dtype`. None: it has to be measured."""
+    return datasheet_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != "float32" else None
 
 
 def datasheet_flops(name: str) -> float | None:

@@ -28,10 +28,7 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
     model: inputs and targets [micro-batch, T] to their mean loss. Every rank runs the same number of forward passes, so
     that sharded models may communicate in them. Sums are added up in one order whatever the number of ranks.
     """
-    total = stream.num_windows(seq_len)
-    if not total:
-        raise UserError(f"the validation split has {len(stream)} tokens, less than one window of --seq_len={seq_len}")
-    windows = min(total, math.ceil(tokens / seq_len)) if tokens else total
+    total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
     chosen = torch.arange(windows) * total // windows
     groups = chosen.split(micro_batch_size)
     sums = world.zeros(len(groups))
@@ -44,6 +41,13 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
         if turn < len(mine):
             sums[at] = loss.to(sums.dtype) * len(groups[at])
     return world.sum_over_ranks(sums).sum().item() / windows
+
+
+def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
+    """How many windows hold `tokens` validation tokens (0: all). Raises UserError if there is not one."""
+    stream.check_length(seq_len, "validation")
+    total = stream.num_windows(seq_len)
+    return min(total, math.ceil(tokens / seq_len)) if tokens else total
 
 
 RANGES = [("eval_tokens seq_len micro_batch_size", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12)]
@@ -89,7 +93,8 @@ def main(config: EvaluateConfig) -> None:
     micro_batch_size, losses = config.micro_batch_size or max(1, 8192 // seq_len), []
     for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
         losses.append(evaluate(model, stream, seq_len, micro_batch_size, config.eval_tokens, world, autocast))
-        print(f"{directory} on {dataset.directory}: {len(stream):,} validation tokens")
+        evaluated = num_windows(stream, seq_len, config.eval_tokens) * seq_len
+        print(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
         print(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
     if len(losses) > 1:
         print(f"{directory} on {mixture}")

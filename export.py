@@ -18,7 +18,7 @@ import data
 import files
 import hf
 import settings
-from checkpoint import TrainState
+from checkpoint import Origin, TrainState
 from dataset import Count, read_metadata
 from settings import Config, UserError
 
@@ -116,7 +116,8 @@ def main(config: ExportConfig) -> None:
         parameters = sum(value.numel() for value in weights.values())
         (directory / "README.md").write_text(card(source, state, training, parameters, config.dtype))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(f"{source} is now {out}: {len(list(out.glob('*.safetensors')))} weights file(s), {size:,} bytes, {config.dtype}")
+    weights_files = settings.plural(len(list(out.glob("*.safetensors"))), "weights file")
+    print(f"{source} is now {out}: {weights_files}, {size:,} bytes, {config.dtype}")
 
 
 def card(source: Path, state: TrainState, training: Config, parameters: int, dtype: str) -> str:
@@ -124,7 +125,6 @@ def card(source: Path, state: TrainState, training: Config, parameters: int, dty
     run, last = source.parent.parent, state.history[-1]
     ranks, exact = last["world_size"], training.parallel.strategy == "exact"
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
-    started_from = training.run.resume if training.run.resume not in ("auto", "off") else training.model.init_from
     repeats = f"The weights are the same bit for bit on {'any' if exact else 'the same'} number of ranks, with these versions "
     repeats += "and the same kind of hardware."
     if len(state.history) > 1:
@@ -136,18 +136,25 @@ def card(source: Path, state: TrainState, training: Config, parameters: int, dty
         architecture=training.model.architecture,
         step=state.step,
         tokens=state.tokens,
-        beginning="from scratch" if started_from == "scratch" else f"starting from {started_from}",
+        beginning=", before that ".join(map(beginning, reversed(state.origins))) or "from scratch",
         dtype=dtype,
         losses=losses(run / "metrics.jsonl", state.step),
         datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(training.data.tokens)),
         identity=state.dataset,
-        ranks=f"{ranks} rank{'s' * (ranks > 1)}",
+        ranks=settings.plural(ranks, "rank"),
         versions=", ".join(f"{name} {version}" for name, version in last["versions"].items()),
         command=f"{launcher} train.py config.toml --name={training.run.name}-again",
         repeats=repeats,
         run=run,
         settings=settings.dumps(training).strip(),
     )
+
+
+def beginning(origin: Origin) -> str:
+    """Where the weights of a run came from, in words."""
+    step = f" at step {origin['step']:,}" if "step" in origin else ""
+    digests = ", ".join(f"`{name}` `{digest}`" for name, digest in origin["sha256"].items())
+    return f"starting from `{origin['source']}`{step} (sha256 of {digests})"
 
 
 def losses(metrics: Path, step: int) -> str:

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import files
+import hub
 from dataset import FileName
 from files import listing, read_json
 from model import without_values
-from settings import ModelConfig, UserError
+from settings import ModelConfig, UserError, similar_runs
 from tokenizer import Definition
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -433,17 +434,20 @@ def find_model(name: str) -> Path:
     if path.is_dir():
         if (path / "config.json").exists():
             return path
-        raise UserError(f"{name} is neither a run nor a model directory: it has no config.json, only {listing(path)}")
+        what = f"it has no config.json, only {listing(path)}"
+        raise UserError(f"{name} is neither a run nor a model directory: {what}{similar_runs(name)}")
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
         parent = next(p for p in path.absolute().parents if p.is_dir())
-        raise UserError(f"{name} is not a directory; {parent} has {listing(parent)}")
+        raise UserError(f"{name} is not a directory; {parent} has {listing(parent)}{similar_runs(name)}")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{name} is neither a directory here nor to be had from the Hugging Face hub: {reason}") from None
+        reason = hub.explain(error, getattr(getattr(error, "response", None), "status_code", None))
+        raise UserError(
+            f"{name} is neither a directory here nor to be had from the Hugging Face hub: {reason}{similar_runs(name)}"
+        ) from None
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -5,8 +5,10 @@ The client is huggingface_hub. It finds the user's token by itself (HF_TOKEN, or
 
 import errno
 import hashlib
+import os
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -163,4 +165,11 @@ def explain(error: Exception, status: int | None) -> str:
         return "there is no such repository, revision or folder"
     if status:
         return f"the server answered with HTTP status {status}"
+    if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        return "HF_HUB_OFFLINE is set, and the local cache does not have it"
+    first = error
+    while first.__cause__ or first.__context__:
+        first = first.__cause__ or first.__context__
+    if isinstance(first, (socket.gaierror, ConnectionError, TimeoutError)):
+        return f"the hub cannot be reached: {first.strerror or first}"
     return str(error).strip().partition("\n")[0] or type(error).__name__

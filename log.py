@@ -1,5 +1,6 @@
 """What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
 
+import io
 import json
 import sys
 import time
@@ -49,15 +50,27 @@ def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
 
 
 class Log:
-    """The text files of a run directory. Raises UserError if another process uses the directory."""
+    """The text files of a run directory, which nothing writes to before `begin`: a refused command leaves nothing behind.
+
+    Raises UserError if another process uses the directory.
+    """
 
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master = directory, is_master
-        self.bar = self.wandb = self._lock = None
-        if is_master:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(directory)
-            self._text = open(directory / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
+        self.bar = self.wandb = None
+        self._text = io.StringIO()  # what is said before train.log is open
+        self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
+
+    def begin(self, step: int) -> Record | None:
+        """Make the directory, if need be, and open its files at `step`. Returns the evaluation recorded there, if any."""
+        if not self.is_master:
+            return None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = self._lock or lock(self.directory)
+        early = self._text.getvalue()
+        self._text = open(self.directory / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._text.write(early)
+        return self.rewind(step)
 
     def say(self, message: str) -> None:
         """Write a line to the console and to train.log."""
@@ -72,14 +85,12 @@ class Log:
         """Write a line that asks for attention."""
         self.say(f"warning: {message}")
 
-    def rewind(self, step: int) -> dict | None:
+    def rewind(self, step: int) -> Record | None:
         """Cut metrics.jsonl back to `step`, so that no step is recorded twice. Returns the evaluation recorded at `step`.
 
         Lines that cannot be read are moved to metrics.jsonl.unreadable.
         """
         path = self.directory / "metrics.jsonl"
-        if not self.is_master:
-            return None
         kept, unreadable, evaluation = [], [], None
         for line, record in read_records(path) if path.exists() else ():
             if record is None:
@@ -138,9 +149,9 @@ class Log:
             self.bar.update(step - self.bar.n)
 
     def metrics(self, record: dict) -> None:
-        """Write one record to metrics.jsonl and wandb, without its None values."""
+        """Write one record to metrics.jsonl and wandb, without its None values and with the time (seconds since 1970)."""
         if self.is_master:
-            record = {key: value for key, value in record.items() if value is not None}
+            record = {key: value for key, value in record.items() if value is not None} | {"time": round(time.time(), 3)}
             self._metrics.write(json.dumps(record) + "\n")
             if self.wandb is not None:
                 self.wandb.log(record)
@@ -215,7 +226,9 @@ def lock(directory: Path):
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
+    """Seconds as 1:02:03 h, 2:03 min, 12 s or 1.2 s."""
+    if round(seconds) < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"{hours}:{minutes:02}:{seconds:02} h" if hours else f"{minutes}:{seconds:02} min"

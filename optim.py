@@ -223,14 +223,14 @@ def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
+    config: resolved, with numbers of 0 or more.
     wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). It decays linearly over the last `cooldown_fraction` of the run.
     """
-    warmup = config.warmup_steps if config.warmup_steps >= 0 else math.ceil(steps / 50)
+    warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if config.schedule == "constant":
         return config.lr
-    floor = config.min_lr if config.min_lr >= 0 else (config.lr / 10 if config.schedule == "cosine" else 0.0)
     if config.schedule == "cosine":
         progress = (step - warmup) / max(1, steps - warmup)
         return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))

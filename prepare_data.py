@@ -185,6 +185,8 @@ def prepare(config: PrepareConfig) -> None:
     encode_files(writer, split, source_files, text, config)
     writer.finish()
     remove_downloads(downloads, config.keep_downloads)
+    if empty := sum(not file.size for file in source_files):
+        print(f"{settings.plural(empty, 'empty file')} of {len(source_files):,} left out")
     print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 

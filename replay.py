@@ -140,7 +140,8 @@ def open_before(
     dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
         raise UserError(f"{dataset} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are")
-    training = replace(training, model=settings.resolve_model(training.model, dataset.vocab_size))  # the run may be an old one
+    model = settings.resolve_model(training.model, dataset.vocab_size)  # the run may be an old one
+    training = replace(training, model=model, optim=settings.resolve_schedule(training.optim, training.train.steps))
     pretrained = None
     if start is None and training.model.init_from != "scratch":
         pretrained, _ = checkpoint.find_model(training.model.init_from)

@@ -35,6 +35,8 @@ class SampleConfig:
     seed: int = 1
     num_samples: int = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    tokenizer: str = ""
+    """For a model without tokenizer.json: a tokenizer.json, gpt2, or what else prepare_data.py's --tokenizer names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products. auto: float32 on a CPU, else bfloat16 where the hardware has it."""
 
@@ -51,12 +53,16 @@ def main(config: SampleConfig) -> None:
 
     settings.refuse(settings.number_problems(config, RANGES))
     directory, model = checkpoint.load_model(config.run)
-    if not (directory / "tokenizer.json").exists():
-        raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}")
-    text = tokenizer.load(directory / "tokenizer.json")
+    if not config.tokenizer and not (directory / "tokenizer.json").exists():
+        raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
+    text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
     prompt = text.encode(read_prompt(config.prompt)).tolist() or [text.eot_token]
     if max(prompt) >= model.config.vocab_size:
-        raise UserError(f"{directory}: tokenizer.json has tokens beyond the model's {model.config.vocab_size}")
+        what = repr(text.decode([max(prompt)])) if config.prompt else "the start of a document"
+        raise UserError(
+            f"{directory}: {what} is token {max(prompt)}, and the model's vocabulary is {model.config.vocab_size}; give it a "
+            "--prompt of text like that it was trained on"
+        )
 
     own_device = connect(config.device).device
     model.to(own_device)
@@ -70,6 +76,18 @@ def main(config: SampleConfig) -> None:
             for piece in stream(text, prompt, (token.item() for token in new)):
                 print(piece, end="", flush=True)
             print("\n---------------")
+
+
+def advice(directory: Path) -> str:
+    """Where a tokenizer for a model without one comes from."""
+    import checkpoint
+    import data
+    import dataset
+
+    if not (directory / "trainer_state.json").exists():
+        return "--tokenizer=FILE gives the one that made its tokens"
+    tokens = settings.from_record(checkpoint.load_state(directory).settings, str(directory)).data.tokens
+    return dataset.tokenizer_advice(Path(data.parse_mixture(tokens)[0][0]))
 
 
 def read_prompt(prompt: str) -> str:

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import cli
 import files
-from cli import RunError, UserError, flat_fields, flat_values, parse, read_ranks, refuse, user_errors
+from cli import RunError, UserError, flat_fields, flat_values, parse, plural, read_ranks, refuse, similar_runs, user_errors
 
 # For the commands, from cli.py.
-__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "read_ranks", "refuse", "user_errors"]
+__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "plural", "read_ranks", "refuse"]
+__all__ += ["similar_runs", "user_errors"]
 HERE = Path(__file__).parent
 # What numbers must be, besides finite. The upper bounds keep what is computed from a number, such as a list, small.
 RANGES = [
@@ -129,7 +130,7 @@ class OptimConfig:
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = -1.0
-    """Learning rate at the end of the schedule (negative: lr / 10 for cosine, 0 for wsd)."""
+    """Learning rate at the end of the schedule (negative: lr / 10 for cosine, else 0)."""
     warmup_steps: int = -1
     """Steps of linear warmup (negative: 2 % of the steps)."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -391,6 +392,8 @@ def range_problems(config: Config) -> Iterator[str]:
         valid = False
     if not valid:
         yield f"--rope_scaling={config.model.rope_scaling} must be four numbers greater than 0, such as Llama 3.1's 8,1,4,8192"
+    if config.model.init_from == "resume":
+        yield "--init_from=resume is nanoGPT's: here the same command again continues a run; leave the flag out"
     if config.log.wandb_artifact and config.log.wandb == "off":
         yield "--wandb_artifact needs --wandb=online or --wandb=offline"
     if config.run.name in (".", "..") or "/" in config.run.name:
@@ -426,7 +429,7 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     if model.n_embd % unit:
         even = " x 2 (rotary positions need heads of an even width)" if unit > model.n_head else ""
         values = nearest(model.n_embd, unit, unit)
-        yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try {values}"
+        yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
     elif not rotary and model.head_dim not in (0, model.n_embd // model.n_head):
         yield f"--head_dim={model.head_dim} is for llama and qwen3; in gpt2 it is n_embd / n_head; leave it out"
     elif model.head_dim % 2 and rotary:
@@ -482,6 +485,13 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
     d_ff = model.d_ff or (4 * model.n_embd if model.architecture == "gpt2" else math.ceil(8 / 3 * model.n_embd / 64) * 64)
     n_kv_head, head_dim = model.n_kv_head or model.n_head, model.head_dim or model.n_embd // model.n_head
     return dataclasses.replace(model, vocab_size=vocab_size, n_kv_head=n_kv_head, head_dim=head_dim, d_ff=d_ff)
+
+
+def resolve_schedule(optim: OptimConfig, steps: int) -> OptimConfig:
+    """`optim` with a number in the place of each negative one that means "choose", for a run of `steps`."""
+    warmup_steps = optim.warmup_steps if optim.warmup_steps >= 0 else math.ceil(steps / 50)
+    min_lr = optim.min_lr if optim.min_lr >= 0 else (optim.lr / 10 if optim.schedule == "cosine" else 0.0)
+    return dataclasses.replace(optim, warmup_steps=warmup_steps, min_lr=min_lr)
 
 
 def dumps(config: Config) -> str:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 import files
 from dataset import Count, ShardRecord, SourceRecord, read_metadata, token_dtype, write_shard
-from settings import UserError
+from settings import UserError, plural
 from sources import Position
 from tokenizer import Tokenizer
 
@@ -207,10 +207,15 @@ class DatasetWriter:
         remove_progress(self.directory)
 
     def summary(self) -> str:
-        """What has been written, in a line."""
+        """What has been written, a line for each split and one for both."""
+        lines = []
+        for split in ("train", "val"):
+            records = [record for record in self.records if record["split"] == split]
+            tokens, documents = (sum(record[key] for record in records) for key in ("tokens", "documents"))
+            lines.append(f"{split}: {tokens:,} tokens in {plural(documents, 'document')}")
         tokens, size = (sum(record[key] for record in self.records) for key in ("tokens", "bytes_of_text"))
-        return (
-            f"{self.directory}: {tokens:,} tokens of {size:,} bytes of text, {size / max(1, tokens):.2f} bytes per token, "
+        return "\n".join(lines) + (
+            f"\n{self.directory}: {tokens:,} tokens of {size:,} bytes of text, {size / max(1, tokens):.2f} bytes per token, "
             f"vocabulary {self.tokenizer.vocab_size:,}"
         )
 

@@ -45,8 +45,8 @@ from footprint import flops_per_token
 from log import Log, Meter, duration
 from model import initial_weights, without_values
 from parallel import Engine
-from settings import Config, RunError
-from world import Stop, World, connect
+from settings import Config, RunError, plural
+from world import Stop, World, connect, unheard
 
 EX_TEMPFAIL = 75
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
@@ -74,12 +74,16 @@ class Run:
 
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
+    began = time.monotonic()
     world = join(config)
     run = prepare(config, world)
     status = 1
     try:
         with world.naming_missing_ranks():
             status = train(run)
+        if not status:
+            command = "sample.py" if run.dataset.tokenizer else "evaluate.py"
+            run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {command} {run.log.directory}")
     finally:
         run.checkpoints.wait()  # a save that is half written when training fails is still worth finishing
         run.log.close(status)
@@ -104,30 +108,40 @@ def prepare(config: Config, world: World) -> Run:
     dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
-    if world.is_master:
-        files.remove_unfinished(directory / "checkpoints")
     found = checkpoint.find_start(directory, config, dataset) if world.is_master else None
     start, pretrained, notes = world.from_master(found)
     continues = start is not None and start.parent.parent == directory
     state = checkpoint.load_state(start) if start else TrainState()
     shape = start or pretrained if config.model.init_from != "scratch" else None  # also when the run continues
+    threads = config.train.threads
     config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
-    notes += checkpoint.check_changes(state, config, dataset, continues)
+    notes += unheard(threads)
+    changed = checkpoint.check_changes(state, config, dataset, continues)
+    peak_flops = device.peak_flops(world.device, config.train.dtype) * world.size
+    trains = state.step < config.train.steps
+    if world.is_master:
+        introduction = [choices.introduce(config, dataset, world, state.step, peak_flops)] if trains else []
+        for line in [*introduction, *notes, *(changed if trains else [])]:
+            log.say(line)
+    began = time.monotonic()
     run = build(config, world, dataset, state, start, pretrained)
-    state.begin(config, dataset, world, continues)
+    if trains and (start or pretrained):
+        which = "weights and optimizer state" if start else "weights"
+        log.say(f"loaded the {which} of {start or pretrained} in {duration(time.monotonic() - began)}")
+    state.begin(config, dataset, world, continues, start or pretrained)
 
     run.log = log
+    run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
     run.checkpoints = Checkpoints(directory / "checkpoints", config, dataset, world, log, start_step=state.step)
-    if evaluation := world.from_master(log.rewind(state.step)):  # metrics.jsonl may be ahead of the checkpoint
+    if evaluation := world.from_master(log.begin(state.step)):  # all is checked: from here on there are files
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)
-    peak_flops = device.peak_flops(world.device, config.train.dtype) * world.size
-    run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
     if world.is_master:
-        files.publish_text(directory / "config.toml", settings.dumps(config))
+        files.remove_unfinished(directory / "checkpoints")
+        if trains:  # a complete run keeps the settings that it was trained with
+            files.publish_text(directory / "config.toml", settings.dumps(config))
         facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
         state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "", facts)
-        introduce(run, notes)
     return run
 
 
@@ -147,17 +161,7 @@ def build(
         engine.scatter(optimizers, checkpoint.open_optimizer(start))
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
-    batches = data.Batches(
-        dataset.streams("train"),
-        dataset.shares,
-        config.model.seq_len,
-        config.sequences_per_update,
-        config.train.micro_batch_size,
-        config.run.seed,
-        shuffled=config.data.order == "shuffled",
-        skipped=config.skipped_batches,
-    )
-    return Run(config, world, dataset, batches, engine, optimizers, state)
+    return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)
 
 
 def train(run: Run) -> int:
@@ -205,7 +209,7 @@ def train(run: Run) -> int:
         )
     check_finite(run, run.val_loss, loss)
     best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
-    log.say(f"done: {steps} steps, {state.tokens:,} tokens{best}; {log.directory}")
+    log.say(f"done: {plural(steps, 'step')}, {state.tokens:,} tokens{best}; {log.directory}")
     return 0
 
 
@@ -245,25 +249,6 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
 # Helpers, in the order of their use
 
 
-def introduce(run: Run, notes: list[str]) -> None:
-    """Say what is about to run."""
-    config, train, model, log = run.config, run.config.train, run.config.model, run.log
-    log.say(
-        f"{config.run.name}: {model.architecture}, {run.engine.module.parameter_count():,} parameters, "
-        f"{model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}"
-    )
-    log.say(
-        f"{train.steps} steps of {train.tokens_per_update:,} tokens = {config.micro_batches} micro-batches of "
-        f"{train.micro_batch_size} x {model.seq_len} on {run.world.size} rank(s), {config.parallel.strategy}, "
-        f"{train.device}, {train.dtype}, compile {train.compile}, {torch.get_num_threads()} thread(s) a rank, "
-        f"attention by {run.engine.attention_kernel}"
-    )
-    for dataset, stream, epochs in zip(run.dataset.datasets, run.batches.streams, run.batches.epochs(train.steps), strict=True):
-        log.say(f"{len(stream):,} train tokens in {dataset.directory}; the run reads them {epochs:.2f} times")
-    for note in notes:
-        log.say(note)
-
-
 def warm_up(run: Run) -> None:
     """Compile, and settle how the ranks communicate: the first update is then like any other, also after a resume."""
     began = time.monotonic()
@@ -299,7 +284,7 @@ def validate(run: Run) -> None:
     log.metrics({"step": state.step, "tokens": state.tokens, **validation})
     line = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
     line += f"  {bits:.4f} bits per byte" if bits else ""
-    log.say(f"{line}  ({duration(time.monotonic() - began)})")
+    log.say(f"{line}  evaluated in {duration(time.monotonic() - began)}")
     if state.step >= config.train.steps or time.monotonic() - run.drawn_at > DRAW_SECONDS:
         plot.draw([log.directory], log.directory / "curves.png")
         run.drawn_at = time.monotonic()

@@ -6,6 +6,7 @@ A world of one works without torchrun.
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 import device
 from settings import RunError, UserError, cores, read_ranks
+
+PATIENCE = 5.0  # seconds until a rank says for whom it waits
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,14 @@ class World:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             if not missing:
                 raise
-            raise RunError(f"rank(s) {missing} no longer answer: {str(error).splitlines()[0]}") from None
+            verb = "no longer answers" if len(missing) == 1 else "no longer answer"
+            raise RunError(f"{named(missing)} {verb}: {str(error).splitlines()[0]}") from None
+
+
+def named(ranks: list[int]) -> str:
+    """rank 3, or ranks 1, 2, 5."""
+    listed = ", ".join(map(str, ranks[:16])) + ", ..." * (len(ranks) > 16)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def is_communication(error: RuntimeError) -> bool:
@@ -139,16 +149,71 @@ def connect(
         port = os.environ.get("MASTER_PORT", "")
         if not os.environ.get("MASTER_ADDR") or not (port.isdecimal() and 0 < int(port) < 1 << 16):
             raise UserError(
-                "RANK is set, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; torchrun sets all of them"
+                "RANK is set, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; torchrun sets all of them. By hand, "
+                "set them alike for all ranks: on one machine to 127.0.0.1 and a free port, such as 29500"
             )
-        # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
-        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+        store = meet(rank, size, os.environ["MASTER_ADDR"], int(port), timedelta(minutes=timeout_minutes))
         # CPU tensors, which carry what is about the run and not the model, go through gloo: no GPU is waited for.
         backend, device_id = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" and not share_gpus else ("gloo", None)
         timeout = timedelta(minutes=timeout_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return World(rank, size, local_rank, local_size, own, store)
+
+
+def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist.Store:
+    """The store that all ranks share, once all of them are there. Raises RunError, which names those that are not."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 holds it
+    holder, place = "torchrun" if of_torchrun else "rank 0", f"{host}:{port}"
+    holds = rank == 0 and not of_torchrun
+    tell = min(deadline, time.monotonic() + PATIENCE)
+    while not holds and not answers(host, port):  # the store's own waiting prints the stack and takes twice the time
+        if time.monotonic() > deadline:
+            raise RunError(f"{holder} did not answer at {place} in {timeout} (--timeout_minutes)")
+        if time.monotonic() > tell:
+            print(f"waiting for {holder} at {place} [rank {rank}]", flush=True)
+            tell = min(deadline, time.monotonic() + 60)
+        time.sleep(0.1)
+    try:
+        store = dist.TCPStore(host, port, size, holds, timeout, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:  # a DistError is one
+        raise RunError(f"no store of {holder} at {place}: {str(error).splitlines()[0]}") from None
+    # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
+    store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
+    store.set(f"here/{rank}", "")
+    store.add("here", 1)
+    tell = min(deadline, time.monotonic() + PATIENCE)
+    while store.add("here", 0) < size:
+        if time.monotonic() > tell:
+            missing = [other for other in range(size) if not store.check([f"here/{other}"])]
+            if missing and time.monotonic() > deadline:
+                raise RunError(f"{named(missing)} of {size} did not come to {place} in {timeout} (--timeout_minutes)")
+            if missing and rank == 0:
+                print(f"waiting for {len(missing)} of {size} ranks at {place}: {named(missing)}", flush=True)
+            tell = min(deadline, time.monotonic() + 60)
+        time.sleep(0.02)
+    return store
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5):
+        return True
+    return False
+
+
+def unheard(threads: int) -> list[str]:
+    """What the environment seems to ask for and this process does not do, for the console. threads: as --threads sets them."""
+    tasks, wanted, found = os.environ.get("SLURM_NTASKS", ""), os.environ.get("OMP_NUM_THREADS", ""), []
+    if "WORLD_SIZE" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
+        found.append(
+            f"warning: SLURM_NTASKS={tasks}, but this run has one rank: start torchrun by srun, which sets WORLD_SIZE, as "
+            "launch/README.md does"
+        )
+    has = torch.get_num_threads()
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not threads and wanted not in ("", str(has)):  # torchrun sets it itself
+        found.append(f"OMP_NUM_THREADS={wanted} does not set the threads of a rank, which has {has}; --threads does")
+    return found
 
 
 class Stop:

@@ -29,7 +29,8 @@ from settings import Config, RunError, cores, memory_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-MEASURED = {"tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}  # metrics that differ between equal runs
+# Metrics that differ between equal runs.
+MEASURED = {"time", "tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
 # A model of 30 thousand parameters that still has every part, trained alike on every machine.
 TINY = dict(
     architecture="qwen3",

@@ -212,7 +212,7 @@ class Cluster:
     def worlds(self) -> list[int]:
         """The number of ranks of each start of the run, in order."""
         lines = (self.directory / "train.log").read_text().splitlines()
-        return [int(line.split(" rank(s)")[0].split()[-1]) for line in lines if " rank(s), " in line]
+        return [int(line.split()[1]) for line in lines if line.startswith("  ranks ")]
 
     def outcome(self) -> dict:
         """How often the run was started, on how many ranks, and what it has left."""

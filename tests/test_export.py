@@ -26,7 +26,7 @@ def exported(shared, tmp_path_factory):
 def test_the_weights_are_the_runs_in_bfloat16_and_shards(exported, shared):
     out, printed = exported
     shards = sorted(out.glob("model-*.safetensors"))
-    assert len(shards) > 2 and f"{len(shards)} weights file(s)" in printed and "bfloat16" in printed
+    assert len(shards) > 2 and f"{len(shards)} weights files" in printed and "bfloat16" in printed
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     tensors = {name: value for shard in shards for name, value in load_file(shard).items()}
     assert index == {name: shard.name for shard in shards for name in load_file(shard)}

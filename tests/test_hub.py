@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from conftest import ROOT, environment
+from conftest import ROOT, environment, execute
 from hub_server import HubServer
 
 TOKEN = "hf_TopSecretToken"
@@ -264,3 +264,16 @@ def test_a_single_file_and_a_revision_can_be_named(server, tmp_path):
     sources = [json.loads((tmp_path / name / "dataset.json").read_text())["source"][0] for name in ("old", "new")]
     assert [(s["revision"], s["files"]) for s in sources] == [(old, 1), (newer, 1)]
     assert content(tmp_path / "old") != content(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    "offline, said",
+    [
+        ({}, "the hub cannot be reached: "),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and the local cache does not have it"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_said_in_plain_words(tmp_path, offline, said):
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    refused = execute([sys.executable, ROOT / "sample.py", "nobody/nothing"], 2, env=nowhere | offline).stderr
+    assert f"nobody/nothing is neither a directory here nor to be had from the Hugging Face hub: {said}" in refused

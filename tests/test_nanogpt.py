@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import dataset
 import tokenizer
 from conftest import ROOT, execute
 
@@ -143,6 +144,25 @@ def test_characters_keep_their_ids(characters, tmp_path):
     assert text.decode(text.encode(TEXT)) == TEXT
     assert text.decode(text.encode("Ω <b>")) == "Ω <b>"  # by bytes, whose ids come after the characters'
     assert text.eot_token == text.vocab_size - 1
+
+
+def test_characters_train_as_they_are_and_are_sampled_later(characters, train, tmp_path):
+    folder, stoi = tmp_path / "chars", characters[1]
+    folder.mkdir()
+    for name in ("train.bin", "val.bin", "meta2.pkl"):
+        (folder / name.replace("2", "")).write_bytes((characters[0] / name).read_bytes())
+    for protocol in range(2, 6):
+        assert dataset.characters_in(characters[0] / f"meta{protocol}.pkl") == len(stoi)
+    told = train("chars", tokens=folder, steps=2).stdout
+    how = f"python tools/char_tokenizer.py {folder}/meta.pkl makes {folder}/tokenizer.json"
+    assert f"a vocabulary of {len(stoi)} by meta.pkl; the largest id seen is {len(stoi) - 1}; {how}" in told
+    assert "vocabulary 128," in told  # padded
+    sample = [sys.executable, "sample.py", train.runs / "chars", "--max_new_tokens=20"]
+    assert how in execute(sample, status=2).stderr
+    execute([sys.executable, ROOT / "tools" / "char_tokenizer.py", folder / "meta.pkl"])
+    tokenizer = f"--tokenizer={folder}/tokenizer.json"
+    assert execute([*sample, tokenizer, "--prompt=To be"]).stdout.startswith("To be")
+    assert "the start of a document is token" in execute([*sample, tokenizer], status=2).stderr
 
 
 def test_a_character_model_trains_samples_and_converts(characters, train, tmp_path):

@@ -299,6 +299,18 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     assert content("out") == before
 
 
+def test_the_command_says_what_each_split_got(here, capsys):
+    (here / "text").mkdir()
+    for name, text in (("a", "one\n" * 50), ("b", ""), ("c", "two\n" * 50), ("d", "")):
+        (here / "text" / f"{name}.txt").write_text(text)
+    made = make("text")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4] == "2 empty files of 4 left out"
+    for line, split in ((lines[-3], "train"), (lines[-2], "val")):
+        documents = sum(row["documents"] for row in made.rows(split))
+        assert line == f"{split}: {len(made.tokens(split)):,} tokens in {documents} document{'s' * (documents > 1)}"
+
+
 def test_a_directory_with_other_files_is_refused(here):
     write_lines(here / "a.jsonl")
     (here / "out").mkdir()

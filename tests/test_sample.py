@@ -88,6 +88,8 @@ def test_bad_input_names_what_is_there(run, tmp_path):
         return str(caught.value)
 
     assert "tiny" in refused(run.parent / "absent")
+    assert f"perhaps you meant {run}" in refused(run.parent / "tiyn")
+    assert f"no config.json, only tiny; perhaps you meant {run}" in refused(run.parent)
     assert "step-00000001" in refused(run / "checkpoints")
     assert "nothing" in refused(tmp_path)
     assert "absent.txt" in refused(run, f"--prompt=FILE:{tmp_path}/absent.txt")
@@ -96,6 +98,8 @@ def test_bad_input_names_what_is_there(run, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((run / "checkpoints/latest" / name).read_bytes())
     assert "no tokenizer.json, only config.json, model.safetensors" in refused(tmp_path)
+    assert "--tokenizer=FILE gives the one that made its tokens" in refused(tmp_path)
+    assert "--tokenizer=nonsense is none of" in refused(tmp_path, "--tokenizer=nonsense")
     (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
     (tmp_path / "model.safetensors").unlink()
     assert "no model.safetensors" in refused(tmp_path)

@@ -70,7 +70,8 @@ def test_booleans(word, value):
         (["--lr=1", "config/laptop.toml"], "before all flags"),
         (
             ["--n_head=5"],
-            "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need heads of an even width); try 250 or 260",
+            "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need heads of an even width); "
+            "try --n_embd=250 or 260",
         ),
         (["--n_kv_head=3"], "--n_kv_head=3 does not divide"),
         (["--steps=0"], "--steps must be greater than 0"),
@@ -85,6 +86,7 @@ def test_booleans(word, value):
         (["--rope_scaling=llama3"], "such as Llama 3.1's 8,1,4,8192"),
         (["--wandb_artifact"], "--wandb_artifact needs --wandb=online or --wandb=offline"),
         (["--name=a/b"], "--out_dir"),
+        (["--init_from=resume"], "the same command again continues a run"),
     ],
 )
 def test_bad_input_is_refused_naming_flag_and_fix(args, said):
@@ -173,7 +175,7 @@ def test_what_a_refusal_suggests_passes_every_check(tokens, seq_len, micro, rank
         settings.check(config, ranks)
     except UserError as error:
         for line in str(error).split("\n"):
-            if suggested := re.search(r"--(\w+)=.*; try (?:one of )?([\d, or]+)", line):
+            if suggested := re.search(r"--(\w+)=.*; try (?:--n_embd=|one of )?([\d, or]+)", line):
                 changes[suggested[1]] = suggested[2]
             if "or --strategy=exact" in line:
                 exact = settings.replace(config, strategy="exact", n_embd=768, n_head=12, n_kv_head=0)

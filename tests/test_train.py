@@ -1,5 +1,6 @@
 """Pretraining through the front door: real processes, real torchrun, real wandb, real transformers."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ import signal
 import struct
 import sys
 import time
+import tomllib
 
 import pytest
 import torch
@@ -245,6 +247,75 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
 
 
+@pytest.mark.parametrize(
+    "said, flags, change",
+    [
+        ("validation tokens, less than one window of --seq_len=16384", dict(seq_len=16384, tokens_per_update=98304), ""),
+        ("--fp8=true needs --compile=on", dict(fp8="true", compile="auto"), ""),
+        ("curves.png needs matplotlib, which is not installed", {}, "import choices; choices.find_spec = lambda name: None"),
+        (
+            "MB, and the disk has 0 MB left",
+            {},
+            "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=9)",
+        ),
+    ],
+    ids=["evaluation", "float8", "drawing", "saving"],
+)
+def test_a_command_that_cannot_end_well_is_refused_and_leaves_nothing(train, said, flags, change):
+    refused = train.changed(change, "refused", status=2, micro_batch_size=1, **flags)
+    assert refused.stderr.startswith("error: ") and said in refused.stderr and "step      1/" not in refused.stdout
+    assert not train.runs.exists()
+
+
+def test_what_is_done_stays_on_record(train):
+    train("done", steps=5)
+    run = train.runs / "done"
+    before = {name: (run / name).read_bytes() for name in ("config.toml", "metrics.jsonl")}
+    assert "--steps=3, and 5 steps are done" in train("done", steps=3, status=2).stderr
+    again = train("done", steps=5, lr=0.5).stdout
+    assert "is complete at step 5" in again and "changed" not in again and "loaded" not in again
+    assert before == {name: (run / name).read_bytes() for name in before}
+
+
+def test_config_toml_has_a_number_for_every_choice_and_a_longer_run_has_no_second_warmup(train):
+    def resolved(name):
+        groups = tomllib.loads((train.runs / "long" / "config.toml").read_text())
+        return next(group[name] for group in groups.values() if name in group)
+
+    flags = dict(warmup_steps=-1, min_lr=-1, threads=0, strategy="exact", schedule="cosine")
+    train("long", steps=5, **flags)
+    assert (resolved("warmup_steps"), resolved("min_lr"), resolved("threads")) == (1, 1e-3, 1)
+    done = train("long", steps=500, max_minutes=1e-4, status=75, **flags)
+    assert resolved("steps") == 500 and resolved("warmup_steps") == 1 and "changed: warmup" not in done.stdout
+    assert [r["lr"] for r in train.metrics("long") if r["step"] == 6 and "lr" in r] == [pytest.approx(1e-2, rel=1e-3)]
+
+
+def test_the_console_says_what_runs_and_what_to_type_next(train):
+    told = train("told", steps=2, ranks=2, micro_batch_size=4).stdout
+    head = told.splitlines()
+    assert head[0] == f"{train.runs}/told, from its beginning"
+    assert [line.split()[0] for line in head[1:8]] == ["model", "tokens", "batch", "ranks", "device", "memory", "time"]
+    assert all(line[:2] == "  " and line[9] == " " and line[10] != " " for line in head[1:8])
+    assert "384 tokens = 6 micro-batches of 4 x 16, 3 on each of 2 ranks; 2 steps" in told
+    assert "2 ranks, ddp, 1 thread each" in told and "TFLOP/s, measured here" in told
+    assert re.search(rf"this took [\d.]+ s; next: python sample.py {train.runs}/told$", told, re.M)
+    assert not re.search(r"\(s\)|\b1 \w+s\b", told)
+
+
+def test_a_run_says_where_its_weights_came_from(train, shared):
+    first = checkpoint.step_directory(shared.runs / "plain" / "checkpoints", 20)
+    digest = hashlib.sha256((first / "manifest.json").read_bytes()).hexdigest()
+    more = train("more", steps=21, resume=shared.runs / "plain")
+    assert f"loaded the weights and optimizer state of {first}" in more.stdout
+    tuned = train("tuned", steps=1, init_from=train.runs / "more", optimizer="adamw")
+    assert f"loaded the weights of {train.runs}/more" in tuned.stdout
+    train("tuned", steps=2, init_from=train.runs / "more", optimizer="adamw")  # continues
+    one, two = (json.loads((train.latest(name) / "trainer_state.json").read_text())["origins"] for name in ("more", "tuned"))
+    assert [origin["sha256"] for origin in one] == [{"manifest.json": digest}]
+    assert (one[0]["source"], one[0]["step"]) == (str(shared.runs / "plain"), 20) and "torch" in one[0]["versions"]
+    assert [origin["step"] for origin in two] == [21] and f"--init_from={train.runs}/more" in two[0]["command"]
+
+
 def test_config_toml_repeats_the_run(train, shared):
     preset = shared.runs / "plain" / "config.toml"
     execute([sys.executable, "train.py", preset, f"--out_dir={train.runs}"])
@@ -331,6 +402,7 @@ def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
     for command in (["plot.py", shared.runs / "plain", f"--out={out}"], ["evaluate.py", shared.runs / "plain", *same]):
         done = execute([sys.executable, *command])
     assert out.stat().st_size > 1000
+    assert re.search(r": 640 of [\d,]{5,} validation tokens", done.stdout)
     loss = float(re.search(r"loss\s+([\d.]+)", done.stdout)[1])
     assert loss == pytest.approx(shared.metrics("plain")[-1]["val_loss"], abs=1e-3)
     assert {"perplexity", "bits per byte"} <= set(re.findall(r"perplexity|bits per byte", done.stdout))

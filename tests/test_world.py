@@ -1,6 +1,7 @@
 """What is decided before the ranks meet: NCCL and cuBLAS read their variables when they start."""
 
 import os
+import socket
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def gpu_node(monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(device, "find_device", lambda name, local_rank, share: torch.device("cuda", local_rank))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.update(current=device))
-    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 1, 8)]))
+    monkeypatch.setattr(world, "meet", lambda *place: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     threads = torch.get_num_threads()
     yield seen
@@ -84,3 +85,37 @@ def test_auto_takes_the_faster_precision_on_a_cpu(monkeypatch, has_unit, has_ins
     monkeypatch.setattr(device, "peak_flops", lambda on, name, seconds: speedup if name == "bfloat16" else 1.0)
     assert device.choose_dtype("auto", torch.device("cpu")) == dtype
     assert device.choose_dtype("float16", torch.device("cpu")) == "float16"
+
+
+@pytest.mark.parametrize(
+    "rank, port, waits, ends",
+    [
+        (0, 0, "waiting for 2 of 3 ranks at 127.0.0.1:{port}: ranks 1, 2", "ranks 1, 2 of 3 did not come to 127.0.0.1:{port}"),
+        (1, 0, "waiting for rank 0 at 127.0.0.1:{port}", "rank 0 did not answer at 127.0.0.1:{port}"),
+        (0, "", "", "set them alike for all ranks: on one machine to 127.0.0.1 and a free port"),
+    ],
+)
+def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatch, rank, port, waits, ends):
+    if port == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    env = dict(RANK=rank, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    change, flags = "import world; world.PATIENCE = 0.3", dict(timeout_minutes=0.02, status=1 if waits else 2)
+    done = train.changed(change, "alone", env={name: str(value) for name, value in env.items()}, **flags)
+    assert waits.format(port=port) in done.stdout and ends.format(port=port) in done.stderr
+    assert not train.runs.exists()
+
+
+@pytest.mark.parametrize(
+    "env, threads, said",
+    [
+        ({"SLURM_NTASKS": "4"}, 1, "warning: SLURM_NTASKS=4, but this run has one rank: start torchrun by srun"),
+        ({"OMP_NUM_THREADS": "77"}, 0, "OMP_NUM_THREADS=77 does not set the threads of a rank"),
+        ({"OMP_NUM_THREADS": "77"}, 1, ""),
+        ({"SLURM_NTASKS": "1"}, 1, ""),
+    ],
+)
+def test_what_the_environment_asks_for_in_vain_is_said(train, env, threads, said):
+    told = train("told", steps=1, threads=threads, eval_tokens=16, env=env).stdout
+    assert said in told and ("SLURM" in told, "OMP" in told) == ("SLURM" in said, "OMP" in said)
