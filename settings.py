@@ -19,8 +19,10 @@ import files
 from cli import RunError, UserError, flat_fields, flat_values, parse, plural, read_ranks, refuse, similar_runs, user_errors
 
 # For the commands, from cli.py.
-__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "plural", "read_ranks", "refuse"]
-__all__ += ["similar_runs", "user_errors"]
+__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "plural", "read_ranks", "refuse"] + [
+    "similar_runs",
+    "user_errors",
+]
 HERE = Path(__file__).parent
 # What numbers must be, besides finite. The upper bounds keep what is computed from a number, such as a list, small.
 RANGES = [

@@ -238,7 +238,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(train):
 def test_a_second_sigint_ends_at_once(train):
     process = train.start("impatient", steps=100000, save_every=0, eval_every=0, tokens_per_update=16 * 2 * 2000)
     log = train.runs / "impatient" / "train.log"
-    wait_for(lambda: log.exists() and "train tokens" in log.read_text())
+    wait_for(lambda: log.exists() and "to train on" in log.read_text())
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
