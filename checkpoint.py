@@ -19,7 +19,6 @@ from typing import Annotated, NotRequired, TypedDict
 import numpy as np
 import torch
 from msgspec import Meta
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -372,31 +371,23 @@ def load_state(directory: Path) -> TrainState:
     return state
 
 
-def open_optimizer(directory: Path) -> dict[str, hf.Stored]:
-    """Optimizer state by "parameter.key", to be read by rows."""
-    return hf.stored_tensors(directory / "optimizer.safetensors")
-
-
-def check_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> None:
-    """Raise UserError unless a checkpoint has the optimizer state of `parameters`. Only the file's header is read."""
-    path, shapes, keys = directory / "optimizer.safetensors", {}, {}
-    try:
-        with safe_open(files.require_regular(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                shapes[name] = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: {error}") from None
-    for name, (dtype, shape) in shapes.items():
+def open_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> dict[str, hf.Stored]:
+    """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is the state of `parameters`."""
+    path, keys = directory / "optimizer.safetensors", {}
+    tensors = hf.stored_tensors(path)
+    for name, stored in tensors.items():
         parameter, _, key = name.rpartition(".")
         known = parameter in parameters
-        if not known or (dtype, shape) != ("F32", [] if key == "step" else list(parameters[parameter].shape)):
-            raise UserError(f"{path}: {name}, {dtype} {shape}, is not the state of a parameter of this model")
+        if not known or (stored.dtype, stored.shape) != ("F32", () if key == "step" else tuple(parameters[parameter].shape)):
+            shape = list(stored.shape)
+            raise UserError(f"{path}: {name}, {stored.dtype} {shape}, is not the state of a parameter of this model")
         keys.setdefault(parameter, set()).add(key)
     if not keys and state.skipped == state.step:  # no update was made yet
-        return
+        return tensors
     for parameter in parameters:
         if keys.get(parameter) not in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}):
             raise UserError(f"{path} does not have the state of {parameter}, which AdamW or Muon has")
+    return tensors
 
 
 def find_model(name: str) -> tuple[Path, list[str]]:

@@ -261,6 +261,7 @@ class Stored:
 
     path: Path
     name: str
+    dtype: str  # safetensors' name of it, such as F32
     shape: tuple[int, ...]
     transposed: bool = False
     first: int = 0
@@ -275,9 +276,16 @@ class Stored:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name. Only its header is read."""
-    with safe_open(path, framework="pt") as file:
-        return {name: Stored(path, name, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+    """The tensors of a safetensors file by name. Only its header is read. Raises UserError."""
+    found = {}
+    try:
+        with safe_open(files.require_regular(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                header = file.get_slice(name)
+                found[name] = Stored(path, name, header.get_dtype(), tuple(header.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: {error}") from None
+    return found
 
 
 def from_hf(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
@@ -403,7 +411,7 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
         for path in paths:
             tensors |= stored_tensors(path)
         found = from_hf(tensors, config)
-    except (SafetensorError, OSError, UserError) as error:
+    except UserError as error:
         raise UserError(f"{directory}: {error}") from None
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
@@ -422,9 +430,9 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory. Raises UserError if there are none."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        return [files.require_regular(directory / name) for name in sorted(set(read_json(index, Index)["weight_map"].values()))]
+        return [directory / name for name in sorted(set(read_json(index, Index)["weight_map"].values()))]
     if (directory / "model.safetensors").exists():
-        return [files.require_regular(directory / "model.safetensors")]
+        return [directory / "model.safetensors"]
     raise UserError(f"{directory} has no model.safetensors, only {listing(directory)}")
 
 

@@ -157,8 +157,7 @@ def build(
     engine = Engine(module, config, world, weights)
     optimizers = engine.build_optimizers(config.optim)
     if start:
-        checkpoint.check_optimizer(start, engine.parameters, state)
-        engine.scatter(optimizers, checkpoint.open_optimizer(start))
+        engine.scatter(optimizers, checkpoint.open_optimizer(start, engine.parameters, state))
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
     return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)
