@@ -85,7 +85,7 @@ def main(config: Config) -> int:
             command = "sample.py" if run.dataset.tokenizer else "evaluate.py"
             run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {command} {run.log.directory}")
     finally:
-        run.checkpoints.wait()  # a save that is half written when training fails is still worth finishing
+        run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is still worth finishing
         run.log.close(status)
         world.leave(failed=status not in (0, EX_TEMPFAIL))
     return status
