@@ -2,7 +2,7 @@
 
 A checkpoint is a Hugging Face model directory with optimizer.safetensors and trainer_state.json beside the model, and
 manifest.json (size and sha256 of every file), written last. It appears by rename: a kill at any instant leaves the last
-checkpoint or the new one, complete.
+checkpoint or the new one, complete. Large tensors are in several files, as `store` names them, and several ranks write them.
 """
 
 import json
@@ -13,39 +13,36 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, NotRequired, TypedDict
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from msgspec import Meta
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 import files
 import hf
 import settings
+import store
 from data import Mixture
 from dataset import Count, FileName, Sha256
 from log import Log
 from model import GPT
 from settings import Config, ModelConfig, RunError, UserError
+from snapshot import FileRecord, Snapshot, record, take_snapshot, write_together, writers
 from world import World
 
+# How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
+LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
 MANIFEST = "manifest.json"
-# What a checkpoint always has, and what it has where the dataset has a tokenizer.
-FILES = {"config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"}
+# What a checkpoint always has besides its tensors, and what it has where the dataset has a tokenizer.
+FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 # Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
 FIXED = [*settings.flat_fields(ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
-
-
-class FileRecord(TypedDict):
-    """A file in manifest.json."""
-
-    size: Count
-    sha256: Sha256
 
 
 class Era(TypedDict):
@@ -107,7 +104,7 @@ class TrainState:
 def origin(config: Config, source: Path) -> Origin:
     """Where the weights of a run that begins now come from: the model directory `source`."""
     named = config.run.resume if config.run.resume not in ("auto", "off") else config.model.init_from
-    paths = [source / MANIFEST] if (source / MANIFEST).exists() else hf.weight_files(source)
+    paths = [source / MANIFEST] if (source / MANIFEST).exists() else store.files_of(source, "model")
     found = Origin(
         source=named,
         directory=str(source.resolve()),
@@ -128,61 +125,64 @@ def versions() -> dict[str, str]:
 class Checkpoints:
     """The checkpoints of a run: when one is saved, in the background or not, and which ones stay.
 
-    All ranks call the methods; only the master writes and removes files.
+    All ranks call the methods. Several may write the tensors; only the master publishes and removes checkpoints.
     """
 
     def __init__(self, directory: Path, config: Config, dataset: Mixture, world: World, log: Log, start_step: int):
-        self.directory, self.config, self.model, self.dataset = directory, config.checkpoint, config.model, dataset
-        self.world, self.log = world, log
+        self.directory, self.config, self.dataset, self.world, self.log = directory, config, dataset, world, log
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._writers = range(writers(config, world))
+        # The writers tell each other in the background what they have written, while training communicates otherwise.
+        self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo") if len(self._writers) > 1 else None
 
     def save(self, state: TrainState, engine, optimizers, now: bool) -> None:
         """Save a checkpoint if one is due at this step, or if `now`; a step is saved once.
 
-        Training waits until the tensors are copied to the master's memory. With async_save the rest runs in the background.
+        Training waits until the tensors are copied to the writers' memory. With async_save the rest runs in the background.
         """
-        due = self.config.save_every > 0 and state.step % self.config.save_every == 0
+        every = self.config.checkpoint.save_every
+        due = every > 0 and state.step % every == 0
         if state.step == self.saved_at or not (due or now):
             return
         began = time.perf_counter()
         self.finish(state)  # one save at a time: two would need the memory of two
-        model, optimizer = engine.gather(optimizers)
+        snapshot = take_snapshot(engine, optimizers, self.config, self.world)
         self.saved_at = state.step
-        if not self.world.is_master:
+        if self.world.rank not in self._writers:
             return
         state.grad_scaler = engine.scaler.state_dict()
-        snapshot = replace(state, best=list(state.best))
-        if self.config.async_save:
-            self._thread = threading.Thread(target=self._write, args=(snapshot, model, optimizer))
+        state = replace(state, best=list(state.best))
+        if self.config.checkpoint.async_save:
+            self._thread = threading.Thread(target=self._write, args=(state, snapshot))
             self._thread.start()
         else:
-            self._write(snapshot, model, optimizer)
+            self._write(state, snapshot)
         self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
 
-    def _write(self, state: TrainState, model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    def _write(self, state: TrainState, snapshot: Snapshot) -> None:
         try:
-            write(self.directory, state, model, self.model, optimizer, self.dataset)
+            write(self.directory, state, snapshot, self.dataset, self.world.rank, self._group)
         except Exception as error:  # a full disk, a directory that may not be written, ...: the run can go on
             self._error = error
 
-    def wait(self) -> Exception | None:
-        """Wait for the save under way, if any. Returns its error, once."""
+    def wait(self, failed: bool = False) -> None:
+        """Wait for the save under way, if any. If training has failed, other writers may be gone: then not for ever."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LAST_SAVE_SECONDS if failed and self._group else None)
             self._thread = None
-        error, self._error = self._error, None
-        return error
 
     def finish(self, state: TrainState, final: bool = False) -> None:
         """Wait for the save under way and remove what retention does not keep.
 
         A failed save is a warning while there will be another; at the end of the run (`final`) it is a RunError.
         """
+        self.wait()
+        error, self._error = self._error, None
         if not self.world.is_master:
             return
-        if error := self.wait():
+        if error:
             intact, _ = newest(self.directory)
             message = f"the checkpoint of step {self.saved_at} could not be written: {error}; the newest intact one is {intact}"
             if final:
@@ -193,7 +193,7 @@ class Checkpoints:
     def evaluated(self, state: TrainState, val_loss: float) -> None:
         """Remember the validation loss of the weights at `state.step` if they are saved and among the best."""
         if self.saved_at == state.step and math.isfinite(val_loss):
-            state.best = sorted([*state.best, (val_loss, state.step)])[: max(1, self.config.keep_best)]
+            state.best = sorted([*state.best, (val_loss, state.step)])[: max(1, self.config.checkpoint.keep_best)]
         self.prune(state)
 
     def prune(self, state: TrainState) -> None:
@@ -201,12 +201,12 @@ class Checkpoints:
         if not self.world.is_master:
             return
         best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
-        if best and self.config.keep_best:
+        if best and self.config.checkpoint.keep_best:
             files.link(self.directory / "best", best[0])
-        if self.config.keep_last:
+        if self.config.checkpoint.keep_last:
             existing = published(self.directory)  # listed once: a save that is published meanwhile must not look old
-            for path in existing[: -self.config.keep_last]:
-                if path not in best[: self.config.keep_best]:
+            for path in existing[: -self.config.checkpoint.keep_last]:
+                if path not in best[: self.config.checkpoint.keep_best]:
                     files.retire(path)
 
 
@@ -221,45 +221,48 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 def write(
-    checkpoints: Path,
-    state: TrainState,
-    model: dict[str, Tensor],
-    model_config: ModelConfig,
-    optimizer: dict[str, Tensor],
-    dataset: Mixture,
-) -> Path:
-    """Publish the checkpoint of `state.step` and point `latest` at it."""
-    path = step_directory(checkpoints, state.step)
-    with files.publish_directory(path) as directory:
-        write_tensors(directory, model, model_config, optimizer, dataset)
-        record = asdict(state) | {"best_val_loss": state.best_val_loss}
-        (directory / "trainer_state.json").write_text(json.dumps(record, indent=2) + "\n")
-        write_manifest(directory)
-    files.link(checkpoints / "latest", path)
-    return path
-
-
-def write_tensors(
-    directory: Path, model: dict[str, Tensor], model_config: ModelConfig, optimizer: dict[str, Tensor], dataset: Mixture
+    checkpoints: Path, state: TrainState, snapshot: Snapshot, dataset: Mixture, rank: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Write the Hugging Face model and the optimizer state. The same tensors give the same bytes."""
-    hf.write_model(directory, model, model_config, dataset.tokenizer, dataset.eot_token)
-    save_file({name: value.contiguous() for name, value in optimizer.items()}, directory / "optimizer.safetensors")
+    """Publish the checkpoint of `state.step` and point `latest` at it, with the other writers in `group` (None: alone).
+
+    Each rank writes its files, and the master also the rest. Raises OSError where one of them could not.
+    """
+    path = step_directory(checkpoints, state.step)
+    if rank > 0:
+        write_together(files.hidden(path), snapshot, group)
+        return
+    with files.publish_directory(path, make=False) as directory:
+        records = write_together(directory, snapshot, group)
+        for layout in snapshot.layouts:
+            layout.write_index(directory)
+        hf.write_description(directory, snapshot.config, dataset.tokenizer, dataset.eot_token)
+        content = asdict(state) | {"best_val_loss": state.best_val_loss}
+        (directory / "trainer_state.json").write_text(json.dumps(content, indent=2) + "\n")
+        write_manifest(directory, records)
+    files.link(checkpoints / "latest", path)
 
 
-def write_manifest(directory: Path) -> None:
-    """Write the size and sha256 of every file in `directory`."""
-    paths = sorted(directory.iterdir())
-    manifest = {path.name: {"size": path.stat().st_size, "sha256": files.sha256(path)} for path in paths}
+def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) -> None:
+    """Write the size and sha256 of every file in `directory`. Those of some files may be known already."""
+    known, names = known or {}, sorted(path.name for path in directory.iterdir())
+    if missing := known.keys() - set(names):
+        raise OSError(f"{min(missing)} was written on another node and is not here; all nodes need a common --out_dir")
+    manifest = {name: known.get(name) or record(directory / name) for name in names}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def read_manifest(directory: Path) -> dict[str, FileRecord]:
+    """The records of a checkpoint's files. Raises UserError."""
+    return files.read_json(directory / MANIFEST, dict[FileName, FileRecord])
 
 
 def fault(directory: Path) -> str | None:
     """What is wrong with a checkpoint, or None if it has all files and each one matches its manifest."""
     try:
-        manifest = files.read_json(directory / MANIFEST, dict[FileName, FileRecord])
+        manifest = read_manifest(directory)
         present = {name for name in TOKENIZER_FILES if (directory / name).exists()}
-        if unlisted := (FILES | present) - manifest.keys():
+        tensors = {path.name for stem in ("model", "optimizer") for path in store.files_of(directory, stem)}
+        if unlisted := (FILES | present | tensors) - manifest.keys():
             return f"{MANIFEST} does not list {', '.join(sorted(unlisted))}"
         for name, record in manifest.items():
             size = (directory / name).stat().st_size
@@ -372,31 +375,24 @@ def load_state(directory: Path) -> TrainState:
     return state
 
 
-def open_optimizer(directory: Path) -> dict[str, hf.Stored]:
-    """Optimizer state by "parameter.key", to be read by rows."""
-    return hf.stored_tensors(directory / "optimizer.safetensors")
-
-
-def check_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> None:
-    """Raise UserError unless a checkpoint has the optimizer state of `parameters`. Only the file's header is read."""
-    path, shapes, keys = directory / "optimizer.safetensors", {}, {}
-    try:
-        with safe_open(files.require_regular(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                shapes[name] = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: {error}") from None
-    for name, (dtype, shape) in shapes.items():
+def open_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> dict[str, store.Stored]:
+    """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is the state of `parameters`."""
+    tensors, keys = store.open_tensors(directory, "optimizer"), {}
+    for name, stored in tensors.items():
         parameter, _, key = name.rpartition(".")
         known = parameter in parameters
-        if not known or (dtype, shape) != ("F32", [] if key == "step" else list(parameters[parameter].shape)):
-            raise UserError(f"{path}: {name}, {dtype} {shape}, is not the state of a parameter of this model")
+        if not known or (stored.dtype, stored.shape) != ("F32", () if key == "step" else tuple(parameters[parameter].shape)):
+            shape = list(stored.shape)
+            raise UserError(f"{stored.path}: {name}, {stored.dtype} {shape}, is not the state of a parameter of this model")
         keys.setdefault(parameter, set()).add(key)
     if not keys and state.skipped == state.step:  # no update was made yet
-        return
+        return tensors
     for parameter in parameters:
         if keys.get(parameter) not in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}):
-            raise UserError(f"{path} does not have the state of {parameter}, which AdamW or Muon has")
+            raise UserError(
+                f"{directory / 'optimizer.safetensors'} does not have the state of {parameter}, which AdamW or Muon has"
+            )
+    return tensors
 
 
 def find_model(name: str) -> tuple[Path, list[str]]:

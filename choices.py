@@ -17,7 +17,7 @@ import hf
 import settings
 from log import duration
 from model import attention_kernel
-from settings import Config, ModelConfig, UserError, cores, plural
+from settings import Config, ModelConfig, ParallelConfig, UserError, cores, plural
 from world import World
 
 USUAL_MFU = 0.35  # of large models: cluster.py has the sources
@@ -37,7 +37,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
             raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, vocab_size)
-    check_memory(model)
+    check_memory(model, config.parallel, world)
     optim, dtype = config.optim, train.dtype
     if optim.warmup_steps < 0:  # a longer run has no second warmup
         optim = dataclasses.replace(optim, warmup_steps=previous.get("warmup_steps", -1))
@@ -60,13 +60,18 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     return config
 
 
-def check_memory(model: ModelConfig) -> None:
-    """Raise UserError if the weights alone are larger than this machine's memory, before anything is built."""
+def check_memory(model: ModelConfig, parallel: ParallelConfig, world: World) -> None:
+    """Raise UserError if the weights alone are larger than this machine's memory, before anything is built.
+
+    Under fsdp the weights are those that the ranks of this machine hold of all.
+    """
     parameters, memory = sum(footprint.parameters(model).values()), settings.memory_bytes()
-    if 4 * parameters > memory:
+    here = min(1, world.local_size * parallel.replicate / world.size) if parallel.strategy == "fsdp" else 1
+    if 4 * parameters * here > memory:
+        weights = f"{4 * parameters * here / 1e9:,.0f} GB of weights" + " here" * (here < 1)
         raise UserError(
             f"--n_layer={model.n_layer} --n_embd={model.n_embd} --vocab_size={model.vocab_size} make {parameters:,} "
-            f"parameters: {4 * parameters / 1e9:,.0f} GB of weights, and this machine has {memory / 1e9:,.0f} GB of memory"
+            f"parameters: {weights}, and this machine has {memory / 1e9:,.0f} GB of memory"
         )
 
 

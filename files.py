@@ -57,12 +57,17 @@ def publish_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def publish_directory(path: Path) -> Iterator[Path]:
-    """An empty directory to fill. It becomes `path` when the block ends, and vanishes if the block raises."""
+def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
+    """An empty directory to fill. It becomes `path` when the block ends, and vanishes if the block raises.
+
+    make: False where the block makes it, because other processes fill it, too.
+    """
     temporary = hidden(path)
-    remove(temporary)
+    if make:
+        remove(temporary)
     try:
-        temporary.mkdir(parents=True)
+        if make:
+            temporary.mkdir(parents=True)
         yield temporary
         for file in temporary.iterdir():
             sync(file)

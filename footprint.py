@@ -221,6 +221,11 @@ def checkpoint_bytes(config: Config) -> float:
     return 4.0 * sum(parameters(config.model).values()) + optimizer_state(config)
 
 
-def host_bytes(config: Config) -> float:
-    """The bytes of host memory that the master takes to save: a copy, and for Hugging Face GPT-2's matrices transposed."""
-    return checkpoint_bytes(config) + 4.0 * blocks_size(config.model) * (config.model.architecture == "gpt2")
+def host_bytes(config: Config, world_size: int) -> float:
+    """The bytes of host memory that rank 0 takes to save: a copy, and for Hugging Face GPT-2's matrices transposed.
+
+    Under fsdp it is a copy of its share, and one file more at most.
+    """
+    copy = checkpoint_bytes(config) + 4.0 * blocks_size(config.model) * (config.model.architecture == "gpt2")
+    ranks = world_size // config.parallel.replicate if config.parallel.strategy == "fsdp" else 1
+    return min(copy, copy / ranks + config.checkpoint.max_shard_bytes) if ranks > 1 else copy

@@ -5,20 +5,19 @@ transformers and llama.cpp's converter read what `write_model` writes (docs/expo
 """
 
 import dataclasses
-import json
+import math
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, TypedDict
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from msgspec import Meta
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 import files
 import hub
-from dataset import FileName
+import store
 from files import listing, read_json
 from model import without_values
 from settings import ModelConfig, UserError, similar_runs
@@ -82,12 +81,6 @@ class ConfigJson(TypedDict, total=False):
     rope_scaling: Rope | None
     layer_types: list[str] | None
     tie_word_embeddings: bool
-
-
-class Index(TypedDict):
-    """model.safetensors.index.json: the file of each tensor."""
-
-    weight_map: Annotated[dict[str, FileName], Meta(min_length=1)]
 
 
 def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
@@ -237,57 +230,41 @@ def module_names(config: ModelConfig) -> dict[str, str]:
     return names | {"head": "lm_head"}
 
 
+def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
+    """Their name for each of our parameters `ours`."""
+    modules = module_names(config)
+    return {name: f"{modules[module]}.{leaf}" for name in ours for module, _, leaf in [name.rpartition(".")]}
+
+
+def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float, bytes_each: int = 4) -> store.Layout:
+    """The files for our parameters of these `shapes`, of at most `limit` bytes each."""
+    sizes = Counter()
+    for name, theirs in tensor_names(shapes, config).items():
+        sizes[theirs] += bytes_each * math.prod(shapes[name])
+    return store.lay_out("model", sizes, limit)
+
+
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape our parameters to theirs. GPT-2 keeps its matrices transposed, and q, k and v in one."""
-    names = module_names(config)
+    """Rename and reshape our parameters, all or some, to theirs. GPT-2 keeps its matrices transposed, and q, k and v in one."""
     tensors = {}
-    for name, value in state.items():
-        module, _, leaf = name.rpartition(".")  # the leaf is weight or bias
-        theirs = f"{names[module]}.{leaf}"
+    for name, theirs in tensor_names(state, config).items():
+        value = state[name]
         if theirs in tensors:  # c_attn, complete since the first of its three parts
             continue
         if "c_attn" in theirs:
+            module, _, leaf = name.rpartition(".")  # the leaf is weight or bias
             value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
-        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `write_model` makes it contiguous
+        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `store.write` makes it contiguous
     return tensors
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor of ours in a safetensors file. Indexing it with a slice of rows reads these rows and nothing else.
-
-    It is the tensor `name` there, or the columns of that one as rows (`transposed`), or the part of either from row `first` on.
-    """
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-    first: int = 0
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            if not self.shape:
-                return file.get_tensor(self.name)
-            start, stop, _ = rows.indices(self.shape[0])
-            rows, stored = slice(self.first + start, self.first + stop), file.get_slice(self.name)
-            return stored[:, rows].t() if self.transposed else stored[rows]
-
-
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name. Only its header is read."""
-    with safe_open(path, framework="pt") as file:
-        return {name: Stored(path, name, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
-
-
-def from_hf(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+def from_hf(tensors: dict[str, store.Stored], config: ModelConfig) -> dict[str, store.Stored]:
     """Find our parameters in their `tensors`: the inverse of `to_hf`.
 
     Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out. Raises UserError if a tensor is
     missing, unknown or of the wrong shape.
     """
-    names = module_names(config)
-    root = names["embed"].partition(".")[0] + "."
+    root = module_names(config)["embed"].partition(".")[0] + "."
     if not any(name.startswith(root) for name in tensors):
         tensors = {name if name.startswith("lm_head.") else root + name: value for name, value in tensors.items()}
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -296,9 +273,8 @@ def from_hf(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored
         unknown.discard("lm_head.weight")
     shapes = {name: tuple(parameter.shape) for name, parameter in without_values(config).named_parameters()}
     found, missing = {}, []
-    for name, shape in shapes.items():
-        module, _, leaf = name.rpartition(".")
-        theirs = f"{names[module]}.{leaf}"
+    for name, theirs in tensor_names(shapes, config).items():
+        shape = shapes[name]
         if theirs not in tensors:
             missing.append(theirs)
             continue
@@ -310,7 +286,7 @@ def from_hf(tensors: dict[str, Stored], config: ModelConfig) -> dict[str, Stored
             raise UserError(
                 f"{theirs} has the wrong shape: {list(value.shape)} does not hold {name}, {list(shape)} by config.json"
             )
-        first = "qkv".index(module[-1]) * shape[0] if part == 3 else 0
+        first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if part == 3 else 0
         found[name] = dataclasses.replace(value, shape=shape, transposed=transposed, first=first)
     if missing or unknown:
         faults = [f"{word} {', '.join(sorted(names)[:3])}" for word, names in (("no", missing), ("unknown", unknown)) if names]
@@ -330,20 +306,29 @@ def write_model(
     tokenizer: Path | None,
     eot_token: int,
     dtype: torch.dtype = torch.float32,
-    max_shard_size: int | None = None,
+    max_shard_size: float = math.inf,
 ) -> None:
     """Write a Hugging Face model into the existing `directory`. The same input gives the same bytes.
 
-    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one. max_shard_size: bytes
-    of tensors in a file (None: all in one file).
+    max_shard_size: bytes of tensors in a file, as far as one tensor has no more. See `write_description` for the tokenizer.
     """
-    tensors = {name: value.detach().to(dtype).contiguous() for name, value in to_hf(state, config).items()}
-    if max_shard_size:
-        save_torch_state_dict(tensors, directory, max_shard_size=max_shard_size)
-    else:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    write_json(directory / "config.json", config_json(config, eot_token, dtype))
-    write_json(directory / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token))
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    files_of_model = layout(shapes, config, max_shard_size, dtype.itemsize)
+    store.write(directory, files_of_model, to_hf(state, config), dtype)
+    files_of_model.write_index(directory)
+    write_description(directory, config, tokenizer, eot_token, dtype)
+
+
+def write_description(
+    directory: Path, config: ModelConfig, tokenizer: Path | None, eot_token: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write all files of a Hugging Face model but its weights, which have `dtype`.
+
+    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
+    """
+    store.write_json(directory / "config.json", config_json(config, eot_token, dtype))
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
+    store.write_json(directory / "generation_config.json", special)
     if tokenizer is None:
         return
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
@@ -355,7 +340,7 @@ def write_model(
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), token_text(tokenizer, eot_token)),
         "clean_up_tokenization_spaces": False,
     }
-    write_json(directory / "tokenizer_config.json", settings)
+    store.write_json(directory / "tokenizer_config.json", settings)
 
 
 def vocabulary(tokenizer: Path) -> dict[int, str]:
@@ -393,17 +378,16 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     return []
 
 
-def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Stored]]:
+def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, store.Stored]]:
     """Open a Hugging Face model of whole or sharded safetensors: its parameters by our names, to be read by rows.
 
     seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
     """
-    config, paths, tensors = read_config(directory), weight_files(directory), {}
+    config = read_config(directory)
+    tensors = store.open_tensors(directory, "model")
     try:
-        for path in paths:
-            tensors |= stored_tensors(path)
         found = from_hf(tensors, config)
-    except (SafetensorError, OSError, UserError) as error:
+    except UserError as error:
         raise UserError(f"{directory}: {error}") from None
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
@@ -416,16 +400,6 @@ def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     """Read all parameters of a Hugging Face model, in float32. See `open_model`."""
     config, found = open_model(directory, seq_len)
     return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises UserError if there are none."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return [files.require_regular(directory / name) for name in sorted(set(read_json(index, Index)["weight_map"].values()))]
-    if (directory / "model.safetensors").exists():
-        return [files.require_regular(directory / "model.safetensors")]
-    raise UserError(f"{directory} has no model.safetensors, only {listing(directory)}")
 
 
 def find_model(name: str) -> Path:
@@ -448,8 +422,3 @@ def find_model(name: str) -> Path:
         raise UserError(
             f"{name} is neither a directory here nor to be had from the Hugging Face hub: {reason}{similar_runs(name)}"
         ) from None
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Write `value`, indented."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -134,29 +134,37 @@ class Engine:
         for parameter in self.names:
             parameter.grad = None
 
-    def gather(self, optimizers: Optimizers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The whole model and optimizer state by name, copied to the master's memory tensor by tensor.
+    def state(self, optimizers: Optimizers) -> dict[str, Any]:
+        """The state of `optimizers` by "parameter.key": tensors, or such that are divided among the ranks."""
+        return {f"{self.names[parameter]}.{key}": value for parameter, key, value in optimizers.state()}
 
-        All ranks must call it; the others get empty dictionaries.
+    @torch.no_grad()
+    def gather(self, tensors: dict[str, Any], writers: dict[str, int]) -> dict[str, Tensor]:
+        """Those of `tensors` that this rank writes, whole, in host memory, where training does not change them any more.
+
+        `writers` has the rank that writes each one. The other ranks keep nothing of it. All ranks must call this.
         """
-        model, state = {}, {}
-        for name, parameter in self.parameters.items():
-            self.gather_into(model, name, parameter)
-        for parameter, key, value in optimizers.state():
-            self.gather_into(state, f"{self.names[parameter]}.{key}", value)
-        return model, state
+        copies, divided, rank = {}, {}, self.world.rank
+        if self.strategy == "fsdp" and self.world.size > 1:
+            from sharded import gather_own
 
-    def gather_into(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        """Add the whole `tensor` to the master's `copies`, in host memory, where training does not change it any more."""
-        tensor = whole(tensor.detach())
-        if not self.world.is_master:
-            return
+            divided, group = {name: t for name, t in tensors.items() if is_sharded(t)}, self.model.mesh.get_group("shard")
+            if rank < group.size():  # the other groups have copies of the same rows
+                copies = {name: self.to_host(tensor) for name, tensor in gather_own(divided, writers, group)}
+        for name in [name for name in tensors if name not in divided]:
+            tensor = whole(tensors[name])
+            if writers[name] == rank:
+                copies[name] = self.to_host(tensor.clone() if tensor.device.type == "cpu" else tensor)
+        return copies
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """`tensor` in host memory; itself, if it is there."""
         if self.staging is None and tensor.device.type == "cuda":
             self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-        copies[name] = tensor.to("cpu", copy=True) if self.staging is None else copy_through(self.staging, tensor)
+        return tensor.cpu() if self.staging is None else copy_through(self.staging, tensor)
 
     def scatter(self, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
-        """Give `optimizers` this rank's part of the state that `gather` returned, from any strategy and number of ranks.
+        """Give `optimizers` this rank's part of the state that was saved, by any strategy and on any number of ranks.
 
         The tensors may be in a file. Then each rank reads the rows that it holds.
         """
@@ -218,7 +226,7 @@ def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, which has a part on each rank."""
+    """Whether it is a DTensor, or a `sharded.Divided`, which have a part on each rank."""
     return hasattr(tensor, "full_tensor")
 
 

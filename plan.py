@@ -138,7 +138,7 @@ def describe_memory(config: Config, world_size: int, device: str, hardware: Hard
         "activation_checkpointing": config.train.activation_checkpointing,
         "other_parts": rank(activation_checkpointing=not config.train.activation_checkpointing),
         "remedies": {} if sum(now.values()) <= usable else remedies(config, world_size, device, usable),
-        "host_bytes_of_rank_0": footprint.host_bytes(config),
+        "host_bytes_of_rank_0": footprint.host_bytes(config, world_size),
     }
 
 

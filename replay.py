@@ -28,7 +28,6 @@ import tyro
 
 import checkpoint
 import data
-import files
 import tokenizer
 import train
 from checkpoint import TrainState
@@ -36,6 +35,7 @@ from dataset import read_windows
 from log import Record, read_records
 from parallel import whole
 from settings import UserError
+from snapshot import take_snapshot
 from world import World
 
 OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
@@ -292,13 +292,14 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
         if problem is None:
             run = open_before(config, directory, state, world, checkpoint.load_state(start).step + 1, start)
             replay(run, checkpoint.load_state(end).step, range(0), {})
-            model, optimizer = run.engine.gather(run.optimizers)
+            snapshot, again = take_snapshot(run.engine, run.optimizers, run.config, world), {}
+            with tempfile.TemporaryDirectory() as temporary:
+                for records in world.all_gather(snapshot.write(Path(temporary))):
+                    again |= records
             if not world.is_master:
                 continue
-            with tempfile.TemporaryDirectory() as temporary:
-                checkpoint.write_tensors(Path(temporary), model, run.config.model, optimizer, run.dataset)
-                names = ("model.safetensors", "optimizer.safetensors")
-                different = [name for name in names if files.sha256(Path(temporary) / name) != files.sha256(end / name)]
+            kept_files = checkpoint.read_manifest(end)
+            different = [name for name in sorted(again) if again[name] != kept_files.get(name)]
             problem = f"{', '.join(different)} would be others" if different else None
         print(
             f"{end.name} {'follows from' if problem is None else 'DOES NOT follow from'} {start.name}"

@@ -35,6 +35,7 @@ RANGES = [
     ("steps log_every", "greater than 0 and at most 10^12", lambda x: 0 < x <= 10**12),
     ("max_skipped_steps check_replicas_every eval_every", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12),
     ("save_every keep_last keep_best eval_tokens", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12),
+    ("max_shard_bytes", "greater than 0 and at most 2^62", lambda x: 0 < x <= 1 << 62),
     ("threads", "at least 0 and at most 4096", lambda x: 0 <= x <= 1 << 12),
     ("rope_theta norm_eps lr", "greater than 0", lambda x: x > 0),
     ("max_minutes weight_decay grad_clip dollars_per_gpu_hour", "at least 0", lambda x: x >= 0),
@@ -207,6 +208,9 @@ class CheckpointConfig:
     """Newest checkpoints to keep (0: all)."""
     keep_best: int = 1
     """Checkpoints with the lowest validation loss to keep besides."""
+    max_shard_bytes: int = 10**9
+    """Largest file of weights or of optimizer state. A larger tensor has a file of its own. Under fsdp each rank writes some of
+    the files and holds them in its memory meanwhile."""
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
 

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from model import GPT
-from optim import Muon, Optimizers
+from optim import Muon, Optimizers, local
 from world import World
 
 
@@ -61,6 +62,36 @@ class FullyShard(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def gather_own(tensors: dict[str, DTensor], owners: dict[str, int], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """The whole of each tensor that this rank of `group` owns, with its name. All ranks must iterate to the end, with the same.
+
+    In each exchange every owner receives one tensor, so none holds more of what it does not keep.
+    """
+    queues = [[name for name in tensors if owners[name] == rank] for rank in range(group.size())]
+    for names in itertools.zip_longest(*queues):
+        received = gather_rows([tensors.get(name) for name in names], group)
+        if received is not None:
+            yield names[group.rank()], received
+
+
+def gather_rows(tensors: list[DTensor | None], group: dist.ProcessGroup) -> Tensor | None:
+    """Give each rank i of `group` the whole tensors[i], in one exchange. Returns this rank's, if it has one.
+
+    Every rank has some rows of each, divided as torch.chunk does.
+    """
+    mine, ranks = tensors[group.rank()], group.size()
+    rows = [local(tensor).reshape(-1) if tensor is not None else None for tensor in tensors]
+    sent = torch.cat([part for part in rows if part is not None])
+    numbers_sent = [0 if part is None else len(part) for part in rows]
+    numbers_received = [0] * ranks
+    if mine is not None:
+        most = math.ceil(len(mine) / ranks) * math.prod(mine.shape[1:])
+        numbers_received = [max(0, min(most, mine.numel() - rank * most)) for rank in range(ranks)]
+    received = sent.new_empty(sum(numbers_received))
+    dist.all_to_all_single(received, sent, numbers_received, numbers_sent, group=group)
+    return None if mine is None else received.view(mine.shape)
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of a parameter, from row `first` on, that rank `owner` updates for all. `values` shares the parameter's memory."""
@@ -73,6 +104,23 @@ class Rows:
     def select(self, tensor) -> Tensor:
         """These rows of a tensor shaped like the parameter, or of one in a file. A scalar belongs to all rows."""
         return tensor[self.first : self.first + len(self.values)] if tensor.shape else tensor[...]
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """A tensor of which each of the `pieces`, consecutive rows, is on one rank: its owner, its shape, and it, if it is here."""
+
+    shape: torch.Size
+    device: torch.device
+    pieces: list[tuple[int, torch.Size, Tensor | None]]
+
+    def full_tensor(self) -> Tensor:
+        """The whole, as a DTensor gives it. All ranks must call this."""
+        received = []
+        for owner, shape, piece in self.pieces:
+            received.append(torch.empty(shape, device=self.device) if piece is None else piece.to(self.device))
+            dist.broadcast(received[-1], owner)
+        return torch.cat(received) if self.shape else received[0]
 
 
 @dataclass(frozen=True)
@@ -113,8 +161,8 @@ class ShardedOptimizers(Optimizers):
             if values:
                 torch._foreach_copy_(values, updated[: len(values)].unbind())
 
-    def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """As in `Optimizers`, with full tensors that are gathered one at a time. All ranks must iterate to the end."""
+    def state(self) -> Iterator[tuple[Tensor, str, "Divided"]]:
+        """As in `Optimizers`, with tensors that are divided among the ranks. All ranks must call it."""
         state_of = {values: state for part in self.parts for values, state in part.state.items()}
         owned = {i: state_of[rows.values] for i, rows in enumerate(self.rows) if rows.values in state_of}
         shapes_by_rank: list = [None] * self.world.size
@@ -124,13 +172,9 @@ class ShardedOptimizers(Optimizers):
         for _, group in itertools.groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].parameter)):
             indices = list(group)
             parameter = self.rows[indices[0]].parameter
-            for key in shapes.get(indices[0], ()):
-                pieces = []
-                for i in indices:
-                    piece = owned[i][key] if i in owned else torch.empty(shapes[i][key])
-                    pieces.append(piece.to(parameter.device))
-                    dist.broadcast(pieces[-1], self.rows[i].owner)
-                yield parameter, key, torch.cat(pieces) if pieces[0].ndim else pieces[0]
+            for key, shape in shapes.get(indices[0], {}).items():
+                pieces = [(self.rows[i].owner, shapes[i][key], owned[i][key] if i in owned else None) for i in indices]
+                yield parameter, key, Divided(parameter.shape if shape else shape, parameter.device, pieces)
 
     def load_state(self, state: dict[Tensor, dict]) -> None:
         for rows in self.owned:

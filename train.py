@@ -85,7 +85,7 @@ def main(config: Config) -> int:
             command = "sample.py" if run.dataset.tokenizer else "evaluate.py"
             run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {command} {run.log.directory}")
     finally:
-        run.checkpoints.wait()  # a save that is half written when training fails is still worth finishing
+        run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is still worth finishing
         run.log.close(status)
         world.leave(failed=status not in (0, EX_TEMPFAIL))
     return status
@@ -157,8 +157,7 @@ def build(
     engine = Engine(module, config, world, weights)
     optimizers = engine.build_optimizers(config.optim)
     if start:
-        checkpoint.check_optimizer(start, engine.parameters, state)
-        engine.scatter(optimizers, checkpoint.open_optimizer(start))
+        engine.scatter(optimizers, checkpoint.open_optimizer(start, engine.parameters, state))
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
     return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)

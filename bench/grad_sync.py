@@ -113,7 +113,7 @@ def measure(config: GradSyncConfig) -> None:
     for _ in range(config.updates):
         full.append(timed(accumulate, True))
         step(0.0)
-    weights, _ = engine.gather(optimizers)
+    weights = engine.gather(engine.parameters, dict.fromkeys(engine.parameters, 0))
     for _ in range(config.updates):
         parts.append(timed(accumulate, False))
         engine.drop_gradients()

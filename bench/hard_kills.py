@@ -2,6 +2,7 @@
 
 python bench/hard_kills.py --kills=200 --save_every=1
 python bench/hard_kills.py --kills=125 --strategy=fsdp --ranks=3
+python bench/hard_kills.py --kills=300 --strategy=fsdp --ranks=3 --max_shard_bytes=20000
 
 After each kill the run is started again. Each attempt is a fork of this process (or --ranks=N of them), which has imported
 torch already, so an attempt is cheap. SIGKILL to its process group ends it at a random instant of its start, its steps or its
@@ -48,12 +49,14 @@ class HardKillsConfig:
     """Under exact the most ranks: each attempt has a random number of them."""
     async_save: bool = True
     keep_last: int = 2
+    max_shard_bytes: int = 10**9
+    """With 20000 the tensors are in 28 files, which the ranks write together under fsdp."""
     seed: int = 0
     """Seeds the instants of the kills."""
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
     out: str = str(machine.RESULTS)
-    """Directory for hard_kills.json, or hard_kills_STRATEGY_RANKS.json."""
+    """Directory for hard_kills.json, or hard_kills_STRATEGY[_sharded]_RANKS.json."""
 
 
 def has_exited(pid: int) -> bool:
@@ -163,7 +166,10 @@ def main(config: HardKillsConfig) -> int:
     machine.prepare_to_fork()
     machine.prepare_tokens(config.tokens)
     steps = (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills * config.save_every + 10
-    own = {name: getattr(config, name) for name in ("save_every", "strategy", "async_save", "keep_last", "tokens")}
+    own = {
+        name: getattr(config, name)
+        for name in ("save_every", "strategy", "async_save", "keep_last", "max_shard_bytes", "tokens")
+    }
     with machine.workspace() as runs:
         flags = dict(FLAGS, **own, steps=steps, out_dir=runs)
         killed, undisturbed = runs / "killed", runs / "undisturbed"
@@ -174,7 +180,8 @@ def main(config: HardKillsConfig) -> int:
         machine.run(config.ranks, name="killed", **flags)
         machine.run(config.ranks, name="undisturbed", **flags)
         result |= {"seconds": round(seconds, 1), "steps": steps, "same": compare(killed, undisturbed)}
-    name = "hard_kills" + (f"_{config.strategy}_{config.ranks}" if config.ranks > 1 else "")
+    sharded = "_sharded" if config.max_shard_bytes < HardKillsConfig.max_shard_bytes else ""
+    name = "hard_kills" + (f"_{config.strategy}{sharded}_{config.ranks}" if config.ranks > 1 else "")
     print(machine.write(name, {"flags": {**FLAGS, **own, "ranks": config.ranks}, **result}, Path(config.out)))
     return report(result)
 

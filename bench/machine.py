@@ -201,7 +201,7 @@ def unmeasured(records: list[dict]) -> list[dict]:
 def digests(run: Path) -> dict[str, str]:
     """The sha256 of the weights and of the optimizer state in a run's newest checkpoint, by file name."""
     latest = run / "checkpoints" / "latest"
-    return {name: sha256(latest / name) for name in ("model.safetensors", "optimizer.safetensors")}
+    return {path.name: sha256(path) for path in sorted(latest.glob("*.safetensors"))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

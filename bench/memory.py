@@ -147,7 +147,7 @@ def two_updates(config: settings.Config) -> dict:
         "predicted": sum(parts.values()),
         "resident": resident,
         "saving": saving,
-        "host": footprint.host_bytes(run.config),
+        "host": footprint.host_bytes(run.config, run.world.size),
         "moments": {name: sum(parts.values()) for name, parts in moments.items()},
         "parts": parts,
     }

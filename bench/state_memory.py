@@ -3,7 +3,8 @@
 Trains 300 million parameters on 4 gloo ranks for one update, saves, and resumes in new processes, by the functions of train.py.
 Each rank reads its own anonymous memory (RssAnon) every 5 ms. What it had after it joined the others (code, libraries) is
 subtracted. File pages that the system may drop at any time do not count. Prints the peaks of all ranks beside the size of the
-state, and writes bench/results/state_memory.json. Five minutes, 24 GB and 8 GB of disk.
+state, and how long training waits for a background save on 1, 2 and 4 ranks. Writes bench/results/state_memory.json. Ten
+minutes, 24 GB and 8 GB of disk.
 """
 
 import contextlib
@@ -46,15 +47,21 @@ def main(config: StateMemoryConfig) -> None:
             architecture="llama", n_layer=config.n_layer, n_head=16, n_embd=config.n_embd, vocab_size=config.vocab_size,
             seq_len=64, micro_batch_size=1, tokens_per_update=64 * config.ranks, strategy=config.strategy,
             optimizer=config.optimizer, dtype="bfloat16", compile="off", device="cpu", threads=1, save_every=0,
-            async_save="false", tokens=folder / "tokens", out_dir=folder, name="run",
+            tokens=folder / "tokens", out_dir=folder, name="run",
         )  # fmt: skip
         peaks = measure(machine.arguments("", **flags | {"steps": 1})[1:], config.ranks, folder / "started")
         peaks |= measure(machine.arguments("", **flags | {"steps": 2})[1:], config.ranks, folder / "resumed")
+        waited = {config.ranks: max(peaks.pop("waited")), f"{config.ranks}, resumed": max(peaks.pop("resumed: waited"))}
+        for ranks in {1, config.ranks // 2} - {0, config.ranks}:
+            alone = measure(machine.arguments("", **flags | {"steps": 1, "name": ranks})[1:], ranks, folder / f"on{ranks}")
+            waited[ranks] = max(alone["waited"])
     state = peaks.pop("state")[0]
     head = ["phase", *(f"rank {rank}" for rank in range(config.ranks))]
     print(machine.table(head, [[phase, *(f"{mb:,.0f} MB" for mb in row)] for phase, row in peaks.items()]))
+    for ranks, seconds in waited.items():
+        print(f"ranks {ranks}: training waits {seconds:.2f} s for a background save")
     print(f"weights and optimizer state: {state:,.0f} MB; divided by {config.ranks}: {state / config.ranks:,.0f} MB")
-    print(machine.write(config.name, {"state_mb": state, "peaks_mb": peaks}, Path(config.out)))
+    print(machine.write(config.name, {"state_mb": state, "peaks_mb": peaks, "waited_s": waited}, Path(config.out)))
 
 
 def measure(arguments: list[str], ranks: int, path: Path) -> dict[str, list[float]]:
@@ -63,7 +70,7 @@ def measure(arguments: list[str], ranks: int, path: Path) -> dict[str, list[floa
     def work() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         config = settings.load([str(machine.ROOT / "config/laptop.toml"), *arguments], "")
-        path.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(train_once(config)))
+        path.with_suffix(f".{os.environ.get('RANK', 0)}").write_text(json.dumps(train_once(config)))
         return 0
 
     pids = machine.fork_ranks(ranks, work)
@@ -74,7 +81,8 @@ def measure(arguments: list[str], ranks: int, path: Path) -> dict[str, list[floa
 
 
 def train_once(config: settings.Config) -> dict[str, float]:
-    """Start or resume, train for an update and save. Returns this rank's peak in each phase, in megabytes."""
+    """Start or resume, train for an update and save. Returns this rank's peak in each phase, in megabytes, and how many seconds
+    it waited for the save."""
     import itertools
 
     import data
@@ -109,15 +117,16 @@ def train_once(config: settings.Config) -> dict[str, float]:
         train.update(run, prefetcher)
         prefetcher.close()
     with phase(f"{resumed}save"):
+        began = time.perf_counter()
         run.checkpoints.save(run.state, run.engine, run.optimizers, now=True)
+        waited = time.perf_counter() - began
+        run.checkpoints.finish(run.state, final=True)
         world.barrier()
-        time.sleep(0.01)
-    run.checkpoints.finish(run.state, final=True)
     run.log.close(0)
     weights = sum(parameter.numel() for parameter in run.engine.names)
     state = sum(value.numel() for part in run.optimizers.parts for values in part.state.values() for value in values.values())
     world.leave(failed=False)
-    return peaks | {"state": 4 * (weights + state) / 1e6}
+    return peaks | {"state": 4 * (weights + state) / 1e6, f"{resumed}waited": waited}
 
 
 def anonymous_memory() -> int:

@@ -72,7 +72,7 @@ def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(
     assert hard_kills.examine(tmp_path, 0) == [] and hard_kills.newest_step(tmp_path) == 0
     for step in (3, 4):
         with files.publish_directory(tmp_path / f"step-{step:08d}") as directory:
-            for name in checkpoint.FILES:
+            for name in (*checkpoint.FILES, "model.safetensors", "optimizer.safetensors"):
                 (directory / name).write_bytes(b"weights")
             checkpoint.write_manifest(directory)
     files.link(tmp_path / "latest", tmp_path / "step-00000004")

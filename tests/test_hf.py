@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import hf
+import store
 import tokenizer
 from checkpoint import find_model, write_manifest
 from model import GPT, RotaryTable, initialize
@@ -102,7 +103,7 @@ def test_names_and_shapes_there_and_back_by_rows(shape, tmp_path):
     model = build(shape)
     state = model.state_dict()
     save_file({name: value.contiguous() for name, value in hf.to_hf(state, model.config).items()}, tmp_path / "model")
-    back = hf.from_hf(hf.stored_tensors(tmp_path / "model"), model.config)
+    back = hf.from_hf(store.open_file(tmp_path / "model"), model.config)
     assert back.keys() == state.keys()
     for rows in (slice(None), slice(0, 5), slice(5, 9), slice(9, 10_000), slice(10_000, 10_001)):
         assert all(torch.equal(back[name][rows], state[name][rows]) for name in state)

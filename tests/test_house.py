@@ -12,8 +12,8 @@ from conftest import ROOT
 FLOORS = [
     "cli files settings footprint cluster device world kernels",
     "dataset data hub sources tokenizer model optim replicas ddp_from_scratch log curves",
-    "shards encode join check_data hf exact sharded",
-    "choices parallel checkpoint",
+    "shards encode join check_data store hf exact sharded",
+    "choices parallel snapshot checkpoint",
     "evaluate sample export plot prepare_data plan",
     "train",
     "replay",

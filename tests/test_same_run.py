@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
 def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
     def publish(step):
         with files.publish_directory(checkpoint.step_directory(tmp_path, step)) as directory:
-            for name in checkpoint.FILES:
+            for name in (*checkpoint.FILES, "model.safetensors", "optimizer.safetensors"):
                 (directory / name).write_bytes(b"weights")
             checkpoint.write_manifest(directory)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import choices
 import parallel
 import settings
 from conftest import largest_difference
@@ -16,7 +17,7 @@ from parallel import Engine
 from settings import UserError
 from test_same_run import POISONED
 from test_train import GENTLE, wait_for
-from world import connect
+from world import World, connect
 
 ADAMW = dict(GENTLE, optimizer="adamw")
 MUON = dict(GENTLE, optimizer="muon")
@@ -233,6 +234,21 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
     state = json.loads((train.latest("nan") / "trainer_state.json").read_text())
     assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15
+
+
+def test_nodes_that_share_a_model_need_not_hold_all_of_it():
+    memory = settings.memory_bytes()
+    flags = dict(n_layer=1, n_head=1, n_embd=64, n_kv_head=1, head_dim=64, d_ff=256, vocab_size=int(1.5 * memory / 4 / 64))
+    config = settings.replace(settings.Config(), strategy="fsdp", **flags)
+    two_nodes, device = World(0, 16, 0, 8, torch.device("cpu")), torch.device("cpu")
+    choices.check_memory(config.model, config.parallel, two_nodes)
+    for parallel_config, world in (
+        (settings.replace(config, strategy="ddp").parallel, two_nodes),
+        (settings.replace(config, replicate=2).parallel, two_nodes),
+        (config.parallel, World(0, 8, 0, 8, device)),
+    ):
+        with pytest.raises(UserError, match="GB of weights.*, and this machine has"):
+            choices.check_memory(config.model, parallel_config, world)
 
 
 def test_float8_is_refused_where_there_is_none(train):

@@ -1,0 +1,205 @@
+"""Checkpoints in several files, which several ranks write: the same files whoever writes them, whole or not there."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import checkpoint
+import machine
+import store
+from conftest import execute
+from test_checkpoint import damage
+
+# A limit that divides the tiny model's tensors among many files.
+SPLIT = dict(max_shard_bytes=20000, optimizer="adamw")
+FSDP = dict(SPLIT, strategy="fsdp", ranks=3, eval_every=0)
+# Instead of training, save again what a checkpoint holds. Every rank writes how many bytes of tensors it has copied for that.
+SAVED_AGAIN = """
+import checkpoint
+take = checkpoint.take_snapshot
+def taken(*args):
+    snapshot = take(*args)
+    tensors = [*snapshot.model.values(), *snapshot.optimizer.values()]
+    with open("{folder}/" + os.environ.get("RANK", "0"), "w") as file:
+        file.write(str(sum(tensor.nbytes for tensor in tensors)))
+    return snapshot
+checkpoint.take_snapshot = taken
+def save_again(run):
+    run.checkpoints.saved_at = -1
+    run.checkpoints.save(run.state, run.engine, run.optimizers, now=True)
+    run.checkpoints.finish(run.state, final=True)
+    return 0
+train.train = save_again
+"""
+
+
+def tensors_of(directory, stem):
+    """All tensors called `stem`, read without our reader."""
+    return {name: value for path in directory.glob(f"{stem}*.safetensors") for name, value in load_file(path).items()}
+
+
+def assert_equal_tensors(a, b):
+    """The same names and bits."""
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_tensors_are_divided_among_files_by_their_names_and_sizes_alone():
+    sizes = {"c": 4, "a": 4, "b": 3, "large": 9, "d": 1}
+    layout = store.lay_out("model", sizes, 8)
+    assert layout.tensors == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c", "d"],
+        "model-00003-of-00003.safetensors": ["large"],
+    }
+    assert store.lay_out("model", dict(reversed(sizes.items())), 8).tensors == layout.tensors
+    assert store.lay_out("optimizer", sizes, 21).tensors == {"optimizer.safetensors": sorted(sizes)}
+    assert store.lay_out("optimizer", {}, 21).tensors == {"optimizer.safetensors": []}
+
+
+@pytest.mark.parametrize("architecture, optimizer", [("gpt2", "adamw"), ("qwen3", "muon")])
+def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path, architecture, optimizer):
+    flags = dict(architecture=architecture, optimizer=optimizer, steps=2)
+    train("one", **flags)
+    single, one = train.latest("one"), {"resume": train.runs / "one"}
+    whole = {stem: tensors_of(single, stem) for stem in ("model", "optimizer")}
+    bytes_of_all = sum(tensor.nbytes for tensors in whole.values() for tensor in tensors.values())
+    files, indices = [], []
+    for i, (ranks, more) in enumerate(
+        [
+            (1, dict(strategy="ddp")),
+            (3, dict(strategy="ddp")),
+            (3, dict(strategy="zero1")),
+            (3, dict(strategy="fsdp")),
+            (4, dict(strategy="fsdp")),
+            (4, dict(strategy="fsdp", replicate=2)),
+        ]
+    ):
+        name, folder = f"split{i}", tmp_path / str(i)
+        folder.mkdir()
+        train.changed(SAVED_AGAIN.format(folder=folder), name, ranks, **dict(flags, **more, max_shard_bytes=20000, **one))
+        files.append(train.files(name))
+        indices.append([json.loads(path.read_text()) for path in sorted(train.latest(name).glob("*.index.json"))])
+        held = [int((folder / str(rank)).read_text()) for rank in range(ranks)]
+        writers = ranks // more.get("replicate", 1) if more["strategy"] == "fsdp" else 1
+        largest = max(path.stat().st_size for path in train.latest(name).glob("*.safetensors"))
+        assert sum(held) == bytes_of_all and not any(held[writers:])
+        assert max(held) <= bytes_of_all / writers + largest
+    assert files[0] == files[1] == files[2] == files[3] == files[4] == files[5]
+    assert len(files[0]) > 10 and indices == [indices[0]] * 6
+    train.changed(SAVED_AGAIN.format(folder=folder), "whole", 3, strategy="fsdp", **flags, **one)
+    assert train.files("whole") == train.files("one")
+    for stem, index in zip(("model", "optimizer"), indices[0], strict=True):
+        assert_equal_tensors(tensors_of(train.latest("split0"), stem), whole[stem])
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole[stem].values())
+        for name, file in index["weight_map"].items():
+            assert name in load_file(train.latest("split0") / file)
+
+
+def test_a_file_that_another_node_has_written_elsewhere_is_missed(tmp_path):
+    with pytest.raises(OSError, match="a.safetensors was written on another node and is not here; .* common --out_dir"):
+        checkpoint.write_manifest(tmp_path, {"a.safetensors": {"size": 1, "sha256": "0" * 64}})
+
+
+def test_a_run_goes_on_with_the_same_bits_with_its_state_in_several_files(train):
+    for name, limit in (("whole", 10**9), ("split", 20000)):
+        for strategy, ranks, steps in (("fsdp", 4, 5), ("ddp", 1, 10), ("fsdp", 3, 15), ("zero1", 2, 20)):
+            flags = dict(steps=steps, schedule="constant", optimizer="adamw", max_shard_bytes=limit)
+            train(name, ranks, strategy=strategy, **flags)
+    assert train.metrics("split") == train.metrics("whole")
+    for stem in ("model", "optimizer"):
+        assert not (train.latest("split") / f"{stem}.safetensors").exists()
+        assert_equal_tensors(tensors_of(train.latest("split"), stem), tensors_of(train.latest("whole"), stem))
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(train.latest("split"), output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    state = tensors_of(train.latest("whole"), "model")
+    assert_equal_tensors({name: value for name, value in model.state_dict().items() if name in state}, state)
+
+
+def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
+    train("damaged", **dict(FSDP, steps=20, keep_last=0))
+    first, second, third, fourth = checkpoint.published(train.runs / "damaged" / "checkpoints")
+    damage(sorted(fourth.glob("optimizer-*.safetensors"))[3])
+    sorted(third.glob("model-*.safetensors"))[2].unlink()
+    (second / "optimizer.safetensors.index.json").unlink()
+    intact, passed = checkpoint.newest(first.parent)
+    assert intact == first
+    assert "optimizer-00004-of-" in passed[0] and "does not match its sha256" in passed[0]
+    assert "model-00003-of-" in passed[1] and "is missing" in passed[1]
+    assert "has no optimizer.safetensors" in passed[2]
+    index = json.loads((first / "model.safetensors.index.json").read_text())
+    manifest = json.loads((first / "manifest.json").read_text())
+    forgotten = index["weight_map"].popitem()[1]
+    del manifest[forgotten]
+    (first / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.fault(first) == f"manifest.json does not list {forgotten}"
+
+
+def test_every_command_reads_a_checkpoint_in_several_files(train, tmp_path):
+    train("split", **dict(FSDP, steps=10))
+    run, out = train.runs / "split", tmp_path / "out"
+    done = execute([*machine.launcher(3), "replay.py", run, "--verify"])
+    assert "step-00000010 follows from step-00000005" in done.stdout
+    execute([sys.executable, "sample.py", run, "--max_new_tokens=2"])
+    execute([sys.executable, "evaluate.py", run, "--eval_tokens=64"])
+    execute([sys.executable, "export.py", run, f"--out={out}", "--dtype=float32"])
+    assert_equal_tensors(tensors_of(out, "model"), tensors_of(train.latest("split"), "model"))
+    train("tuned", init_from=run, steps=1, optimizer="adamw")
+
+
+# In the save of step 10, rank 1 ends the whole run before its third file.
+KILLED = """
+import signal, checkpoint, store
+calls = []
+def save_file(*args, original=store.save_file):
+    calls.append(0)
+    if os.environ["RANK"] == "1" and ".step-00000010.tmp" in str(args[1]) and len(calls) % {files} == 2:
+        os.killpg(0, signal.SIGKILL)
+    original(*args)
+store.save_file = save_file
+"""
+
+
+def test_a_kill_between_two_files_leaves_the_checkpoint_before(train):
+    train("whole", **FSDP)
+    files = len([name for i, name in enumerate(sorted(train.files("whole"))) if i % 3 == 1])
+    checkpoints = train.runs / "killed" / "checkpoints"
+    train.changed(KILLED.format(files=files), "killed", status=-signal.SIGKILL, **FSDP)
+    left = checkpoints / ".step-00000010.tmp"
+    assert left.exists() and not (left / "manifest.json").exists()
+    assert checkpoint.newest(checkpoints) == (checkpoints / "step-00000005", [])
+    train("killed", **FSDP)
+    assert train.files("killed") == train.files("whole") and train.metrics("killed") == train.metrics("whole")
+    assert not list(checkpoints.glob(".*"))
+
+
+# Rank 2 has no room for its files in the save of step 10, and room again afterwards.
+NO_ROOM = """
+import checkpoint, resource
+def write(checkpoints, state, *args, original=checkpoint.write):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if os.environ["RANK"] == "2":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10000 if state.step in {steps} else unlimited, unlimited))
+    original(checkpoints, state, *args)
+checkpoint.write = write
+"""
+
+
+def test_a_rank_that_cannot_write_is_a_warning_and_the_run_goes_on(train):
+    train("whole", **FSDP)
+    done = train.changed(NO_ROOM.format(steps="[10]"), "full", **dict(FSDP, keep_last=0))
+    assert done.stdout.count("could not be written") == 1 and "the checkpoint of step 10 could not be written" in done.stdout
+    assert "File too large" in done.stdout and "(rank 2)" in done.stdout and "training goes on" in done.stdout
+    checkpoints = train.runs / "full" / "checkpoints"
+    names = [path.name for path in checkpoint.published(checkpoints)]
+    assert names == ["step-00000005", "step-00000015", "step-00000020"] and not list(checkpoints.glob(".*"))
+    assert train.files("full") == train.files("whole")
+    last = train.changed(NO_ROOM.format(steps="[20]"), "last", status=1, **FSDP)
+    assert last.stderr.startswith("error: the checkpoint of step 20 could not be written") and "(rank 2)" in last.stderr
+    assert checkpoint.newest(train.runs / "last" / "checkpoints")[0].name == "step-00000015"
+    assert os.readlink(train.latest("last")) == "step-00000015"
