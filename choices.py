@@ -134,9 +134,9 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
         f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
         f"device  {hardware}, {train.dtype}, {compiled}, attention by {kernel}",
-        f"memory  about {memory / 1e6:,.0f} MB a rank for weights, optimizer and activations; there are {total / 1e6:,.0f}",
-        f"time    about {duration(flops / peak_flops / USUAL_MFU)} at an mfu of {USUAL_MFU:.0%}, which is a share of "
-        f"{peak_flops / 1e12:.2f} TFLOP/s, {source}",
+        f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for the tensors of a rank",
+        f"time    {duration(flops / peak_flops)} at the peak of {peak_flops / 1e12:.3g} TFLOP/s, {source}; about "
+        f"{duration(flops / peak_flops / USUAL_MFU)} at the usual mfu of {USUAL_MFU:.0%} of a large model",
     ]
     rows += [f"note    {dataset.remark}" for dataset in mixture.datasets if dataset.remark]
     begins = f"from step {step}" if step else "from its beginning"

@@ -26,10 +26,11 @@ from settings import RunError
 RANKS = 3
 FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5)
 KINDS = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
-REPLICAS, NOT_FINITE, OVERFLOW, REPLAY, UNCHANGED, NOTHING = (
+REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, UNCHANGED, NOTHING = (
     "--check_replicas_every",
     "gradient not finite",
     "overflow of exact",
+    "--timeout_minutes",  # one rank left the update out, and the others waited for it
     "replay.py",
     "no effect",
     "NOT FOUND",
@@ -40,7 +41,7 @@ REPLICAS, NOT_FINITE, OVERFLOW, REPLAY, UNCHANGED, NOTHING = (
 class CorruptionDrillConfig:
     strategies: str = "ddp,zero1,exact"
     kinds: str = ",".join(KINDS)
-    trials: int = 8
+    trials: int = 4
     """Flips of each kind under each strategy."""
     seed: int = 0
     tokens: str = "tokens/python"
@@ -161,6 +162,8 @@ def try_fault(name: str, runs: Path, strategy: str, flags: dict, fault: Fault, u
         found.append((steps[-1], REPLICAS))
     if "where the fixed point of --strategy=exact ends" in errors:
         found.append((max(steps, default=0) + 1, OVERFLOW))
+    if not found and "timed out" in errors.lower():
+        found.append((max(steps, default=0) + 1, TIMEOUT))
     if not completed and not found:
         raise RunError(f"{name} failed with {fault}:\n{errors}")
     if not found and (step := first_difference(name, runs, strategy)):
@@ -180,7 +183,7 @@ def report(trials: list[dict]) -> int:
     rows = []
     for kind, strategy in dict.fromkeys((t["kind"], t["strategy"]) for t in trials):
         group = [t for t in trials if (t["kind"], t["strategy"]) == (kind, strategy)]
-        for by in (REPLICAS, NOT_FINITE, OVERFLOW, REPLAY, UNCHANGED, NOTHING):
+        for by in (REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, UNCHANGED, NOTHING):
             if found := [t for t in group if t["found_by"] == by]:
                 later = [t["steps_later"] for t in found]
                 text = f"{statistics.median(later):g} ({min(later)} to {max(later)})" if by not in (UNCHANGED, NOTHING) else ""
