@@ -24,7 +24,7 @@ import settings
 from settings import RunError
 
 RANKS = 3
-FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5)
+FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
 KINDS = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
 REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, UNCHANGED, NOTHING = (
     "--check_replicas_every",
