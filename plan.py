@@ -260,5 +260,6 @@ def duration(seconds: float) -> str:
     """Seconds in the two largest units that matter."""
     for unit, length, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= length:
-            return f"{seconds // length:.0f} {unit} {seconds % length // part:.0f} {smaller}"
+            whole, rest = divmod(round(seconds / part), length // part)
+            return f"{whole} {unit} {rest} {smaller}"
     return f"{seconds:.1f} s"

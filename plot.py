@@ -1,7 +1,6 @@
 """Draw the curves of one or several runs: loss, learning rate, gradient norm and throughput.
 
-python plot.py runs/A runs/B --out=curves.svg --x=time
-python plot.py runs/A --watch
+`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two. `python plot.py runs/A --watch` follows one.
 """
 
 import contextlib

@@ -23,6 +23,7 @@ from settings import UserError
 UNIT_BYTES = 1 << 20  # how much is read at a time; a worker encodes one unit
 HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
 PARQUET_ROWS = 16  # that are decoded at a time; each may be as long as the longest document
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME, which is also the form of a path
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
@@ -83,7 +84,9 @@ def local_files(source: str) -> list[SourceFile]:
     """The files of a file or folder on this machine, in order. Raises UserError if there are none."""
     root = Path(source)
     if not root.exists():
-        raise UserError(f"{source}: no such file or folder")
+        name = source.removeprefix("https://huggingface.co/datasets/")
+        hint = f"; perhaps you meant hf://datasets/{name}" if HUB_NAME.fullmatch(name) else ""
+        raise UserError(f"{source}: no such file or folder{hint}")
     found = listed(root, (path for path in (root.rglob("*") if root.is_dir() else [root]) if text_format(path)))
     if not found:
         raise UserError(f"{source}: wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")

@@ -172,7 +172,7 @@ def test_muon_continues_on_other_strategies_and_ranks(train, shared):
         [r for r in runs.metrics(name) if "loss" in r] for runs, name in ((train, "legs"), (shared, "muon_constant"))
     )
     assert_same_losses(updates, expected)
-    assert largest_difference(train.weights("legs"), shared.weights("muon_constant")) < 1e-5
+    assert largest_difference(train.weights("legs"), shared.weights("muon_constant")) < 1e-4
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
