@@ -2,7 +2,7 @@
 
 Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the optimizer
 state of one rank is flipped. If the run ends without having noticed, replay.py computes it again and compares the recorded
-losses and gradient norms. Prints which mechanism found the flip and how many steps later, and writes
+losses and gradient norms, then the checkpoints. Prints which mechanism found the flip and how many steps later, and writes
 bench/results/corruption_drill.json. The exit status is 0 only if every flip that changed the final weights was found. About 15
 minutes on two cores.
 """
@@ -24,14 +24,17 @@ import settings
 from settings import RunError
 
 RANKS = 3
-FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
+FLAGS = machine.TINY_RUN | dict(
+    tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5, save_every=1, keep_last=0
+)
 KINDS = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
-REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, UNCHANGED, NOTHING = (
+REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, VERIFY, UNCHANGED, NOTHING = (
     "--check_replicas_every",
     "gradient not finite",
     "overflow of exact",
     "--timeout_minutes",  # one rank left the update out, and the others waited for it
     "replay.py",
+    "replay.py --verify",
     "no effect",
     "NOT FOUND",
 )
@@ -150,6 +153,20 @@ def first_difference(name: str, runs: Path, strategy: str) -> int | None:
     return next((step["step"] for step in steps if not step["same"]), None)
 
 
+def first_false_checkpoint(name: str, runs: Path, strategy: str) -> int | None:
+    """The step of the first checkpoint that does not follow from the one before it, bit for bit."""
+
+    def work() -> int:
+        import replay
+
+        return replay.main(replay.ReplayConfig(str(runs / name), verify=True))
+
+    output = runs / f"{name}-verify"
+    fork_and_wait(1 if strategy == "exact" else RANKS, work, output)
+    false = re.search(r"step-(\d+) DOES NOT follow", output.with_suffix(".out").read_text())
+    return int(false[1]) if false else None
+
+
 def try_fault(name: str, runs: Path, strategy: str, flags: dict, fault: Fault, undisturbed: dict[str, str]) -> dict:
     """Train with the fault. Returns what found it, and how many steps later."""
     completed = train(name, runs, flags, fault)
@@ -166,12 +183,15 @@ def try_fault(name: str, runs: Path, strategy: str, flags: dict, fault: Fault, u
         found.append((max(steps, default=0) + 1, TIMEOUT))
     if not completed and not found:
         raise RunError(f"{name} failed with {fault}:\n{errors}")
+    unchanged = machine.digests(runs / name) == undisturbed if completed else False
     if not found and (step := first_difference(name, runs, strategy)):
         found.append((step, REPLAY))
+    if not found and not unchanged and (step := first_false_checkpoint(name, runs, strategy)):
+        found.append((step, VERIFY))
     if found:
         step, by = min(found)
     else:
-        step, by = fault.step, UNCHANGED if machine.digests(runs / name) == undisturbed else NOTHING
+        step, by = fault.step, UNCHANGED if unchanged else NOTHING
     where = {"strategy": strategy, **asdict(fault), "flip": json.loads((runs / f"{name}.flip").read_text())}
     named = f"of rank(s) [{fault.rank}] is not" in errors if by == REPLICAS else None
     return {**where, "found_by": by, "steps_later": step - fault.step, "named": named}
@@ -183,7 +203,7 @@ def report(trials: list[dict]) -> int:
     rows = []
     for kind, strategy in dict.fromkeys((t["kind"], t["strategy"]) for t in trials):
         group = [t for t in trials if (t["kind"], t["strategy"]) == (kind, strategy)]
-        for by in (REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, UNCHANGED, NOTHING):
+        for by in (REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, VERIFY, UNCHANGED, NOTHING):
             if found := [t for t in group if t["found_by"] == by]:
                 later = [t["steps_later"] for t in found]
                 text = f"{statistics.median(later):g} ({min(later)} to {max(later)})" if by not in (UNCHANGED, NOTHING) else ""
