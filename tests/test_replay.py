@@ -123,6 +123,7 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     assert "step-00000020 follows from step-00000015" in out
 
 
+@pytest.mark.slow
 def test_three_ranks_under_exact_are_replayed_by_one_process_and_others_by_their_own_number(train):
     train("exact", ranks=3, strategy="exact", **FLAGS)
     assert "bit for bit" in replay(train.runs / "exact", "--step=14")

@@ -248,6 +248,7 @@ def test_a_second_sigint_ends_at_once(train):
     assert process.returncode in (-signal.SIGINT, 75) and time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
     flags = dict(ranks=2, steps=30, save_every=1, eval_every=10)
     train("whole", **flags)

@@ -140,6 +140,7 @@ def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
     assert checkpoint.fault(first) == f"manifest.json does not list {forgotten}"
 
 
+@pytest.mark.slow
 def test_every_command_reads_a_checkpoint_in_several_files(train, tmp_path):
     train("split", **dict(FSDP, steps=10))
     run, out = train.runs / "split", tmp_path / "out"

@@ -376,6 +376,7 @@ def test_a_run_keeps_the_micro_batches_it_chose(train):
     assert chosen() == "24"
 
 
+@pytest.mark.slow
 def test_compiled_ddp_on_two_ranks_is_eager_up_to_rounding(train):
     # more than the first bucket of gradients, so that the graph is cut; biases and GELU have a backward of their own
     flags = dict(GENTLE, architecture="gpt2", n_embd=128, n_head=2, steps=3, eval_every=0, micro_batch_size=6)
