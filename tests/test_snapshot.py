@@ -106,6 +106,7 @@ def test_a_file_that_another_node_has_written_elsewhere_is_missed(tmp_path):
         checkpoint.write_manifest(tmp_path, {"a.safetensors": {"size": 1, "sha256": "0" * 64}})
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_bits_with_its_state_in_several_files(train):
     for name, limit in (("whole", 10**9), ("split", 20000)):
         for strategy, ranks, steps in (("fsdp", 4, 5), ("ddp", 1, 10), ("fsdp", 3, 15), ("zero1", 2, 20)):
@@ -191,6 +192,7 @@ checkpoint.write = write
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_is_a_warning_and_the_run_goes_on(train):
     train("whole", **FSDP)
     done = train.changed(NO_ROOM.format(steps="[10]"), "full", **dict(FSDP, keep_last=0))
