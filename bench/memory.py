@@ -76,7 +76,13 @@ def main(config: MemoryConfig) -> int:
         for i, (name, (ranks, micro_batches, flags)) in enumerate(chosen.items()):
             flags = BASE | dict(tokens=folder / "tokens", out_dir=folder, name=f"run{i}", device=config.device) | flags
             flags["tokens_per_update"] = ranks * micro_batches * flags["micro_batch_size"] * flags["seq_len"]
-            rows.append({"setting": name, "ranks": ranks, "flags": {key: str(value) for key, value in flags.items()}})
+            rows.append(
+                {
+                    "setting": name,
+                    "ranks": ranks,
+                    "flags": {key: str(flags[key]) for key in flags if key not in ("tokens", "out_dir")},
+                }
+            )
             rows[-1] |= measure(machine.arguments("", **flags)[1:], ranks, folder / f"run{i}.json")
             print(line(rows[-1]), flush=True)
     worst = max(abs(row["predicted"] / row["measured"] - 1) for row in rows)
