@@ -4,6 +4,7 @@ The three give the same logits as transformers' GPT2LMHeadModel, LlamaForCausalL
 B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -202,6 +203,7 @@ def norm_layer(config: ModelConfig) -> nn.Module:
     return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)
 
 
+@functools.cache  # it is asked again for what the console says
 def attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Choose the fastest kernel for the attention of a model on `device`, with matrix products in `dtype`. Returns its name."""
     q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ import device
 import optim
 from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from exact import Exact
-from model import compile_blocks
+from model import attention_kernel, compile_blocks
 from optim import Optimizers, copy_rows
 from replicas import check_replicas
 from settings import Config, OptimConfig, ParallelConfig, RunError, UserError
@@ -47,6 +47,7 @@ class Engine:
         self.compiled = config.train.compile == "on"
         if config.train.fp8:
             use_float8(module, world)
+        attention_kernel(config.model, device.DTYPES[self.dtype], world.device)  # every rank must choose, also in a replay
         if self.compiled:
             compile_blocks(module)
         if config.train.activation_checkpointing:

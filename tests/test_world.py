@@ -119,3 +119,15 @@ def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatc
 def test_what_the_environment_asks_for_in_vain_is_said(train, env, threads, said):
     told = train("told", steps=1, threads=threads, eval_tokens=16, env=env).stdout
     assert said in told and ("SLURM" in told, "OMP" in told) == ("SLURM" in said, "OMP" in said)
+
+
+def test_every_rank_chooses_the_attention_kernel_also_in_a_replay(train):
+    # The choice switches FlashAttention 3 on for the process that makes it; ranks and replays must not differ.
+    note = "import model\nchoose = model.choose_attention_kernel\n"
+    note += "def told(*a):\n    print('chosen by', os.environ.get('RANK', '0'), flush=True)\n    return choose(*a)\n"
+    note += "model.choose_attention_kernel = told"
+    done = train.changed(note, "two", ranks=2, strategy="exact", steps=2, save_every=1, eval_every=0)
+    assert "chosen by 0" in done.stdout and "chosen by 1" in done.stdout
+    replayed = note + "\nimport replay\ntrain.main = lambda config: replay.main(replay.ReplayConfig("
+    replayed += "config.run.out_dir + '/two', step=2))"
+    assert "chosen by 0" in train.changed(replayed, "replayed", steps=2).stdout
