@@ -303,8 +303,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     """Open a dataset directory and check sizes, counts and token ids. It has a dataset.json, or foreign token files.
 
     vocab_size: the vocabulary of foreign files, which do not state it (0: that of nanoGPT's meta.pkl, or else GPT-2's).
-    prepare_command: what makes the dataset,
-    if it names this directory as --out; the UserError for a missing directory prints it.
+    prepare_command: what makes the dataset. The UserError for a missing directory prints it if its --out is this directory.
     """
     directory = Path(directory)
     if (directory / "dataset.json").exists():
