@@ -62,7 +62,7 @@ def two_updates(config: LlamaConfig, folder: Path) -> dict:
     import train
 
     # Running out of address space ends this process with an error. Running out of memory might end another one.
-    resource.setrlimit(resource.RLIMIT_DATA, (int(LIMIT), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(available()), resource.RLIM_INFINITY))
     flags = dict(
         tokens=config.tokens,
         vocab_size=50304,
@@ -98,7 +98,7 @@ def two_updates(config: LlamaConfig, folder: Path) -> dict:
     if not all(updates):
         raise RunError(f"an update was left out: {updates}")
     return {
-        "flags": {name: str(value) for name, value in flags.items()},
+        "flags": {name: str(value) for name, value in flags.items() if name != "out_dir"},
         "parameters": parameters,
         "losses": [loss for loss, _ in updates],
         "norms": [norm for _, norm in updates],
