@@ -84,6 +84,7 @@ def main(config: SlurmConfig) -> int:
         wait_for("step 1", lambda: (folder / "job" / "metrics.jsonl").exists() and machine.metrics(folder / "job"))
         call("scancel", cancelled)
         wait_for("the end of the cancelled job", lambda: job(cancelled)["JobState"] not in ("RUNNING", "COMPLETING"))
+        state = job(cancelled)["JobState"]  # SLURM forgets a job after some minutes
         job_id = submit(config, folder, flags)
         if not config.minutes:
             wait_for("a third of the steps", lambda: machine.metrics(folder / "job")[-1]["step"] > config.steps / 3)
@@ -94,7 +95,7 @@ def main(config: SlurmConfig) -> int:
             "slurm": call("slurmctld", "-V").strip(),
             "flags": FLAGS,
             "steps": config.steps,
-            "cancelled": job(cancelled)["JobState"],
+            "cancelled": state,
             "state": end["JobState"],
             "restarts": int(end["Restarts"]),
             "stops": re.findall(r"stopped at step .*", log),
