@@ -44,15 +44,9 @@ FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 # Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
 FIXED = [*settings.flat_fields(ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
-
-
-class Era(TypedDict):
-    """How a run went on from a step."""
-
-    step: Count
-    world_size: Annotated[int, Meta(ge=1, le=1 << 20)]
-    settings: dict
-    versions: dict[str, str]
+Ranks = Annotated[int, Meta(ge=1, le=1 << 20)]
+# How a run went on from a step.
+Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
 
 
 class Origin(TypedDict):

@@ -8,7 +8,7 @@ import re
 import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, Required, TypedDict
 
 import numpy as np
 from msgspec import Meta
@@ -26,72 +26,46 @@ SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split, an
 # dataset.json
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 24)]
 FileName = Annotated[str, Meta(pattern=r"\A\w[\w.-]*\Z")]  # in the same directory
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Part = Annotated[str, Meta(pattern=r"\A[1-9]\d{0,3}/[1-9]\d{0,3}\Z")]  # as in --part=3/64
+
+# Beside another tool's tokens, a tokenizer.json is read for its special tokens only.
+AddedToken = TypedDict("AddedToken", {"id": TokenId, "content": Annotated[str, Meta(min_length=1)], "special": bool})
+AddedTokens = TypedDict("AddedTokens", {"added_tokens": list[AddedToken]}, total=False)
+# In dataset.json: a source of the text, the tokenizer, and the settings of prepare_data.py that are recorded if they are given.
+Source = TypedDict("Source", {"path": Required[str], "revision": str, "files": Count, "bytes": Count}, total=False)
+TokenizerRecord = TypedDict("TokenizerRecord", {"name": str, "sha256": Sha256})
+Options = TypedDict("Options", {"column": str, "max_tokens": Count, "part": Part, "shard_tokens": Count}, total=False)
 
 
 class ShardRecord(TypedDict):
     """A shard in dataset.json."""
 
     file: FileName
-    split: Annotated[str, Meta(pattern=r"\A(train|val)\Z")]
+    split: Literal["train", "val"]
     tokens: Count
     bytes_of_text: Count
     documents: Count
     sha256: Sha256
 
 
-class SourceRecord(TypedDict):
-    """Where text came from."""
-
-    path: str
-    revision: NotRequired[str]
-    files: NotRequired[Count]
-    bytes: NotRequired[Count]
-
-
-class TokenizerRecord(TypedDict):
-    """Which tokenizer made the tokens."""
-
-    name: str
-    sha256: Sha256
-
-
-class Options(TypedDict, total=False):
-    """The settings of prepare_data.py that are recorded if they are given."""
-
-    column: str
-    max_tokens: Count
-    part: Annotated[str, Meta(pattern=r"\A[1-9]\d{0,3}/[1-9]\d{0,3}\Z")]
-    shard_tokens: Count
-
-
 class Metadata(TypedDict):
     """The content of dataset.json."""
 
-    version: Annotated[int, Meta(ge=1, le=1)]
+    version: Literal[1]
     tokenizer: TokenizerRecord
-    vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
-    eot_token: Count
-    dtype: Annotated[str, Meta(pattern=r"\Auint(16|32)\Z")]
-    source: list[SourceRecord]
-    val_fraction: Annotated[float, Meta(ge=0, le=1)]
+    vocab_size: Size
+    eot_token: TokenId
+    dtype: Literal["uint16", "uint32"]
+    source: list[Source]
+    val_fraction: Share
     options: NotRequired[Options]
     listing: NotRequired[str]
     shards: list[ShardRecord]
-
-
-class AddedToken(TypedDict):
-    """A special token in a tokenizer.json."""
-
-    id: Count
-    content: str
-
-
-class Tokenizer(TypedDict):
-    """What is read of the tokenizer.json beside another tool's tokens."""
-
-    added_tokens: NotRequired[list[AddedToken]]
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -323,7 +297,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     vocab_size = vocab_size or characters or GPT2_VOCAB_SIZE
     eot_token = characters or min(GPT2_VOCAB_SIZE, vocab_size) - 1  # characters have none
     if (directory / "tokenizer.json").exists():
-        added = files.read_json(directory / "tokenizer.json", Tokenizer).get("added_tokens", [])
+        added = files.read_json(directory / "tokenizer.json", AddedTokens).get("added_tokens", [])
         eot_token = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), eot_token)
     splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
     largest = max([stream.check_ids() for stream in splits.values()])

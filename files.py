@@ -177,29 +177,19 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
     Raises UserError, which names the file, the key and what is allowed there.
     """
-    return decode_json(read_bytes(path), kind, str(path))
+    return decode(read_bytes(path), kind, str(path))
 
 
-def decode_json(content: bytes, kind: type, name: str) -> Any:
-    """Decode JSON as `kind`. Raises UserError, which begins with `name`."""
+def decode(value: Any, kind: type, name: str) -> Any:
+    """`value` as `kind`: JSON in bytes, or what JSON was decoded to. Raises UserError, which begins with `name`."""
     import msgspec  # here, because --help does not need it
 
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(value, type=kind) if isinstance(value, bytes) else msgspec.convert(value, kind)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     except RecursionError:
         raise UserError(f"{name}: it is nested too deeply") from None
-
-
-def convert(value: Any, kind: type, name: str) -> Any:
-    """Check a decoded value against `kind`, as `decode_json` does."""
-    import msgspec
-
-    try:
-        return msgspec.convert(value, kind)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
 
 
 def listing(directory: Path) -> str:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 import torch
-from msgspec import Meta
+from msgspec import Meta, Struct, field, structs
 from torch import Tensor
 
 import files
 import hub
 import store
-from files import listing, read_json
+from dataset import Size
+from files import listing
 from model import without_values
-from settings import ModelConfig, UserError, similar_runs
+from settings import ModelConfig, UserError, resolve_model, similar_runs
 from tokenizer import Definition
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -46,41 +47,41 @@ ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
 # What `rope_scaling` of the settings lists, in its order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0)]
+Rope = TypedDict("Rope", dict.fromkeys(LLAMA3_ROPE, Positive))
+Nested = TypedDict(
+    "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
+)
 
 
-class Rope(TypedDict, total=False):
-    """What is read of the rotary positions in config.json."""
-
-    rope_theta: Positive
-    rope_type: str
-    partial_rotary_factor: float | None
-
-
-class ConfigJson(TypedDict, total=False):
-    """What is read of config.json, by its types. `read_config` says what is missing."""
+class Gpt2Json(Struct, kw_only=True):
+    """Our settings in the config.json of a GPT-2, each with its name there where that is another."""
 
     vocab_size: Size
-    n_layer: Annotated[int, Meta(ge=1, le=1 << 12)]
+    n_layer: Layers
     n_head: Size
     n_embd: Size
-    n_inner: Size | None
-    n_positions: Size
-    layer_norm_epsilon: Positive
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1 << 12)]
-    num_attention_heads: Size
-    num_key_value_heads: Size | None
-    head_dim: Size | None
-    hidden_size: Size
-    intermediate_size: Size
-    max_position_embeddings: Size
-    rms_norm_eps: Positive
-    rope_theta: Positive
-    rope_parameters: Rope | None
-    rope_scaling: Rope | None
-    layer_types: list[str] | None
-    tie_word_embeddings: bool
+    d_ff: Size | None = field(name="n_inner", default=None)
+    seq_len: Size = field(name="n_positions")
+    tie_embeddings: bool = field(name="tie_word_embeddings", default=True)
+    norm_eps: Positive = field(name="layer_norm_epsilon", default=1e-5)
+
+
+class LlamaJson(Struct, kw_only=True):
+    """Our settings in the config.json of a Llama or Qwen3, each with its name there where that is another."""
+
+    vocab_size: Size
+    n_layer: Layers = field(name="num_hidden_layers")
+    n_head: Size = field(name="num_attention_heads")
+    n_kv_head: Size | None = field(name="num_key_value_heads", default=None)
+    head_dim: Size | None = None
+    n_embd: Size = field(name="hidden_size")
+    d_ff: Size = field(name="intermediate_size")
+    seq_len: Size = field(name="max_position_embeddings")
+    tie_embeddings: bool = field(name="tie_word_embeddings", default=False)
+    norm_eps: Positive = field(name="rms_norm_eps", default=1e-6)
+    rope_theta: Positive = 10000.0
 
 
 def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
@@ -89,24 +90,18 @@ def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
-        "vocab_size": config.vocab_size,
         "bos_token_id": end,
         "eos_token_id": end,
-        "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": 0.02,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
     }
+    named = structs.fields(Gpt2Json if config.architecture == "gpt2" else LlamaJson)
+    common |= {setting.encode_name: getattr(config, setting.name) for setting in named}
     if config.architecture == "gpt2":
         return common | {
-            "n_layer": config.n_layer,
-            "n_head": config.n_head,
-            "n_embd": config.n_embd,
-            "n_inner": config.d_ff,
-            "n_positions": config.seq_len,
             "n_ctx": config.seq_len,
-            "layer_norm_epsilon": config.norm_eps,
             "activation_function": "gelu" if config.gelu == "erf" else "gelu_new",
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
         }
@@ -115,15 +110,6 @@ def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.
     if factors:
         rope = {"rope_type": "llama3"} | dict(zip(LLAMA3_ROPE, (*factors[:3], int(factors[3])), strict=True))
     return common | {
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_dim,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.d_ff,
-        "max_position_embeddings": config.seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
         "rope_parameters": rope | {"rope_theta": config.rope_theta},
         **({"rope_scaling": rope} if factors else {}),
         "hidden_act": "silu",
@@ -139,78 +125,41 @@ def read_config(directory: Path) -> ModelConfig:
     Raises UserError, which names the key, if the model's arithmetic is not exactly one of ours.
     """
     path = directory / "config.json"
-    config = read_json(path)
+    config = files.read_json(path)
     architecture = config.get("model_type")
-    files.convert(config, ConfigJson, str(path))
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    if architecture not in list(ARCHITECTURES):
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = config | rope
+    nested = files.decode(config, Nested, str(path))
+    if sliding := set(nested.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError(f"{path}: layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
+    found = {"head_dim": 128 if architecture == "qwen3" else None} | config  # null: width / heads
+    found |= nested.get("rope_parameters") or nested.get("rope_scaling") or {}
     for key, accepted in ONLY[architecture].items():
         if found.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
-    try:
-        model = gpt2_config(found) if architecture == "gpt2" else llama_config(found, architecture)
-        if model.n_head % model.n_kv_head:
-            raise ValueError(f"{model.n_kv_head} key/value heads do not divide {model.n_head} heads")
-        return model
-    except KeyError as key:
-        raise UserError(f"{path}: {key} is missing") from None
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+    values = structs.asdict(files.decode(found, Gpt2Json if architecture == "gpt2" else LlamaJson, str(path)))
+    if architecture == "gpt2":
+        values["gelu"] = "erf" if found.get("activation_function") == "gelu" else "tanh"
+    else:
+        values["rope_scaling"] = read_rope_scaling(found, path)
+    model = resolve_model(ModelConfig(architecture, **values), 0)
+    if architecture == "gpt2" and model.n_embd % model.n_head:
+        raise UserError(f"{path}: n_embd = {model.n_embd} is not a multiple of n_head = {model.n_head}")
+    if model.n_head % model.n_kv_head:
+        raise UserError(f"{path}: {model.n_kv_head} key/value heads do not divide {model.n_head} heads")
+    return model
 
 
-def gpt2_config(config: dict) -> ModelConfig:
-    """Convert the config.json of a GPT-2. Raises KeyError if a size is missing, ValueError if sizes do not fit."""
-    if config["n_embd"] % config["n_head"]:
-        raise ValueError(f"n_embd = {config['n_embd']} is not a multiple of n_head = {config['n_head']}")
-    return ModelConfig(
-        architecture="gpt2",
-        vocab_size=config["vocab_size"],
-        n_layer=config["n_layer"],
-        n_head=config["n_head"],
-        n_kv_head=config["n_head"],
-        n_embd=config["n_embd"],
-        d_ff=config.get("n_inner") or 4 * config["n_embd"],
-        head_dim=config["n_embd"] // config["n_head"],
-        seq_len=config["n_positions"],
-        tie_embeddings=config.get("tie_word_embeddings", True),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        gelu="erf" if config.get("activation_function") == "gelu" else "tanh",
-    )
-
-
-def llama_config(config: dict, architecture: str) -> ModelConfig:
-    """Convert the config.json of a Llama or Qwen3, with the keys of its rotary positions among the others.
-
-    Raises KeyError if a size is missing, ValueError for what our models do not compute.
-    """
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim", 128 if architecture == "qwen3" else None) or width // heads
-    rope_type, rope_scaling = config.get("rope_type", config.get("type", "default")), ""
-    if rope_type == "llama3":
-        found = {"original_max_position_embeddings": config["max_position_embeddings"]} | config
-        rope_scaling = ",".join(str(float(found[key])).removesuffix(".0") for key in LLAMA3_ROPE)
-    elif rope_type != "default":
-        raise ValueError(f"rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
-    sliding = set(config.get("layer_types") or ()) - {"full_attention"}
-    if sliding:
-        raise ValueError(f"layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=config["vocab_size"],
-        n_layer=config["num_hidden_layers"],
-        n_head=heads,
-        n_kv_head=config.get("num_key_value_heads") or heads,
-        n_embd=width,
-        head_dim=head_dim,
-        d_ff=config["intermediate_size"],
-        seq_len=config["max_position_embeddings"],
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        rope_theta=float(config.get("rope_theta", 10000.0)),
-        rope_scaling=rope_scaling,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-    )
+def read_rope_scaling(found: dict, path: Path) -> str:
+    """Our `rope_scaling` for what a config.json and its rotary positions have `found`. Raises UserError."""
+    rope_type = found.get("rope_type", found.get("type", "default"))
+    if rope_type == "default":
+        return ""
+    if rope_type != "llama3":
+        raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
+    found = {"original_max_position_embeddings": found["max_position_embeddings"]} | found
+    factors = files.decode(found, Rope, str(path))
+    return ",".join(str(factors[key]).removesuffix(".0") for key in LLAMA3_ROPE)
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
@@ -345,9 +294,9 @@ def write_description(
 
 def vocabulary(tokenizer: Path) -> dict[int, str]:
     """The tokens of a tokenizer.json by id. Raises UserError."""
-    definition = read_json(tokenizer, Definition)
-    tokens = {i: text for text, i in definition["model"]["vocab"].items()}
-    return tokens | {item["id"]: item["content"] for item in definition["added_tokens"]}
+    definition = files.read_json(tokenizer, Definition)
+    tokens = {i: text for text, i in definition.model.vocab.items()}
+    return tokens | {item["id"]: item["content"] for item in definition.added_tokens}
 
 
 def token_text(tokenizer: Path, token: int) -> str:

@@ -33,7 +33,7 @@ from dataset import read_metadata
 from encode import Split, by_hash, choose_split, encode_all
 from join import join, part_directory, part_files
 from settings import UserError, cores
-from shards import DatasetWriter, Progress, SavedRequest, is_finished, read_progress
+from shards import DatasetWriter, Unfinished, is_finished, read_progress
 from sources import SourceFile, TextFormat, embedded_corpus, fetch, fetch_ahead, hub_files, local_files, parse, read_units
 from tokenizer import Tokenizer, load, resolve
 
@@ -107,7 +107,7 @@ def earlier_sources(directory: Path) -> dict[str, dict]:
     if (directory / "dataset.json").exists():
         records = read_metadata(directory)["source"]
     elif progress.exists():
-        records = files.convert(files.read_json(progress, Progress)["request"], SavedRequest, str(progress))["source"]
+        records = files.read_json(progress, Unfinished)["request"]["source"]
     return {record["path"]: record for record in records}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 
 import files
-from dataset import Count, ShardRecord, SourceRecord, read_metadata, token_dtype, write_shard
+from dataset import Count, ShardRecord, Share, Source, read_metadata, token_dtype, write_shard
 from settings import UserError, plural
 from sources import Position
 from tokenizer import Tokenizer
@@ -23,33 +23,19 @@ SPLITS = ("train", "val")
 START = (0, -1)  # the position before all units
 
 
-class SplitProgress(TypedDict):
-    """What `ShardWriter.restore` needs."""
-
-    finished: list[ShardRecord]
-    saved: Count
-
-
-class SplitsProgress(TypedDict):
-    """The progress of both splits."""
-
-    train: SplitProgress
-    val: SplitProgress
-
-
-class SavedRequest(TypedDict):
-    """What of a request is read before the request is compared with another as a whole."""
-
-    source: list[SourceRecord]
+SplitProgress = TypedDict("SplitProgress", {"finished": list[ShardRecord], "saved": Count})
+SplitsProgress = TypedDict("SplitsProgress", dict.fromkeys(SPLITS, SplitProgress))
+# What of progress.json is read before its request is compared as a whole.
+Unfinished = TypedDict("Unfinished", {"request": TypedDict("Request", {"source": list[Source]})})
 
 
 class Progress(TypedDict):
     """The content of progress.json."""
 
     request: dict
-    val_fraction: Annotated[float, Meta(ge=0, le=1)]
+    val_fraction: Share
     by_tail: bool
-    position: tuple[Annotated[int, Meta(ge=0, le=1 << 62)], Annotated[int, Meta(ge=-1, le=1 << 62)]]
+    position: tuple[Count, Annotated[int, Meta(ge=-1, le=1 << 62)]]
     splits: SplitsProgress
 
 
@@ -111,11 +97,9 @@ class ShardWriter:
     def restore(self, finished: list[dict], saved: int) -> None:
         """Go on where `save` was called."""
         self.finished, self.total = finished, sum(record["tokens"] for record in finished)
-        if saved >= len(self.buffer) or files.require_regular(self.partial).stat().st_size < saved * self.buffer.itemsize:
+        tokens = np.fromfile(files.require_regular(self.partial), self.buffer.dtype, min(saved, len(self.buffer)))
+        if not saved == len(tokens) < len(self.buffer) or tokens.max(initial=0) >= self.tokenizer.vocab_size:
             raise UserError(f"{self.partial} does not hold {saved} tokens; remove {self.directory}, or choose another --out")
-        tokens = np.fromfile(self.partial, self.buffer.dtype, saved)
-        if saved and tokens.max() >= self.tokenizer.vocab_size:
-            raise UserError(f"{self.partial} is damaged; remove {self.directory}, or choose another --out")
         self.add(tokens)
         self.saved = saved
 

@@ -19,12 +19,7 @@ from dataset import Count, Sha256
 from settings import Config, ModelConfig
 from world import World
 
-
-class FileRecord(TypedDict):
-    """A file in manifest.json."""
-
-    size: Count
-    sha256: Sha256
+FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # in manifest.json
 
 
 def record(path: Path) -> FileRecord:

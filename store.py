@@ -20,11 +20,8 @@ import files
 from dataset import FileName
 from settings import UserError
 
-
-class Index(TypedDict):
-    """STEM.safetensors.index.json: the file of each tensor."""
-
-    weight_map: Annotated[dict[str, FileName], Meta(min_length=1)]
+# What is read of STEM.safetensors.index.json: the file of each tensor.
+Index = TypedDict("Index", {"weight_map": Annotated[dict[str, FileName], Meta(min_length=1)]})
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,17 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tiktoken
 import tokenizers
-from msgspec import Meta
+from msgspec import Meta, Struct
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import files
 import hub
+from dataset import AddedToken, TokenId
 from settings import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -45,38 +46,26 @@ KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 1
 NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
 
 
-# The outline of a tokenizer.json. The library checks the rest.
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 24)]
+class Bpe(Struct):
+    """The vocabulary and its merges. Other values of the last three keys mean another arithmetic, so they are refused."""
 
-
-class Bpe(TypedDict):
-    """The vocabulary and what merges its tokens. None and False are the only values read of the last keys."""
-
-    type: Annotated[str, Meta(pattern=r"\ABPE\Z")]
+    type: Literal["BPE"]
     vocab: dict[Annotated[str, Meta(min_length=1, max_length=LONGEST_TOKEN)], TokenId]
     merges: list[str | tuple[str, str]]
-    ignore_merges: NotRequired[bool | None]
-    dropout: NotRequired[None]
-    byte_fallback: NotRequired[bool | None]
-    continuing_subword_prefix: NotRequired[Annotated[str, Meta(max_length=0)] | None]
-    end_of_word_suffix: NotRequired[Annotated[str, Meta(max_length=0)] | None]
+    ignore_merges: bool | None = None
+    byte_fallback: bool | None = None
+    dropout: None = None
+    continuing_subword_prefix: Literal["", None] = None
+    end_of_word_suffix: Literal["", None] = None
 
 
-class AddedToken(TypedDict):
-    """A token that is found in text before it is split."""
-
-    id: TokenId
-    content: Annotated[str, Meta(min_length=1)]
-    special: bool
-
-
-class Definition(TypedDict):
-    """The content of a tokenizer.json."""
+class Definition(Struct):
+    """The outline of a tokenizer.json. The library checks the rest."""
 
     model: Bpe
     added_tokens: list[AddedToken]
-    normalizer: NotRequired[Any]
-    pre_tokenizer: NotRequired[Any]
+    normalizer: Any = None
+    pre_tokenizer: Any = None
 
 
 @functools.cache
@@ -237,9 +226,9 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 def from_json(text: str, name: str) -> Tokenizer:
     """Make a tokenizer from the text of a tokenizer.json. Raises UserError."""
-    definition = files.decode_json(text.encode(), Definition, f"{name} is not a tokenizer.json, or not a byte-level BPE")
-    model, added = definition["model"], {item["content"]: item["id"] for item in definition["added_tokens"]}
-    ordinary = {token: i for token, i in model["vocab"].items() if token not in added}
+    definition = files.decode(text.encode(), Definition, f"{name} is not a tokenizer.json, or not a byte-level BPE")
+    model, added = definition.model, {item["content"]: item["id"] for item in definition.added_tokens}
+    ordinary = {token: i for token, i in model.vocab.items() if token not in added}
     alphabet = set(byte_chars().values())
     if not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
         raise UserError(f"{name} is not a byte-level BPE (of all 256 bytes and nothing else), the only type read here")
@@ -270,9 +259,9 @@ def from_json(text: str, name: str) -> Tokenizer:
 
 def _pattern(definition: Definition) -> str | None:
     """The regex with which a tokenizer.json splits text. None if it does anything more to the text before merging."""
-    if definition.get("normalizer") or not all(item["special"] for item in definition["added_tokens"]):
+    if definition.normalizer or not all(item["special"] for item in definition.added_tokens):
         return None
-    match definition.get("pre_tokenizer"):
+    match definition.pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return GPT2_PATTERN
         case {
@@ -292,11 +281,11 @@ def _is_mergeable(model: Bpe, ordinary: dict[str, int], slow: tokenizers.Tokeniz
     So the order of the merges must be that of the ids, and the merges must make every token out of its bytes. A token without
     a merge, which only text that is exactly this token gives, must be one that tiktoken cannot join either.
     """
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.merges]
     made = {"".join(pair): ordinary.get("".join(pair), -1) for pair in pairs}
     ordered = len(made) == len(pairs) and all(a < b for a, b in itertools.pairwise([-1, *made.values()]))
     whole = [token for token in ordinary if len(token) > 1 and token not in made]
-    if not ordered or model.get("byte_fallback") or (whole and not model.get("ignore_merges")):
+    if not ordered or model.byte_fallback or (whole and not model.ignore_merges):
         return False
     ranks = _ranks(ordinary)
     if any(len(_merge(token, ranks)) == 2 for token in _ranks(dict.fromkeys(whole, 0))):

@@ -226,7 +226,10 @@ def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     [
         ("llama", {"model_type": "mistral"}, "model_type 'mistral'"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ("llama", {"rope_parameters": LLAMA3 | {"factor": [8.0]}}, "factor"),
+        ("llama", {"rope_parameters": LLAMA3 | {"factor": -8.0}}, "factor"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ("llama", {"rope_parameters": {"layer_types": [[]], "hidden_size": 0}}, "hidden_size"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
