@@ -4,7 +4,6 @@ DIR becomes a Hugging Face model directory: weights in one or more safetensors f
 generation_config.json, the run's settings as config.toml, and a model card (README.md).
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +19,12 @@ import hf
 import settings
 from checkpoint import Origin, TrainState
 from dataset import Count, read_metadata
+from log import LOSSES, read_records
 from settings import Config, UserError
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SHOWN = 5  # sources of a dataset that the card names
-
-
-class GenerationConfig(TypedDict):
-    """What is read of generation_config.json."""
-
-    eos_token_id: Count
-
-
+GenerationConfig = TypedDict("GenerationConfig", {"eos_token_id": Count})  # what is read of generation_config.json
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -160,10 +153,9 @@ def beginning(origin: Origin) -> str:
 def losses(metrics: Path, step: int) -> str:
     """A table of the last losses up to `step`, as the run recorded them, and of the lowest."""
     found = {}
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-        record = json.loads(line)
-        if record["step"] <= step:
-            found |= {key: (record[key], record["step"]) for key in ("loss", "val_loss", "val_bpb") if key in record}
+    for _, record in read_records(metrics) if metrics.exists() else []:
+        if record and record["step"] <= step:
+            found |= {key: (record[key], record["step"]) for key in LOSSES if key in record}
             if "val_loss" in record:
                 found["best"] = min(found.get("best", found["val_loss"]), found["val_loss"])
     names = {

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict
+from typing import Required, TypedDict
 
 import msgspec
 
 import files
+from dataset import Count
 from settings import Config, UserError, flat_values
 
 try:
@@ -18,22 +19,12 @@ try:
 except ImportError:  # not on Windows, where two runs in one directory are not noticed
     fcntl = None
 
-
 LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
-
-
-class Record(TypedDict):
-    """What is read again of a line of metrics.jsonl. Numbers may be NaN."""
-
-    step: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-    tokens: NotRequired[float | None]
-    loss: NotRequired[float]
-    lr: NotRequired[float | None]
-    grad_norm: NotRequired[float | None]
-    tokens_per_second: NotRequired[float | None]
-    mfu: NotRequired[float | None]
-    skipped: NotRequired[float | None]
-    val_loss: NotRequired[float]
+# What is read again of a line of metrics.jsonl. Numbers may be NaN.
+LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
+Record = TypedDict(
+    "Record", {"step": Required[Count]} | dict.fromkeys(LOSSES, float) | dict.fromkeys(FIGURES, float | None), total=False
+)
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:

@@ -73,6 +73,8 @@ def test_the_card_has_data_losses_settings_and_the_command_that_repeats_the_run(
 def test_a_run_on_several_ranks_whose_settings_changed_says_so(train, tmp_path):
     train("grown", ranks=2, steps=2, eval_every=0)
     train("grown", ranks=2, steps=4, eval_every=0, lr=5e-3)
+    with open(train.runs / "grown" / "metrics.jsonl", "a") as file:
+        file.write('[1]\n{"step": 4, "lo')  # foreign, and torn by a kill
     export.main(
         settings.parse(export.ExportConfig, [str(train.runs / "grown"), f"--out={tmp_path}/out", "--dtype=float32"], "")
     )
