@@ -50,6 +50,7 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0)]
 Rope = TypedDict("Rope", dict.fromkeys(LLAMA3_ROPE, Positive))
+# What config.json has inside it: the rotary positions, as transformers 5 or 4 calls them, and the type of each layer.
 Nested = TypedDict(
     "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
 )
