@@ -3,6 +3,7 @@
 The client is huggingface_hub. It finds the user's token by itself (HF_TOKEN, or what `hf auth login` has saved).
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -16,16 +17,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 import files
 from settings import UserError
 
 SCHEME = "hf://"
+DEFAULT_ENDPOINT = "https://huggingface.co"
 ADDRESS = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/@]+))?(?:/(?P<path>.*?))?/*")
 WAIT_SECONDS = (0.5, 1, 2, 4, 8, 15)  # between the tries of a request
 LONGEST_WAIT = 300.0  # however long a server asks us to wait
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # the same request may succeed after these HTTP statuses
 PERMANENT = ("OfflineModeIsEnabled", "HFValidationError")  # errors without a status that no patience helps against
+UNREACHED = ("ConnectError", "ConnectTimeout")  # nobody answered at the address
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def parse_address(source: str) -> re.Match:
 def find_commit(source: str) -> str:
     """The sha of the commit that an address means at this moment. Raises UserError."""
     address = parse_address(source)
-    return retry(source, lambda: client().dataset_info(address["repository"], revision=address["revision"]).sha)
+    return retry(source, lambda: client().dataset_info(address["repository"], revision=address["revision"]).sha, begins=True)
 
 
 def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: Path) -> list[HubFile]:
@@ -71,7 +75,7 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
     def list_tree():
         return list(client().list_repo_tree(repository, folder, recursive=True, revision=commit, repo_type="dataset"))
 
-    for entry in retry(source, list_tree):
+    for entry in retry(source, list_tree, begins=True):
         path = PurePosixPath(entry.path)
         if path.is_relative_to(named) and entry.path.endswith(suffixes) and hasattr(entry, "blob_id"):
             if path.is_absolute() or ".." in path.parts:
@@ -136,8 +140,11 @@ def client():
     return HfApi()
 
 
-def retry(name: str, request: Callable):
-    """Return the result of `request`. Tries again after an error that may pass. Raises UserError, which begins with `name`."""
+def retry(name: str, request: Callable, begins: bool = False):
+    """Return the result of `request`. Tries again after an error that may pass. Raises UserError, which begins with `name`.
+
+    begins: nothing has been downloaded yet. An HF_ENDPOINT where nobody answers is then a mistake, and not tried again.
+    """
     for seconds in (*WAIT_SECONDS, None):
         try:
             return request()
@@ -148,7 +155,8 @@ def retry(name: str, request: Callable):
             response = getattr(error, "response", None)
             status = getattr(response, "status_code", None)
             reason = f"{name}: {explain(error, status)}"
-            is_permanent = status not in TRANSIENT if status else type(error).__name__ in PERMANENT
+            hopeless = PERMANENT + UNREACHED * (begins and "HF_ENDPOINT" in os.environ)
+            is_permanent = status not in TRANSIENT if status else type(error).__name__ in hopeless or not is_endpoint()
             if is_permanent or seconds is None:
                 raise UserError(reason) from None
             retry_after = response.headers.get("Retry-After", "") if status else ""
@@ -158,18 +166,36 @@ def retry(name: str, request: Callable):
 
 
 def explain(error: Exception, status: int | None) -> str:
-    """The reason for an error in one line. It never quotes a URL, which may hold a signature."""
+    """The reason for an error in one line. It never quotes a URL that was asked for, which may hold a signature."""
+    address, set_here = re.sub("[^/]*@", "", endpoint()), ""  # without a password
+    if address != DEFAULT_ENDPOINT:
+        set_here = f" (HF_ENDPOINT is {address}; unset, it is {DEFAULT_ENDPOINT})"
     if status in (401, 403):
         return "it does not exist, or you have no access; set HF_TOKEN to a token that may read it"
     if status == 404:
-        return "there is no such repository, revision or folder"
+        return f"there is no such repository, revision or folder{set_here}"
     if status:
         return f"the server answered with HTTP status {status}"
     if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         return "HF_HUB_OFFLINE is set, and the local cache does not have it"
+    if not is_endpoint():
+        return f"HF_ENDPOINT={address!r} is not the address of a hub, such as {DEFAULT_ENDPOINT}; correct or unset it"
     first = error
     while first.__cause__ or first.__context__:
         first = first.__cause__ or first.__context__
     if isinstance(first, (socket.gaierror, ConnectionError, TimeoutError)):
-        return f"the hub cannot be reached: {first.strerror or first}"
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        return f"the hub cannot be reached: {first.strerror or first}{set_here}"
+    return (str(error).strip().partition("\n")[0] or type(error).__name__) + set_here
+
+
+def endpoint() -> str:
+    """The address of the hub, as huggingface_hub takes it from the environment."""
+    return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT)
+
+
+def is_endpoint() -> bool:
+    """Whether the address of the hub has the form of one."""
+    with contextlib.suppress(ValueError):  # a port that is no number
+        parts = urlsplit(endpoint())
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    return False

@@ -212,10 +212,34 @@ def test_a_file_that_never_has_its_hash_is_refused(server, tmp_path):
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
-def test_no_network_is_said_in_one_line(server, tmp_path):
-    _, errors = prepare(server, tmp_path, SOURCE, "out", status=2, waits=HASTY, endpoint="http://127.0.0.1:9")
-    assert errors.splitlines()[-1].startswith(f"error: {SOURCE}: ") and "refused" in errors.splitlines()[-1]
-    assert len(errors.splitlines()) == 3 and not (tmp_path / "out").exists()
+def test_a_server_that_drops_every_request_is_said_in_one_line(server, tmp_path):
+    server.misbehave = lambda number, method, path: "drop"
+    _, errors = prepare(server, tmp_path, SOURCE, "out", status=2, waits=HASTY)
+    *tries, last = errors.splitlines()
+    assert len(tries) == 2 and all("; trying again in 0.01 s" in line for line in tries)
+    assert last.startswith(f"error: {SOURCE}: ") and f"(HF_ENDPOINT is {server.url()}; unset" in last
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        (
+            "http://127.0.0.1:9",
+            "the hub cannot be reached: Connection refused (HF_ENDPOINT is http://127.0.0.1:9; unset",
+        ),
+        ("http://nowhere.invalid", "(HF_ENDPOINT is http://nowhere.invalid; unset, it is https://huggingface.co)"),
+        ("https://me:secret@nowhere.invalid", "(HF_ENDPOINT is https://nowhere.invalid; unset, it is https://huggingface.co)"),
+        ("huggingface.co", "HF_ENDPOINT='huggingface.co' is not the address of a hub, such as https://huggingface.co; correct"),
+        ("http://[", "HF_ENDPOINT='http://[' is not the address of a hub"),
+        ("", "HF_ENDPOINT='' is not the address of a hub"),
+    ],
+)
+def test_an_endpoint_that_is_no_hub_is_said_at_once(tmp_path, endpoint, said):
+    command = [sys.executable, "prepare_data.py", SOURCE, f"--out={tmp_path}/out", "--tokenizer=bytes"]
+    errors = execute(command, 2, env={"HF_ENDPOINT": endpoint}).stderr  # with the waits that users have
+    assert errors.startswith(f"error: {SOURCE}: ") and said in errors and len(errors.splitlines()) == 1
+    assert "secret" not in errors and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
