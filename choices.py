@@ -123,12 +123,15 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     memory = sum(footprint.of_rank(config, world.size, world.device.type).values())
     flops = footprint.flops_per_token(model) * train.tokens_per_update * (train.steps - step)
     source = "by its datasheet" if device.known_peak_flops(world.device, train.dtype) else "measured here by matrix products"
+    parts = zip(mixture.datasets, mixture.shares, batches.streams, batches.epochs(train.steps), strict=True)
+    is_mixed = len(mixture.datasets) > 1
     rows = [
         f"model   {model.architecture}, {parameters:,} parameters: {layers}, {model.n_embd} wide, "
         f"vocabulary {model.vocab_size}, context {model.seq_len}",
         *(
             f"tokens  {len(stream):,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
-            for dataset, stream, epochs in zip(mixture.datasets, batches.streams, batches.epochs(train.steps), strict=True)
+            + f", for {100 * share / data.SHARES:.3g} % of its sequences" * is_mixed
+            for dataset, share, stream, epochs in parts
         ),
         f"batch   {train.tokens_per_update:,} tokens = {plural(config.micro_batches, 'micro-batch')} of "
         f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",

@@ -40,7 +40,11 @@ def test_a_mixture_gives_the_same_bits_on_any_number_of_ranks_killed_or_not(trai
 
 
 def test_the_losses_of_each_dataset_and_of_the_mixture_are_recorded(train, mixture, tmp_path):
-    train("mixed", **FLAGS, tokens=mixture)
+    shown = train("mixed", **FLAGS, tokens=mixture).stdout
+    shares = re.findall(
+        r"tokens  [\d,]+ to train on in .*; the run reads them [\d.]+ times, for (.*) of its sequences\n", shown
+    )
+    assert shares == ["75 %", "25 %"]
     records = [record for record in train.metrics("mixed") if "val_loss" in record]
     assert len(records) == 4
     for record in records:
