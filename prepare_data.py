@@ -39,6 +39,7 @@ from tokenizer import Tokenizer, load, resolve
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # how much text train:N learns from
+SHOWN_KINDS = 8  # of files that are skipped
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
 
 
@@ -95,7 +96,11 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
             record["revision"] = earlier.get(source, {}).get("revision") or hub.find_commit(source)
             found = hub_files(source, record["revision"], directory / "downloads")
         else:
-            found = embedded_corpus() if source == EMBEDDED else local_files(source)
+            found, others = (embedded_corpus(), None) if source == EMBEDDED else local_files(source)
+            if others:
+                kinds = ", ".join(f"{suffix} ({count:,})" for suffix, count in others.most_common(SHOWN_KINDS))
+                more = ", ..." * (len(others) > SHOWN_KINDS)
+                print(f"{source}: skipped {settings.plural(others.total(), 'file')} of other types: {kinds}{more}")
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
         all_files += found
     return all_files, records
@@ -179,7 +184,7 @@ def prepare(config: PrepareConfig) -> None:
     writer = DatasetWriter(directory, request, tokenizer, split.val_fraction, by_tail=split.boundary is not None)
     if progress:
         writer.restore(progress)
-        print(f"{directory}: going on after {len(writer.records)} finished shards")
+        print(f"{directory}: going on after {settings.plural(len(writer.records), 'finished shard')}")
     else:
         writer.begin()
     encode_files(writer, split, source_files, text, config)

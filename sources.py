@@ -8,6 +8,7 @@ import json
 import lzma
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -80,17 +81,22 @@ def text_format(path: Path) -> str:
     return suffix if suffix in SUFFIXES else ""
 
 
-def local_files(source: str) -> list[SourceFile]:
-    """The files of a file or folder on this machine, in order. Raises UserError if there are none."""
+def local_files(source: str) -> tuple[list[SourceFile], Counter[str]]:
+    """The files of a file or folder on this machine, in order, and how many others it has of each suffix.
+
+    Raises UserError if there are none to read.
+    """
     root = Path(source)
     if not root.exists():
         name = source.removeprefix("https://huggingface.co/datasets/")
         hint = f"; perhaps you meant hf://datasets/{name}" if HUB_NAME.fullmatch(name) else ""
         raise UserError(f"{source}: no such file or folder{hint}")
-    found = listed(root, (path for path in (root.rglob("*") if root.is_dir() else [root]) if text_format(path)))
+    paths = [path for path in (root.rglob("*") if root.is_dir() else [root]) if path.is_file()]
+    found = listed(root, filter(text_format, paths))
     if not found:
         raise UserError(f"{source}: wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
-    return found
+    others = (path.suffixes[-2:] if path.suffix in OPENERS else [path.suffix] for path in paths if not text_format(path))
+    return found, Counter(sorted("".join(suffixes) or "no suffix" for suffixes in others))
 
 
 def listed(root: Path, paths: Iterable[Path]) -> list[SourceFile]:

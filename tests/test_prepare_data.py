@@ -311,6 +311,18 @@ def test_the_command_says_what_each_split_got(here, capsys):
         assert line == f"{split}: {len(made.tokens(split)):,} tokens in {documents} document{'s' * (documents > 1)}"
 
 
+def test_files_of_other_types_are_counted_by_their_suffix(here):
+    (here / "text" / "sub").mkdir(parents=True)
+    write_lines(here / "text" / "sub" / "a.jsonl")
+    for name in ("1.png", "2.png", "sub/3.png", "b.zip", "c.csv.gz", "LICENSE", ".hidden"):
+        (here / "text" / name).write_bytes(b"no text")
+    command = [sys.executable, ROOT / "prepare_data.py", "--out=out", "--tokenizer=bytes"]
+    out = execute([*command, "text"], cwd=here).stdout.splitlines()
+    assert out[0] == "text: skipped 7 files of other types: .png (3), no suffix (2), .csv.gz (1), .zip (1)"
+    out = execute([*command, "text/sub/a.jsonl", "--out=one"], cwd=here).stdout
+    assert "skipped" not in out
+
+
 def test_a_directory_with_other_files_is_refused(here):
     write_lines(here / "a.jsonl")
     (here / "out").mkdir()
@@ -421,7 +433,7 @@ def test_bad_input_ends_in_two_lines_and_status_2(here):
 @pytest.mark.parametrize("text", ["more words\n" * 9, "less\n"], ids=["growing", "shrinking"])
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, text):
     (tmp_path / "a.txt").write_text("some words\n" * 5)
-    paths = sources.fetch_ahead(sources.local_files(str(tmp_path)), keep=False)
+    paths = sources.fetch_ahead(sources.local_files(str(tmp_path))[0], keep=False)
     next(paths).write_text(text)
     with pytest.raises(settings.UserError, match=r"a\.txt changed while it was read"):
         next(paths)
