@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 import files
 from dataset import Dataset, Metadata, Stream, open_dataset, read_metadata
-from settings import UserError
+from settings import UserError, plural
 from tokenizer import Tokenizer, load, resolve
 
 SCANNED_TOKENS = 1 << 22  # at a time
@@ -31,8 +31,7 @@ def check(directory: Path, spec: str = "") -> None:
     records = {record["file"]: record for record in metadata.get("shards", ())}
     for split in dataset.splits:
         lines += check_split(dataset, split, tokenizer, records, metadata.get("dtype"))
-    count = sum(len(stream.shards) for stream in dataset.splits.values())
-    print("\n".join([*lines, f"all {count} shards are whole" + (" and match their sha256" if records else "")]))
+    print("\n".join([*lines, "every shard is whole" + " and matches its sha256" * bool(records)]))
 
 
 def check_tokenizer(dataset: Dataset, metadata: Metadata) -> Tokenizer:
@@ -61,7 +60,7 @@ def check_split(dataset: Dataset, split: str, tokenizer: Tokenizer | None, recor
                     raise UserError(f"{path}: {name} is {value}, dataset.json says {wanted[name]}")
     if records and len(stream) and (first := beginning(stream, 1)[0]) != dataset.eot_token:
         raise UserError(f"{stream.paths[0]} begins with token {first}, not with end-of-text, {dataset.eot_token}")
-    line = f"{split}: {len(stream.shards)} shards, {len(stream):,} tokens, {documents:,} documents"
+    line = f"{split}: {plural(len(stream.shards), 'shard')}, {plural(len(stream), 'token')}, {plural(documents, 'document')}"
     shown = beginning(stream, SHOWN_TOKENS)
     if tokenizer is None:
         return [line, f"  {str(shown.tolist())[:SHOWN_CHARACTERS]}"]

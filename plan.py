@@ -14,7 +14,7 @@ import footprint
 import settings
 from cluster import Hardware
 from log import read_records
-from settings import Config, PlanConfig, UserError
+from settings import Config, PlanConfig, UserError, plural
 
 GPT2_VOCAB_SIZE = 50257  # where no dataset says another
 CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
@@ -240,7 +240,7 @@ def text(facts: dict) -> str:
         ("  training waits", f"{facts['checkpoint']['stall_s']:.1f} s", f"{facts['checkpoint']['write_s']:.1f} s to write it"),
         ("Network, by an alpha-beta model without stragglers",),
         ("  a rank sends in an update", f"{gb(time['sent_bytes'])} GB"),
-        *((f"  efficiency of {ranks} rank(s)", f"{share:.1%}", f"{ranks * share:.2f} times one")
+        *((f"  efficiency of {plural(ranks, 'rank')}", f"{share:.1%}", f"{ranks * share:.2f} times one")
           for ranks, share in facts["scaling"].items()),
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in rows[1:] if len(row) > i) for i in range(2)]

@@ -41,7 +41,8 @@ def vote(copies: list) -> str:
         ranks_by_copy.setdefault(str(copy), []).append(rank)
     *others, most = sorted(ranks_by_copy.values(), key=len)
     if 2 * len(most) > len(copies):
-        return f"of rank(s) {sorted(sum(others, []))} is not that of the other {len(most)} ranks"
+        outvoted = sorted(sum(others, []))
+        return f"of rank{'s' * (len(outvoted) > 1)} {', '.join(map(str, outvoted))} is not that of the other {len(most)} ranks"
     groups = " and ".join(map(str, sorted(ranks_by_copy.values())))
     return f"is not the same on ranks {groups}; no majority tells which is right"
 

@@ -193,7 +193,7 @@ def try_fault(name: str, runs: Path, strategy: str, flags: dict, fault: Fault, u
     else:
         step, by = fault.step, UNCHANGED if unchanged else NOTHING
     where = {"strategy": strategy, **asdict(fault), "flip": json.loads((runs / f"{name}.flip").read_text())}
-    named = f"of rank(s) [{fault.rank}] is not" in errors if by == REPLICAS else None
+    named = f"of rank {fault.rank} is not" in errors if by == REPLICAS else None
     return {**where, "found_by": by, "steps_later": step - fault.step, "named": named}
 
 

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+import settings
 import tokenizer
 from conftest import ROOT, execute
 from dataset import open_dataset, open_shard, write_shard
@@ -44,9 +45,10 @@ def test_a_dataset_is_described(made):
     for split in ("train", "val"):
         rows = [row for row in metadata["shards"] if row["split"] == split]
         tokens, documents, size = (sum(row[key] for row in rows) for key in ("tokens", "documents", "bytes_of_text"))
-        assert f"{split}: {len(rows)} shards, {tokens:,} tokens, {documents:,} documents, {size:,} bytes of text" in out
+        shards = settings.plural(len(rows), "shard")
+        assert f"{split}: {shards}, {tokens:,} tokens, {documents:,} documents, {size:,} bytes of text" in out
     assert out.count("'<|endoftext|>Document ") == 2 and "vocabulary 400, end-of-text is token 0" in out
-    assert f"all {len(metadata['shards'])} shards are whole and match their sha256" in out
+    assert "every shard is whole and matches its sha256\n" in out
 
 
 def change(made, edit):
@@ -133,8 +135,8 @@ def test_tokens_of_another_tool_are_described(here, capsys, kind):
     tokens[[0, 700, 2000, 2500, 2600]] = 50256
     status, out, _ = run(capsys, "--check", foreign(here / "other", kind, tokens))
     assert status == 0
-    assert "train: 1 shards, 2,000 tokens, 2 documents\n  [50256, " in out
-    assert "val: 1 shards, 1,000 tokens, 3 documents\n" in out and "all 2 shards are whole\n" in out
+    assert "train: 1 shard, 2,000 tokens, 2 documents\n  [50256, " in out
+    assert "val: 1 shard, 1,000 tokens, 3 documents\n" in out and "every shard is whole\n" in out
 
 
 def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(here, capsys):

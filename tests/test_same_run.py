@@ -324,8 +324,8 @@ train.update = drifting
 @pytest.mark.parametrize(
     "ranks, drifting, message",
     [
-        (3, 0, "of rank(s) [0] is not that of the other 2 ranks"),
-        (3, 2, "of rank(s) [2] is not that of the other 2 ranks"),
+        (3, 0, "of rank 0 is not that of the other 2 ranks"),
+        (3, 2, "of rank 2 is not that of the other 2 ranks"),
         (2, 1, "is not the same on ranks [0] and [1]; no majority tells which is right"),
     ],
 )
