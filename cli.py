@@ -127,10 +127,11 @@ def flat_values(config) -> dict[str, Any]:
     return values
 
 
-def parse(cls, args: list[str], description: str, default=None):
+def parse(cls, args: list[str], description: str, default=None, first: str = ""):
     """Parse command-line `args` into the frozen dataclass `cls`: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
 
     default: an instance of `cls` with the values of flags that are not given. `--help` prints them and exits 0.
+    first: what `--help` says may stand before the flags, if that is not in `cls`.
     Raises one UserError with all mistakes: unknown flags with the nearest known one, wrong values with what is allowed.
     """
     import tyro
@@ -152,6 +153,7 @@ def parse(cls, args: list[str], description: str, default=None):
             config, unknown = tyro.cli(
                 cls,
                 args=complete,
+                prog=f"python {os.path.relpath(sys.argv[0])} {first}".rstrip(),
                 default=default or tyro.MISSING_NONPROP,
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),

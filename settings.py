@@ -5,6 +5,7 @@ The dataclasses below are the reference of all settings. They stand here, and no
 """
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -305,7 +306,7 @@ def load_command(args: list[str], description: str) -> Command:
     preset = HERE / "config" / "laptop.toml"
     if args and not args[0].startswith("-"):
         preset, args = Path(args[0]), args[1:]
-    command = parse(Command, args, description, Command(read_preset(preset)))
+    command = parse(Command, args, description, Command(read_preset(preset)), "[config/NAME.toml]")
     config, plan = command.config, command.plan
     if not config.run.name:
         config = replace(config, name=preset.stem)
@@ -318,11 +319,13 @@ def read_preset(path: Path) -> Config:
     """The `Config` in a TOML file with one table a group. Raises one UserError with all its mistakes."""
     if path.is_dir() or not path.exists():
         presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
-        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}")
+        meant = {preset.stem: f"; perhaps you meant {preset}" for preset in presets}
+        near = [meant[stem] for stem in difflib.get_close_matches(path.stem, meant, n=1)]
+        raise UserError(f"no preset {path}{''.join(near)}; there are {', '.join(map(str, presets))}")
     try:
         content = tomllib.loads(files.read_text(path, 1 << 20))
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path} is not a preset in TOML: {error}") from None
     except RecursionError:
         raise UserError(f"{path}: it is nested too deeply") from None
     groups = {group.name: flat_fields(group.type) for group in dataclasses.fields(Config)}

@@ -1,8 +1,15 @@
 """Pretrain a GPT: `python train.py [config/NAME.toml] [--flag=value ...]`, or the same under torchrun.
 
-Read from top to bottom: what is made, the loop, one update, then the helpers in the order of their use. The same command again
-continues the run. Exit status: 0 complete, 2 bad input, 1 the run cannot go on, 75 stopped with the state saved.
+    python train.py                                                          # the preset config/laptop.toml
+    python train.py config/gpt2_124m.toml --lr=3e-4                          # a preset, and a flag that wins over it
+    torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.toml  # on eight GPUs
+    python train.py config/gpt2_124m.toml --plan                             # what it will need; trains nothing
+
+The same command again continues the run. Exit status: 0 complete, 2 bad input, 1 the run cannot go on, 75 stopped with the
+state saved.
 """
+
+# Read from top to bottom: what is made, the loop, one update, then the helpers in the order of their use.
 
 import os
 import sys

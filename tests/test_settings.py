@@ -67,6 +67,10 @@ def test_booleans(word, value):
         (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
         (["config/nothing.toml"], "config/laptop.toml"),
         (["config"], "no preset config; there are config/gpt2_124m.toml, "),
+        (["laptop"], "no preset laptop; perhaps you meant config/laptop.toml; there are config/gpt2_124m.toml, "),
+        (["config/laptop.py"], "no preset config/laptop.py; perhaps you meant config/laptop.toml; there are "),
+        (["gpt2_124.toml"], "perhaps you meant config/gpt2_124m.toml"),
+        (["train.py"], "train.py is not a preset in TOML: "),
         (["--lr=1", "config/laptop.toml"], "before all flags"),
         (
             ["--n_head=5"],
@@ -309,6 +313,9 @@ def test_a_full_disk_is_not_the_users_input(capsys):
 def test_help_lists_every_flag_and_bad_input_exits_2_without_importing_torch():
     shown = run("--help")
     assert shown.returncode == 0
+    assert re.match(r"usage: python \S*train\.py \[config/NAME\.toml\] ", shown.stdout)
+    first_lines = shown.stdout.partition("options")[0]
+    assert "    python train.py config/gpt2_124m.toml --lr=3e-4  " in first_lines and "top to bottom" not in first_lines
     for name in settings.flat_fields(settings.Config):
         assert f"--{name}" in shown.stdout
     refused = run("--lrr=1")
