@@ -51,7 +51,8 @@ def copy(tmp_path_factory):
     text = "".join(f"Line {i}: to be or not to be, that is the question number {i * i}.\n" for i in range(3000))
     (folder / "input.txt").write_text(text)
     (folder / "corpus").mkdir()
-    shutil.copy(ROOT / "README.md", folder / "corpus")
+    for i in range(120):  # parts need 100 documents
+        (folder / "corpus" / f"{i}.md").write_text(f"{i}\n" + (ROOT / "README.md").read_text())
     (folder / "more.jsonl.gz").write_bytes(gzip.compress(b'{"text": "hello"}\n' * 50))
     run("python prepare_data.py", folder)
     run("python prepare_data.py input.txt --out=tokens/fineweb10B --tokenizer=train:300", folder)
