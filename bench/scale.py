@@ -37,6 +37,7 @@ LLAMA_70B = dict(
     n_head=64,
     n_kv_head=8,
     n_embd=8192,
+    head_dim=128,
     d_ff=28672,
     vocab_size=128256,
     seq_len=8192,
