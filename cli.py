@@ -10,6 +10,7 @@ import difflib
 import errno
 import io
 import os
+import select
 import signal
 import sys
 import time
@@ -49,6 +50,22 @@ class RunError(Exception):
 
 
 @contextlib.contextmanager
+def survive_closed_pipe():
+    """Go on without a console where nobody reads it any more, as after `| head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        console = select.poll()
+        console.register(sys.stdout, 0)
+        if not any(event & select.POLLERR for _, event in console.poll(0)):
+            raise  # it was another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
 def user_errors():
     """Print an error that the user can act on as `error: ...`, without a traceback, and exit.
 
@@ -58,8 +75,10 @@ def user_errors():
     for console in (sys.stdout, sys.stderr):  # a character that the terminal does not have must not end the program
         console.reconfigure(errors="backslashreplace")
     try:
-        yield
-        return
+        with survive_closed_pipe():
+            yield
+            return
+        raise SystemExit(0)
     except UserError as error:
         message, status = str(error), 2
     except RunError as error:

@@ -363,9 +363,9 @@ def find_model(name: str) -> Path:
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
         parent = next(p for p in path.absolute().parents if p.is_dir())
         raise UserError(f"{name} is not a directory; {parent} has {listing(parent)}{similar_runs(name)}")
-    from huggingface_hub import snapshot_download
-
     try:
+        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
+
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
         reason = hub.explain(error, getattr(getattr(error, "response", None), "status_code", None))

@@ -11,6 +11,7 @@ from typing import Required, TypedDict
 import msgspec
 
 import files
+from cli import plural, survive_closed_pipe
 from dataset import Count
 from settings import Config, UserError, flat_values
 
@@ -67,10 +68,11 @@ class Log:
         """Write a line to the console and to train.log."""
         if self.is_master:
             self._text.write(message + "\n")
-            if self.bar is None:
-                print(message, flush=True)
-            else:
-                self.bar.write(message)
+            with survive_closed_pipe():
+                if self.bar is None:
+                    print(message, flush=True)
+                else:
+                    self.bar.write(message)
 
     def warn(self, message: str) -> None:
         """Write a line that asks for attention."""
@@ -95,7 +97,7 @@ class Log:
             unreadable = [aside.read_bytes() if aside.is_file() else b"", *unreadable]
             with files.publish(aside) as file:
                 file.writelines(unreadable)
-            self.warn(f"{path} has {len(unreadable) - 1} line(s) that are no records; they are in {aside.name} now")
+            self.warn(f"{path} has {plural(len(unreadable) - 1, 'unreadable line')}, now in {aside.name}")
         with files.publish(path) as file:
             file.writelines(kept)
         self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115

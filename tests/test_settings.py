@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data
+import machine
 import settings
+from conftest import execute
 from settings import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -332,3 +334,17 @@ def test_other_ranks_leave_the_master_time_to_tell_of_bad_input(monkeypatch):
     began = time.monotonic()
     refused = run("--lrr=1")
     assert refused.returncode == 2 and "[rank 1]" in refused.stderr and time.monotonic() - began > 3
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--plan"], ["--steps=5"]])
+def test_a_reader_that_ends_early_ends_nothing_else(tmp_path, flags):
+    small = [f"--{name}={value}" for name, value in machine.TINY_RUN.items()]
+    own = [f"--out_dir={tmp_path}", "--name=run", f"--tokens={tmp_path / 'tokens'}"]
+    execute([sys.executable, "prepare_data.py", "README.md", f"--out={tmp_path / 'tokens'}", "--tokenizer=bytes"])
+    command = [sys.executable, "train.py", *small, *own, *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 0
+    if flags == ["--steps=5"]:
+        assert "done: 5 steps" in (tmp_path / "run" / "train.log").read_text()
