@@ -368,6 +368,8 @@ def load_state(directory: Path) -> TrainState:
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
     settings.from_record(state.settings, str(path))
+    if not state.history:
+        raise UserError(f"{path}: history is empty; it has at least the run's beginning")
     if state.grad_scaler and state.grad_scaler.keys() != torch.amp.GradScaler("cpu").state_dict().keys():
         raise UserError(f"{path}: grad_scaler has the keys {', '.join(state.grad_scaler)}")
     return state

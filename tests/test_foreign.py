@@ -710,6 +710,7 @@ STATES = [
         ("a step that is NaN", lambda s: json.dumps(s).replace('"step": 2', '"step": NaN'), "malformed"),
         ("tokens of a fraction", lambda s: s.update(tokens=0.5), "$.tokens"),
         ("best of texts", lambda s: s.update(best=["x"]), "$.best"),
+        ("no history", lambda s: s.update(history=[]), "history is empty"),
         ("best of three", lambda s: s.update(best=[[1.0, 2, 3]]), "$.best"),
         ("a grad_scaler of a list", lambda s: s.update(grad_scaler=[]), "$.grad_scaler"),
         ("a grad_scaler of other keys", lambda s: s.update(grad_scaler={"x": 1.0}), "grad_scaler"),
