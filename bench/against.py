@@ -18,6 +18,9 @@ from measure import in_turns, ratio, run_until, spread
 from settings import UserError
 
 
+PRESET = str(machine.ROOT / "config/laptop.toml")  # of this checkout, for both
+
+
 @dataclass(frozen=True)
 class AgainstConfig:
     base: str
@@ -44,14 +47,14 @@ def main(config: AgainstConfig) -> None:
 
         def cold(name: str) -> float:
             with tempfile.TemporaryDirectory(dir=folder) as cache:
-                return run_until(1, "config/laptop.toml", checkouts[name], {"TORCHINDUCTOR_CACHE_DIR": cache}, **flags)[0]
+                return run_until(1, PRESET, checkouts[name], {"TORCHINDUCTOR_CACHE_DIR": cache}, **flags)[0]
 
         def warm(name: str) -> float:
             cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name}"}
             if not speeds[name]:  # the first run fills the cache
-                run_until(1, "config/laptop.toml", checkouts[name], cache, **flags)
-            seconds = run_until(1, "config/laptop.toml", checkouts[name], cache, **flags)[0]
-            lines = run_until(config.steps, "config/laptop.toml", checkouts[name], cache, **flags)[1]
+                run_until(1, PRESET, checkouts[name], cache, **flags)
+            seconds = run_until(1, PRESET, checkouts[name], cache, **flags)[0]
+            lines = run_until(config.steps, PRESET, checkouts[name], cache, **flags)[1]
             steps = [line["tokens_per_second"] for line in lines[config.warmup_steps :] if "tokens_per_second" in line]
             speeds[name].append(statistics.median(steps))
             return seconds

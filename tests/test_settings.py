@@ -75,11 +75,11 @@ def test_booleans(word, value):
         (["train.py"], "train.py is not a preset in TOML: "),
         (["--lr=1", "config/laptop.toml"], "before all flags"),
         (
-            ["--n_head=5"],
+            ["--n_embd=256", "--n_head=5"],
             "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need heads of an even width); "
             "try --n_embd=250 or 260",
         ),
-        (["--n_kv_head=3"], "--n_kv_head=3 does not divide"),
+        (["--n_head=4", "--n_kv_head=3"], "--n_kv_head=3 does not divide"),
         (["--steps=0"], "--steps must be greater than 0"),
         (["--dropout=1"], "--dropout"),
         (["--tokens_per_update=1000"], "try 768 or 1024"),
@@ -263,7 +263,7 @@ def test_a_refused_command_tells_all_mistakes_on_any_terminal(environment):
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8"}, ASCII], ids=["utf-8", "ascii"])
 def test_help_shows_the_defaults_of_the_preset(environment, tmp_path):
     (tmp_path / "untied.toml").write_text("[model]\ntie_embeddings = false\n\n[train]\nsteps = 95367\n")
-    for preset, steps, tied in [([], 240, "true"), ([tmp_path / "untied.toml"], 95367, "false")]:
+    for preset, steps, tied in [([], 206, "true"), ([tmp_path / "untied.toml"], 95367, "false")]:
         shown = run(*preset, "--help", **environment)
         assert (shown.returncode, shown.stderr) == (0, "")
         text = " ".join(shown.stdout.replace("\u2502", " ").replace("|", " ").split())
