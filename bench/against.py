@@ -17,7 +17,6 @@ import settings
 from measure import in_turns, ratio, run_until, spread
 from settings import UserError
 
-
 PRESET = str(machine.ROOT / "config/laptop.toml")  # of this checkout, for both
 
 

@@ -13,14 +13,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import cluster
-import footprint
 import machine
 import plan
 import settings
 from measure import run_until
 from memory import BASE, make_tokens
-from settings import Config, PlanConfig
+from settings import PlanConfig
 
 SEQUENCES = 16  # an update's sequences of 256 tokens, or as many tokens in longer ones
 REFERENCE = BASE | dict(dtype="float32", seq_len=256, micro_batch_size=8, threads=0, device="cpu", eval_every=0)
@@ -62,7 +60,7 @@ def main(config: StepTimeConfig) -> int:
     with machine.workspace() as folder:
         make_tokens(folder / "tokens", 200_000)
         for name, (ranks, flags) in chosen.items():
-            mfu = mfu_of(REFERENCE, seconds(config, 1, REFERENCE, folder))
+            mfu = predicted(1, REFERENCE, mfu=1) / seconds(config, 1, REFERENCE, folder)
             planned, measured = predicted(ranks, REFERENCE | flags, mfu), seconds(config, ranks, REFERENCE | flags, folder)
             rows.append({"setting": name, "ranks": ranks, "flags": {key: str(value) for key, value in flags.items()}})
             rows[-1] |= {"mfu": mfu, "predicted_s": planned, "measured_s": measured}
@@ -82,22 +80,11 @@ def seconds(config: StepTimeConfig, ranks: int, flags: dict, folder: Path) -> fl
     return tokens / statistics.median(record["tokens_per_second"] for record in records[config.warmup_steps :])
 
 
-def described(flags: dict) -> Config:
-    """The settings of such a run."""
-    own = {"tokens": "none", "tokens_per_update": SEQUENCES * REFERENCE["seq_len"]}
-    return settings.load(machine.arguments("", **flags | own)[1:], "")
-
-
-def mfu_of(flags: dict, measured: float) -> float:
-    """The MFU of an update on one rank that took `measured` seconds, by the peak that --plan_gpu=cpu assumes."""
-    config = described(flags)
-    flops = footprint.flops_per_token(config.model) * config.train.tokens_per_update
-    return flops / measured / cluster.this_cpu(1).peak_flops
-
-
 def predicted(ranks: int, flags: dict, mfu: float) -> float:
     """The seconds of an update by the plan."""
-    return plan.make(described(flags), PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu))["time"]["step_s"]
+    own = {"tokens": "none", "tokens_per_update": SEQUENCES * REFERENCE["seq_len"]}
+    config = settings.load(machine.arguments("", **flags | own)[1:], "")
+    return plan.make(config, PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu))["time"]["step_s"]
 
 
 if __name__ == "__main__":
