@@ -4,11 +4,13 @@ import contextlib
 import hashlib
 import json
 import mmap
+import os
 import re
+import struct
 import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired, Required, TypedDict
+from typing import Annotated, BinaryIO, Literal, NotRequired, Required, TypedDict
 
 import numpy as np
 from msgspec import Meta
@@ -107,36 +109,35 @@ def open_shard(path: Path) -> np.ndarray:
 
     Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
     """
-    files.require_regular(path)
     try:
-        if path.suffix == ".npy":
-            tokens = np.lib.format.open_memmap(path, mode="r")
-            if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-                raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
-            return map_tokens(path, tokens.dtype, tokens.offset, len(tokens))
-        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-        size = path.stat().st_size
-        dtype = MAGICS.get(tuple(header[:2].tolist())) if len(header) == HEADER_INTS else None
-        if dtype is None:
-            if size % 2 or not size:
-                raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
-            return map_tokens(path, np.dtype("<u2"), 0, size // 2)
-        wanted = HEADER_INTS * 4 + int(header[2]) * dtype.itemsize
-        if size != wanted:
-            raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
-        return map_tokens(path, dtype, HEADER_INTS * 4, int(header[2]))
+        with files.open_regular(path) as file:
+            if path.suffix == ".npy":
+                tokens = np.lib.format.open_memmap(path, mode="r")
+                if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+                    raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
+                return map_tokens(file, tokens.dtype, tokens.offset, len(tokens))
+            size, header = os.fstat(file.fileno()).st_size, file.read(HEADER_INTS * 4)
+            magic, version, count = struct.unpack_from("<3i", header) if len(header) == HEADER_INTS * 4 else (0, 0, 0)
+            dtype = MAGICS.get((magic, version))
+            if dtype is None:
+                if size % 2 or not size:
+                    raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
+                return map_tokens(file, np.dtype("<u2"), 0, size // 2)
+            wanted = len(header) + count * dtype.itemsize
+            if size != wanted:
+                raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
+            return map_tokens(file, dtype, len(header), count)
     except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise UserError(f"{path}: {error}") from None  # numpy parses the header of a .npy as Python, and fails in as many ways
 
 
-def map_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+def map_tokens(file: BinaryIO, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """Map `count` tokens of a file, from byte `offset` on. The system reads a page when it is first touched.
 
     Reading ahead is switched off, because a shuffled order would load megabytes around every window. The result is a plain
     array: slicing an np.memmap takes ten times as long.
     """
-    with open(path, "rb") as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):
         pages.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(pages, dtype, count, offset)
