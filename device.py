@@ -16,7 +16,7 @@ from cluster import GPU_PEAK_FLOPS
 from settings import UserError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
-COMPILE_PAYS_FLOPS = 3e13  # compiling for a CPU takes half a minute, which a shorter run does not win back
+COMPILE_PAYS_FLOPS = 4e13  # compiling for a CPU takes 20 s, which a shorter run does not win back
 
 # What is less than the whole GPU of the datasheet: a slice of it, a virtual one, or one with fewer units and watts.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}

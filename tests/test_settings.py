@@ -263,7 +263,7 @@ def test_a_refused_command_tells_all_mistakes_on_any_terminal(environment):
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8"}, ASCII], ids=["utf-8", "ascii"])
 def test_help_shows_the_defaults_of_the_preset(environment, tmp_path):
     (tmp_path / "untied.toml").write_text("[model]\ntie_embeddings = false\n\n[train]\nsteps = 95367\n")
-    for preset, steps, tied in [([], 206, "true"), ([tmp_path / "untied.toml"], 95367, "false")]:
+    for preset, steps, tied in [([], 220, "true"), ([tmp_path / "untied.toml"], 95367, "false")]:
         shown = run(*preset, "--help", **environment)
         assert (shown.returncode, shown.stderr) == (0, "")
         text = " ".join(shown.stdout.replace("\u2502", " ").replace("|", " ").split())
