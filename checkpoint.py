@@ -25,6 +25,7 @@ from msgspec import Meta
 from torch import Tensor
 
 import files
+import footprint
 import hf
 import settings
 import store
@@ -33,7 +34,7 @@ from dataset import Count, FileName, Sha256
 from log import Log
 from model import GPT
 from settings import Config, ModelConfig, RunError, UserError
-from snapshot import FileRecord, Snapshot, record, take_snapshot, write_together, writers
+from snapshot import FileRecord, Snapshot, record, take_snapshot, write_together
 from world import World
 
 # How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
@@ -128,7 +129,7 @@ class Checkpoints:
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._writers = range(writers(config, world))
+        self._writers = range(footprint.writers(config, world.size))
         # The writers tell each other in the background what they have written, while training communicates otherwise.
         self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo") if len(self._writers) > 1 else None
 

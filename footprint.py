@@ -227,5 +227,10 @@ def host_bytes(config: Config, world_size: int) -> float:
     Under fsdp it is a copy of its share, and one file more at most.
     """
     copy = checkpoint_bytes(config) + 4.0 * blocks_size(config.model) * (config.model.architecture == "gpt2")
-    ranks = world_size // config.parallel.replicate if config.parallel.strategy == "fsdp" else 1
+    ranks = writers(config, world_size)
     return min(copy, copy / ranks + config.checkpoint.max_shard_bytes) if ranks > 1 else copy
+
+
+def writers(config: Config, world_size: int) -> int:
+    """How many ranks, from the first on, write checkpoints: those that share the first copy of the weights."""
+    return world_size // config.parallel.replicate if config.parallel.strategy == "fsdp" else 1

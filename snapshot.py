@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import files
+import footprint
 import hf
 import store
 from dataset import Count, Sha256
@@ -52,7 +53,7 @@ def take_snapshot(engine, optimizers, config: Config, world: World) -> Snapshot:
 
     The files are dealt one by one, so each writer holds its share and at most one file more.
     """
-    limit, ranks = config.checkpoint.max_shard_bytes, writers(config, world)
+    limit, ranks = config.checkpoint.max_shard_bytes, footprint.writers(config, world.size)
     tensors = [engine.parameters, engine.state(optimizers)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in some.items()} for some in tensors]
     layouts = [
@@ -65,11 +66,6 @@ def take_snapshot(engine, optimizers, config: Config, world: World) -> Snapshot:
     writer |= {ours: writer[theirs] for ours, theirs in hf.tensor_names(shapes[0], config.model).items()}
     model, optimizer = (engine.gather(some, writer) for some in tensors)
     return Snapshot(config.model, layouts, [file for file, rank in dealt.items() if rank == world.rank], model, optimizer)
-
-
-def writers(config: Config, world: World) -> int:
-    """How many ranks, from the first on, write checkpoints: those that share the first copy of the weights."""
-    return world.size // config.parallel.replicate if config.parallel.strategy == "fsdp" else 1
 
 
 def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
