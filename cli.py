@@ -52,17 +52,22 @@ class RunError(Exception):
 @contextlib.contextmanager
 def survive_closed_pipe():
     """Go on without a console where nobody reads it any more, as after `| head`."""
+    closed = False
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
+        yield
     except BrokenPipeError:
         console = select.poll()
         console.register(sys.stdout, 0)
-        if not any(event & select.POLLERR for _, event in console.poll(0)):
+        closed = any(event & select.POLLERR for _, event in console.poll(0))
+        if not closed:
             raise  # it was another pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:  # an exit status that is on its way stays what it is
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            closed = True
+        if closed:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -78,7 +83,7 @@ def user_errors():
         with survive_closed_pipe():
             yield
             return
-        raise SystemExit(0)
+        raise SystemExit(1)  # the rest was not done, so nobody may take it for done
     except UserError as error:
         message, status = str(error), 2
     except RunError as error:
@@ -180,6 +185,8 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
                 return_unknown_args=True,
                 use_underscores=True,
             )
+    except BrokenPipeError:  # `--help | head`
+        raise SystemExit(0) from None
     except SystemExit as stop:
         if not stop.code:
             raise

@@ -12,6 +12,7 @@ from pathlib import Path
 import cluster
 import footprint
 import settings
+from cli import survive_closed_pipe
 from cluster import Hardware
 from log import read_records
 from settings import Config, PlanConfig, UserError, plural
@@ -27,7 +28,8 @@ def main(config: Config, options: PlanConfig) -> None:
     """Print the plan of the run that `config` describes. Raises UserError."""
     if settings.read_ranks()[0] == 0:
         facts = make(config, options)
-        print(json.dumps(facts, indent=2) if options.plan_json else text(facts), flush=True)
+        with survive_closed_pipe():
+            print(json.dumps(facts, indent=2) if options.plan_json else text(facts), flush=True)
 
 
 def make(config: Config, options: PlanConfig) -> dict:

@@ -81,8 +81,10 @@ def measure(arguments: list[str], ranks: int, path: Path) -> dict[str, list[floa
 
 
 def train_once(config: settings.Config) -> dict[str, float]:
-    """Start or resume, train for an update and save. Returns this rank's peak in each phase, in megabytes, and how many seconds
-    it waited for the save."""
+    """Start or resume, train for an update and save.
+
+    Returns this rank's peak in each phase, in megabytes, and how many seconds it waited for the save.
+    """
     import itertools
 
     import data

@@ -20,8 +20,7 @@ from measure import run_until
 from memory import BASE, make_tokens
 from settings import PlanConfig
 
-SEQUENCES = 16  # an update's sequences of 256 tokens, or as many tokens in longer ones
-REFERENCE = BASE | dict(seq_len=256, micro_batch_size=8, threads=0, device="cpu", eval_every=0)
+REFERENCE = BASE | dict(seq_len=256, micro_batch_size=8, tokens_per_update=4096, threads=0, device="cpu", eval_every=0)
 # The ranks and the flags of every setting.
 SETTINGS = {
     "two micro-batches of 8 x 256 (the reference again)": (1, dict()),
@@ -74,16 +73,14 @@ def main(config: StepTimeConfig) -> int:
 
 def seconds(config: StepTimeConfig, ranks: int, flags: dict, folder: Path) -> float:
     """The median time of an update of a run on `ranks` ranks."""
-    tokens = SEQUENCES * REFERENCE["seq_len"]
-    own = {"tokens": folder / "tokens", "tokens_per_update": tokens, "steps": config.steps + 1}
-    records = run_until(config.steps, "", ranks=ranks, **flags | own)[1]
-    return tokens / statistics.median(record["tokens_per_second"] for record in records[config.warmup_steps :])
+    records = run_until(config.steps, "", ranks=ranks, **flags | {"tokens": folder / "tokens", "steps": config.steps + 1})[1]
+    speed = statistics.median(record["tokens_per_second"] for record in records[config.warmup_steps :])
+    return flags["tokens_per_update"] / speed
 
 
 def predicted(ranks: int, flags: dict, mfu: float) -> float:
     """The seconds of an update by the plan."""
-    own = {"tokens": "none", "tokens_per_update": SEQUENCES * REFERENCE["seq_len"]}
-    config = settings.load(machine.arguments("", **flags | own)[1:], "")
+    config = settings.load(machine.arguments("", **flags, tokens="none")[1:], "")
     return plan.make(config, PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu))["time"]["step_s"]
 
 

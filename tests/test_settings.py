@@ -336,6 +336,32 @@ def test_other_ranks_leave_the_master_time_to_tell_of_bad_input(monkeypatch):
     assert refused.returncode == 2 and "[rank 1]" in refused.stderr and time.monotonic() - began > 3
 
 
+CLOSED_PIPE = """
+import os, sys, settings
+with settings.user_errors():
+    print("first", flush=True)
+    os.read(0, 1)  # the reader has ended by now
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    "rest, status",
+    [("raise SystemExit(75)", 75), ("print('more'); raise SystemExit(75)", 75), ("print('more', flush=True)", 1)],
+)
+def test_an_exit_status_does_not_become_0_because_nobody_reads(rest, status):
+    command, pipe, env = (
+        [sys.executable, "-c", CLOSED_PIPE.format(rest)],
+        subprocess.PIPE,
+        os.environ | {"PYTHONUNBUFFERED": ""},
+    )
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    _, errors = process.communicate("x")
+    assert (process.returncode, errors) == (status, "")
+
+
 @pytest.mark.parametrize("flags", [["--help"], ["--plan"], ["--steps=5"]])
 def test_a_reader_that_ends_early_ends_nothing_else(tmp_path, flags):
     small = [f"--{name}={value}" for name, value in machine.TINY_RUN.items()]
