@@ -27,6 +27,7 @@ from torch import Tensor
 import files
 import footprint
 import hf
+import optim
 import settings
 import store
 from data import Mixture
@@ -389,10 +390,8 @@ def open_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainS
     if not keys and state.skipped == state.step:  # no update was made yet
         return tensors
     for parameter in parameters:
-        if keys.get(parameter) not in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}):
-            raise UserError(
-                f"{directory / 'optimizer.safetensors'} does not have the state of {parameter}, which AdamW or Muon has"
-            )
+        if keys.get(parameter) not in optim.STATES:
+            raise UserError(f"{directory / 'optimizer.safetensors'} does not have the whole state of {parameter}")
     return tensors
 
 

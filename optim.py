@@ -11,6 +11,9 @@ from torch.optim.adamw import adamw
 
 from settings import OptimConfig
 
+# The names of the state tensors that each optimizer keeps for a parameter. Each has the parameter's shape; "step" is a scalar.
+STATES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # AdamW, Muon
+
 
 class AdamW:
     """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), with PyTorch's fused kernel.

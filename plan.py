@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 import cluster
+import data
 import footprint
 import settings
 from cli import survive_closed_pipe
@@ -36,7 +37,7 @@ def make(config: Config, options: PlanConfig) -> dict:
     """The plan, as nested dictionaries of bytes, seconds and counts."""
     world_size, device = options.plan_world_size, "cpu" if options.plan_gpu == "cpu" else "cuda"
     hardware = cluster.this_cpu(world_size) if device == "cpu" else cluster.GPUS[options.plan_gpu]
-    config, train_tokens = resolve(config, options, hardware)
+    config, once = resolve(config, options, hardware)
     sizes = footprint.parameters(config.model)
     memory = describe_memory(config, world_size, device, hardware)
     tokens = config.train.steps * config.train.tokens_per_update
@@ -72,7 +73,7 @@ def make(config: Config, options: PlanConfig) -> dict:
         "tokens": {
             "steps": config.train.steps,
             "total": tokens,
-            "epochs": tokens / train_tokens if train_tokens else None,
+            "epochs": {name: tokens / size for name, size in once.items()},
             "per_parameter": tokens / sum(sizes.values()),
             "chinchilla": CHINCHILLA * sum(sizes.values()),
         },
@@ -95,19 +96,21 @@ def make(config: Config, options: PlanConfig) -> dict:
     }
 
 
-def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Config, int]:
-    """`config` with every choice made that it leaves open, and the train tokens of its dataset (0: it is not there)."""
-    model, vocab_size, train_tokens = config.model, GPT2_VOCAB_SIZE, 0
+def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Config, dict[str, float]]:
+    """`config` with every choice made that it leaves open, and after how many tokens a run has read each dataset once.
+
+    There are none where a dataset is not there.
+    """
+    model, vocab_size, once = config.model, GPT2_VOCAB_SIZE, {}
     if model.init_from != "scratch":
         import hf  # imports torch
 
         found = hf.read_config(hf.find_model(model.init_from))
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
-    if Path(config.data.tokens).is_dir():
-        import data
-
-        dataset = data.open_dataset(config.data.tokens, model.vocab_size)
-        vocab_size, train_tokens = dataset.vocab_size, len(dataset.splits["train"])
+    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
+        mixture = data.open_mixture(config.data.tokens, model.vocab_size)
+        parts = zip(mixture.names, mixture.streams("train"), mixture.shares, strict=True)
+        vocab_size, once = mixture.vocab_size, {name: len(stream) * data.SHARES / share for name, stream, share in parts}
     elif model.vocab_size:
         vocab_size = model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
@@ -121,7 +124,7 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
         size = footprint.largest_micro_batch(config, options.plan_world_size, device, budget)
         config = settings.replace(config, micro_batch_size=size)
     settings.check(config, options.plan_world_size)
-    return config, train_tokens
+    return config, once
 
 
 def describe_memory(config: Config, world_size: int, device: str, hardware: Hardware) -> dict:
@@ -227,7 +230,8 @@ def text(facts: dict) -> str:
         ("  micro-steps an update", f"{batch['micro_steps']:,}"),
         ("  updates", f"{tokens['steps']:,}"),
         ("  tokens", f"{tokens['total']:,}"),
-        ("  epochs of the dataset", f"{tokens['epochs']:.2f}" if tokens["epochs"] else "it is not there"),
+        *((f"  epochs of {name}", f"{epochs:.2f}") for name, epochs in tokens["epochs"].items()),
+        *(() if tokens["epochs"] else (("  epochs of the dataset", "it is not there"),)),
         ("  tokens a parameter", f"{tokens['per_parameter']:.1f}", f"Chinchilla: {CHINCHILLA}, or {tokens['chinchilla']:,}"),
         ("Time and money",),
         ("  FLOPs", f"{time['flops']:.2e}"),

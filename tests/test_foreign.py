@@ -841,13 +841,13 @@ NORM = "norm.weight.exp_avg"
 OPTIMIZERS = [
     Case(f"optimizer.safetensors: {name}", RESUME, ("optimizer.safetensors", *words), optimizer(edit), needs=("tokens", "runs"))
     for name, edit, words in [
-        ("empty", lambda t: t.clear(), ("does not have the state of",)),
+        ("empty", lambda t: t.clear(), ("does not have the whole state of",)),
         ("text", lambda t: b"x" * 1000, ()),
         ("nothing", lambda t: b"", ()),
         ("an unknown name", lambda t: t.update({"x.exp_avg": t[NORM] + 0}), ("x.exp_avg",)),
         ("an unknown key", lambda t: t.update({"norm.weight.x": t[NORM] + 0}), ("norm.weight",)),
         ("a name without a key", lambda t: t.update(x=t[NORM] + 0), ("x",)),
-        ("a state too few", drop(NORM), ("does not have the state of norm.weight",)),
+        ("a state too few", drop(NORM), ("does not have the whole state of norm.weight",)),
         ("another shape", lambda t: t.update({NORM: t[NORM][:3].clone()}), (NORM, "is not the state of")),
         ("another dtype", lambda t: t.update({NORM: t[NORM].double()}), (NORM, "is not the state of")),
     ]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -83,8 +84,19 @@ def test_epochs_and_vocabulary_are_those_of_the_dataset(tokens):
     found = facts(f"--tokens={tokens}", "--seq_len=16", "--tokens_per_update=8192", "--steps=50")
     metadata = json.loads((tokens / "dataset.json").read_text())
     train = sum(shard["tokens"] for shard in metadata["shards"] if shard["split"] == "train")
-    assert found["tokens"]["epochs"] == pytest.approx(50 * 8192 / train)
+    assert found["tokens"]["epochs"] == {tokens.name: pytest.approx(50 * 8192 / train)}
     assert found["parameters"]["token embedding"] == 384 * 768  # 257 tokens, padded to a multiple of 128
+
+
+def test_a_mixture_has_the_epochs_of_each_dataset(tokens, tmp_path):
+    shutil.copytree(tokens, tmp_path / "other")
+    flags = ["--seq_len=16", "--tokens_per_update=8192", "--steps=50"]
+    alone = facts(f"--tokens={tokens}", *flags)["tokens"]["epochs"][tokens.name]
+    mixed = facts(f"--tokens={tokens}:0.75,{tmp_path / 'other'}:0.25", *flags)
+    assert mixed["tokens"]["epochs"] == {tokens.name: pytest.approx(0.75 * alone), "other": pytest.approx(0.25 * alone)}
+    assert "epochs of other " in plan.text(mixed)
+    missing = facts(f"--tokens={tokens}:0.75,{tmp_path / 'none'}:0.25", *flags)
+    assert not missing["tokens"]["epochs"] and "it is not there" in plan.text(missing)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
