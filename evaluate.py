@@ -66,8 +66,8 @@ class EvaluateConfig:
     micro_batch_size: int = 0
     """Windows at a time (0: about 8192 tokens)."""
     tasks: str = ""
-    """Instead of the loss, tasks of lm-eval (EleutherAI's harness): names and YAML files, as in hellaswag,my_task.yaml. lm-eval
-    runs the code that a task file names."""
+    """Instead of the loss, tasks of lm-eval (EleutherAI's harness): names and YAML files, as in hellaswag,my_task.yaml.
+    lm-eval runs the code that a task file names."""
     task_data: str = ""
     """A file of JSON lines to take as the data of a single task by name (empty: what the task names, mostly a download)."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

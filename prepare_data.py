@@ -51,8 +51,8 @@ class PrepareConfig:
     out: str = ""
     """Dataset directory (default: tokens/ and the first source's name; tokens/python without a source)."""
     tokenizer: str = ""
-    """train:N, gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json or .tiktoken file (default: gpt2;
-    train:4096 without a source)."""
+    """train:N, gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json or .tiktoken file.
+    By default gpt2, and without a source train:4096."""
     column: str = "text"
     """The column of .parquet files, or the key in .jsonl files, that holds the text."""
     max_document_bytes: int = 1 << 25

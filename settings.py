@@ -70,8 +70,8 @@ class RunConfig:
     seed: int = 1337
     """Seeds initialization, data order and dropout."""
     resume: str = "auto"
-    """auto: continue from the run's newest whole checkpoint; off: start over, refused where checkpoints exist; PATH: start
-    a new run from another run or checkpoint directory."""
+    """auto: continue from the run's newest whole checkpoint; off: start over, refused where checkpoints exist;
+    PATH: start a new run from another run or checkpoint directory."""
     max_minutes: float = 0.0
     """Save and stop with exit status 75 after this many minutes (0: no limit)."""
 
@@ -79,8 +79,8 @@ class RunConfig:
 @dataclass(frozen=True)
 class DataConfig:
     tokens: str = "tokens/python"
-    """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files. Or several with
-    their weights: a mixture, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
+    """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files.
+    Or several with their weights: a mixture, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
     skip_steps: str = ""
@@ -113,8 +113,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies (llama, qwen3)."""
     rope_scaling: str = ""
-    """Llama 3's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and original context, as in
-    8,1,4,8192 (empty: none)."""
+    """Llama 3's scaling of the rotary frequencies, as in 8,1,4,8192 (empty: none):
+    factor, low_freq_factor, high_freq_factor and original context."""
     gelu: Literal["tanh", "erf"] = "tanh"
     """tanh: GPT-2's approximation of GELU; erf: GELU itself, which nanoGPT computes (gpt2)."""
     norm_eps: float = 1e-5
@@ -160,13 +160,13 @@ class TrainConfig:
     """Sequences in one forward pass of one rank; auto fits it to memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where that is fast. float32
-    products on CUDA are in TF32 (float32 with a mantissa of 10 bits), also under --deterministic: they repeat their bits."""
+    """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where that is fast.
+    float32 products on CUDA are in TF32 (float32 with a mantissa of 10 bits). They repeat their bits, too."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: where it pays and a compiler works."""
     fp8: bool = False
-    """Linear layers of the blocks in float8, by torchao: for Hopper GPUs or newer, a billion parameters or more, and compiled
-    code."""
+    """Linear layers of the blocks in float8, by torchao:
+    for Hopper GPUs or newer, a billion parameters or more, and compiled code."""
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and compute the rest again: much less memory, a third more work."""
     threads: int = 0
@@ -180,9 +180,12 @@ class TrainConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     strategy: Literal["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"] = "ddp"
-    """How the ranks work together. ddp: torch's DistributedDataParallel; zero1: the same with the optimizer state shared out
-    over the ranks; fsdp: weights and gradients too; exact: bit-identical for any number of ranks; scratch_*: the data
-    parallelism of ddp_from_scratch.py."""
+    """How the ranks work together.
+    ddp: torch's DistributedDataParallel;
+    zero1: the same with the optimizer state shared out over the ranks;
+    fsdp: weights and gradients too;
+    exact: bit-identical for any number of ranks;
+    scratch_*: the data parallelism of ddp_from_scratch.py."""
     replicate: int = 1
     """Under fsdp, copies of the weights: that many groups of ranks, such as nodes, hold one each (1: all ranks share one)."""
     grad_compression: Literal["none", "bf16"] = "none"
@@ -210,8 +213,8 @@ class CheckpointConfig:
     keep_best: int = 1
     """Checkpoints with the lowest validation loss to keep besides."""
     max_shard_bytes: int = 10**9
-    """Largest file of weights or of optimizer state. A larger tensor has a file of its own. Under fsdp each rank writes some of
-    the files and holds them in its memory meanwhile."""
+    """Largest file of weights or of optimizer state. A larger tensor has a file of its own.
+    Under fsdp each rank writes some of the files and holds them in its memory meanwhile."""
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
 
