@@ -71,17 +71,33 @@ GPUS = {
 def this_cpu(world_size: int) -> Hardware:
     """A rank's share of this machine.
 
-    A core multiplies 32 float32 a cycle with AVX2, at 3 GHz. With a matrix unit it does 1 TFLOP/s in bfloat16 (measured:
-    bench/results/tokens_per_second.json, which also has the MFU). gloo sends about 1 GB/s.
+    A core multiplies 32 float32 a cycle with AVX2, at 3 GHz, and twice as many bfloat16 where it is fast at them. With a matrix
+    unit it does 1 TFLOP/s in bfloat16 (measured: bench/results/tokens_per_second.json, which also has the MFU). gloo sends
+    about 1 GB/s.
     """
-    core = 1e12 if has_matrix_unit() else 96e9
+    core = 1e12 if has_matrix_unit() else 192e9 if fast_at_bfloat16() else 96e9
     return Hardware(settings.cores() * core / world_size, settings.memory_bytes() / world_size, 1e9, 50e-6, 1e9, 0.35)
 
 
 def has_matrix_unit() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware (Intel's AMX), as Linux says."""
+    return "amx_bf16" in cpu_words()
+
+
+def fast_at_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones.
+
+    With a matrix unit it does. With the instructions of AVX512 alone AMD's are 2.1 to 2.8 times as fast, and Intel's are slower
+    (bench/LOG.md, "Tokens per second"). Products that are timed on a busy machine now and then say otherwise, and then the
+    same command would not give the same bits.
+    """
+    return has_matrix_unit() or cpu_words() >= {"AuthenticAMD", "avx512_bf16"}
+
+
+def cpu_words() -> set[str]:
+    """The words with which Linux describes the CPU: its vendor, its instructions. Empty elsewhere."""
     cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
+    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
 
 
 def speed(config: Config, world_size: int, hardware: Hardware, mfu: float) -> dict:
@@ -103,7 +119,7 @@ def speed(config: Config, world_size: int, hardware: Hardware, mfu: float) -> di
 def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[float, int, int, str]]:
     """What a rank sends in an update: bytes, collectives, the ranks among which, and what hides it from the clock."""
     strategy, P = config.parallel.strategy, sum(footprint.parameters(config.model).values())
-    layers, tensors = config.model.n_layer, (16 if config.model.architecture == "gpt2" else 9) * config.model.n_layer + 3
+    layers, in_block = config.model.n_layer, {"gpt2": 16, "llama": 9, "qwen3": 11}[config.model.architecture]
     buckets = math.ceil(4 * P / BUCKET_BYTES)
     if world_size == 1:
         return []
@@ -115,7 +131,7 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
         case "exact":
             return [(2 * all_reduce, math.ceil(8 * P / BUCKET_BYTES), world_size, "backward"), *updates]  # integers of 8 bytes
         case "scratch_allreduce":
-            return [(all_reduce, tensors, world_size, ""), *updates]
+            return [(all_reduce, in_block * layers + 3, world_size, ""), *updates]  # one for each tensor
         case "scratch_reduce_scatter":
             return [(all_reduce, 2, world_size, ""), *updates]
         case "zero1":

@@ -12,6 +12,7 @@ import warnings
 
 import torch
 
+import cluster
 from cluster import GPU_PEAK_FLOPS
 from settings import UserError
 
@@ -47,23 +48,13 @@ def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> str:
     """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on GPUs.
 
-    A CPU with a matrix unit (AMX) is. With bfloat16 instructions alone it depends on the processor, so products are timed.
+    It depends on the hardware alone, so the same command takes the same precision.
     """
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if device.type != "cpu":
-        return "float32"
-    has_matrix_unit, has_instructions = (
-        getattr(torch.cpu, f"_is_{feature}_supported", bool)() for feature in ("amx_tile", "avx512_bf16")
-    )
-    if has_matrix_unit or not has_instructions:
-        return "bfloat16" if has_matrix_unit else "float32"
-    # The best of three turns: another program may be computing now, and all runs should choose alike.
-    turns = [[peak_flops(device, dtype, seconds=0.01) for dtype in ("bfloat16", "float32")] for _ in range(3)]
-    bfloat16, float32 = map(max, zip(*turns, strict=True))
-    return "bfloat16" if bfloat16 > 1.3 * float32 else "float32"
+    return "bfloat16" if device.type == "cpu" and cluster.fast_at_bfloat16() else "float32"
 
 
 def choose_compile(name: str, device: torch.device, run_flops: float) -> str:

@@ -114,7 +114,7 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
     elif model.vocab_size:
         vocab_size = model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
-    fast = device == "cuda" or cluster.has_matrix_unit()
+    fast = device == "cuda" or cluster.fast_at_bfloat16()
     chosen = {"dtype": "bfloat16" if fast else "float32", "compile": "on" if device == "cuda" else "off"}
     chosen = {name: value for name, value in chosen.items() if getattr(config.train, name) == "auto"}
     config = dataclasses.replace(config, model=settings.resolve_model(model, vocab_size))

@@ -89,8 +89,10 @@ def main(config: Config) -> int:
         with world.naming_missing_ranks():
             status = train(run)
         if not status:
-            command = "sample.py" if run.dataset.tokenizer else "evaluate.py"
-            run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {command} {run.log.directory}")
+            command = f"{'sample.py' if run.dataset.tokenizer else 'evaluate.py'} {run.log.directory}"
+            if run.dataset.tokenizer and run.dataset.eot_token >= run.config.model.vocab_size:  # no start of a document
+                command += ' --prompt="..."'
+            run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {command}")
     finally:
         run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is still worth finishing
         run.log.close(status)
@@ -113,6 +115,8 @@ def join(config: Config) -> World:
 def prepare(config: Config, world: World) -> Run:
     """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
     dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
+    flags = {f"--{name}": value for name, value in settings.flat_values(config).items()}
+    world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
     found = checkpoint.find_start(directory, config, dataset) if world.is_master else None
@@ -164,7 +168,7 @@ def build(
     engine = Engine(module, config, world, weights)
     optimizers = engine.build_optimizers(config.optim)
     if start:
-        engine.scatter(optimizers, checkpoint.open_optimizer(start, engine.parameters, state))
+        engine.scatter(optimizers, checkpoint.open_optimizer(start, engine.parameters, state, config.optim.optimizer))
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
     return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,17 @@ class World:
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def require_same(self, facts: dict[str, Any]) -> None:
+        """Raise UserError on every rank, naming the first difference, unless all ranks have the same `facts`, by name."""
+        expected = self.from_master(facts)
+        different = [
+            f"{name} is {facts.get(name)} on rank {self.rank} and {expected.get(name)} on rank 0"
+            for name in facts | expected
+            if facts.get(name) != expected.get(name)
+        ]
+        if found := next(filter(None, self.all_gather(different)), None):
+            raise UserError("; ".join([*found, "all ranks need the same command, tokens and version of torch"]))
 
     def barrier(self) -> None:
         """Wait for all ranks."""

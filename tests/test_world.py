@@ -1,13 +1,18 @@
 """What is decided before the ranks meet: NCCL and cuBLAS read their variables when they start."""
 
+import json
 import os
+import shutil
 import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import cluster
 import device
+import plan
+import settings
 import world
 
 
@@ -71,20 +76,42 @@ def test_without_deterministic_nothing_is_set(gpu_node):
 
 
 @pytest.mark.parametrize(
-    "has_unit, has_instructions, speedup, dtype",
+    "cpu, dtype",
     [
-        (True, True, 0.5, "bfloat16"),
-        (False, True, 2.0, "bfloat16"),
-        (False, True, 0.9, "float32"),
-        (False, False, 2.0, "float32"),
+        ("GenuineIntel avx512f avx512_bf16 amx_bf16 amx_tile", "bfloat16"),
+        ("AuthenticAMD avx512f avx512_bf16", "bfloat16"),
+        ("GenuineIntel avx512f avx512_bf16", "float32"),
+        ("AuthenticAMD avx2", "float32"),
+        ("", "float32"),
     ],
 )
-def test_auto_takes_the_faster_precision_on_a_cpu(monkeypatch, has_unit, has_instructions, speedup, dtype):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_unit)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
-    monkeypatch.setattr(device, "peak_flops", lambda on, name, seconds: speedup if name == "bfloat16" else 1.0)
+def test_auto_takes_the_precision_that_the_cpu_is_fast_at_and_the_plan_does_too(monkeypatch, cpu, dtype):
+    monkeypatch.setattr(cluster, "cpu_words", lambda: set(cpu.split()))
     assert device.choose_dtype("auto", torch.device("cpu")) == dtype
     assert device.choose_dtype("float16", torch.device("cpu")) == "float16"
+    options = settings.PlanConfig(plan_gpu="cpu", plan_world_size=1)
+    assert plan.make(settings.load([], ""), options)["setting"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    "difference, said",
+    [
+        ("lr=0.5", "--lr is 0.5 on rank 2 and 0.01 on rank 0"),
+        ("name='other'", "--name is other on rank 2 and mixed up on rank 0"),
+        ("tokens={other!r}", "the sha256 of --tokens is "),
+    ],
+)
+def test_ranks_that_were_started_differently_are_refused(train, tokens, tmp_path, difference, said):
+    metadata = json.loads((shutil.copytree(tokens, tmp_path / "other") / "dataset.json").read_text())
+    metadata["shards"][0]["sha256"] = "0" * 64
+    (tmp_path / "other" / "dataset.json").write_text(json.dumps(metadata))
+    change = "load = settings.load\ndef differently(*a):\n    config = load(*a)\n"
+    change += f"    return settings.replace(config, {difference.format(other=str(tmp_path / 'other'))}) "
+    change += "if os.environ['RANK'] == '2' else config\nsettings.load = differently"
+    done = train.changed(change, "mixed up", 3, status=1)  # torchrun's status of a worker's 2
+    assert said in done.stderr
+    assert "all ranks need the same command" in done.stderr and "Traceback" not in done.stderr.split("error:")[0]
+    assert not train.runs.exists()
 
 
 @pytest.mark.parametrize(
