@@ -20,6 +20,8 @@ def check(directory: Path, spec: str = "") -> None:
 
     spec: the tokenizer of another tool's tokens, as --tokenizer names it. Raises UserError, which names the first fault.
     """
+    if not directory.is_dir():
+        raise UserError(f"--check={directory} is not a directory")
     tokenizer = resolve(spec) if spec else None
     dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
     metadata = read_metadata(directory) if (directory / "dataset.json").exists() else {}
@@ -27,7 +29,9 @@ def check(directory: Path, spec: str = "") -> None:
     if metadata:
         tokenizer = check_tokenizer(dataset, metadata)
         origin = ", ".join(source["path"] for source in metadata["source"])
-    lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}, end-of-text is token {dataset.eot_token}"]
+    has_eot = dataset.eot_token < dataset.vocab_size  # characters have none
+    eot = f", end-of-text is token {dataset.eot_token}" if has_eot else ""
+    lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}{eot}"]
     records = {record["file"]: record for record in metadata.get("shards", ())}
     for split in dataset.splits:
         lines += check_split(dataset, split, tokenizer, records, metadata.get("dtype"))

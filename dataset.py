@@ -210,7 +210,7 @@ class Stream:
         if lowest < 0 or highest >= self.vocab_size:
             raise UserError(
                 f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}; "
-                "--vocab_size=N says that it is larger, or the files are of another kind"
+                "if it is larger, --vocab_size=N tells train.py so and --tokenizer tells prepare_data.py --check"
             )
         return highest
 

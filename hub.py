@@ -4,8 +4,8 @@ The client is huggingface_hub. It finds the user's token by itself (HF_TOKEN, or
 """
 
 import contextlib
-import errno
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 import files
+from cli import FULL_DISK
 from settings import UserError
 
 SCHEME = "hf://"
@@ -50,10 +51,10 @@ class HubFile:
 
 
 def parse_address(source: str) -> re.Match:
-    """The repository, revision and path (a folder or file, or None) of an address, by these names. Raises UserError."""
+    """The repository, revision and path (folder, file, pattern or None) of an address, by these names. Raises UserError."""
     if match := ADDRESS.fullmatch(source):
         return match
-    raise UserError(f"{source}: wanted hf://datasets/OWNER/NAME, also with @REVISION or /FOLDER after it")
+    raise UserError(f"{source}: wanted hf://datasets/OWNER/NAME, also with @REVISION, and with /FOLDER or /PATTERN, after it")
 
 
 def find_commit(source: str) -> str:
@@ -65,11 +66,13 @@ def find_commit(source: str) -> str:
 def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: Path) -> list[HubFile]:
     """The files at an address that end in one of `suffixes`, at a commit, in order. Raises UserError.
 
-    downloads: the folder for the files of all repositories.
+    In a pattern * and ? stand for characters other than /, and [...] for one of some. downloads: the folder for the files of
+    all repositories.
     """
     address, found = parse_address(source), []
     repository, named = address["repository"], PurePosixPath(address["path"] or ".")
-    folder = str(named.parent if named.name.endswith(suffixes) else named)
+    certain = PurePosixPath(*itertools.takewhile(lambda part: not set("*?[") & set(part), named.parts))
+    folder = str(certain.parent if certain.name.endswith(suffixes) else certain)
     folder = None if folder == "." else folder
 
     def list_tree():
@@ -77,7 +80,9 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
 
     for entry in retry(source, list_tree, begins=True):
         path = PurePosixPath(entry.path)
-        if path.is_relative_to(named) and entry.path.endswith(suffixes) and hasattr(entry, "blob_id"):
+        beginning = PurePosixPath(*path.parts[: len(named.parts)])
+        is_meant = beginning == named or (named.parts and beginning.match(str(named)))
+        if is_meant and entry.path.endswith(suffixes) and hasattr(entry, "blob_id"):
             if path.is_absolute() or ".." in path.parts:
                 raise UserError(f"{source}: the repository lists {entry.path}, which leads out of it")
             digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
@@ -149,8 +154,8 @@ def retry(name: str, request: Callable, begins: bool = False):
         try:
             return request()
         except Exception as error:  # the classes for HTTP, sockets and time limits differ between versions of the client
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-                raise
+            if isinstance(error, OSError) and (error.filename or error.errno in FULL_DISK):
+                raise  # this machine's disk, and not the hub
             error = error.__cause__ or error  # the client puts "check your connection" in front of what happened
             response = getattr(error, "response", None)
             status = getattr(response, "status_code", None)

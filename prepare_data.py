@@ -1,9 +1,10 @@
 """Turn text into a dataset directory: `python prepare_data.py [SOURCE ...] [--out=tokens/NAME] [--tokenizer=...]`.
 
 Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), and hf://datasets/OWNER/NAME[/FOLDER] on the
-Hugging Face hub; without one, the Python standard library. Text is read in units of about a megabyte. Worker threads split and
-encode them (the tokenizers release the interpreter's lock), and their tokens are written into shards in the order of the text,
-so the number of workers changes nothing. The same command again after a kill goes on where the last finished shard ends.
+Hugging Face hub, also with * in a name; without one, the Python standard library. Text is read in units of about a megabyte.
+Worker threads split and encode them (the tokenizers release the interpreter's lock), and their tokens are written into shards
+in the order of the text, so the number of workers changes nothing. The same command again after a kill goes on where the last
+finished shard ends.
 
 Many machines share a corpus: each one makes --part=NUMBER/COUNT of it, and --join makes one dataset of the parts in --out.
 """
@@ -40,14 +41,16 @@ from tokenizer import Tokenizer, load, resolve
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # how much text train:N learns from
 SHOWN_KINDS = 8  # of files that are skipped
+SHOWN_FILES = 4  # that are not UTF-8
+HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # in the names of such files
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     sources: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")]] = ()
-    """Files or folders of .txt .md .py .jsonl .parquet, also .gz .zst .xz, or hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
-    (none: the Python standard library's sources)."""
+    """Files or folders of .txt .md .py .jsonl .parquet, also .gz .zst .xz, or hf://datasets/OWNER/NAME[@REVISION][/FOLDER],
+    or with a pattern, as in hf://datasets/OWNER/NAME/data/train-* (none: the Python standard library's sources)."""
     out: str = ""
     """Dataset directory (default: tokens/ and the first source's name; tokens/python without a source)."""
     tokenizer: str = ""
@@ -95,6 +98,8 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
         if source.startswith(hub.SCHEME):
             record["revision"] = earlier.get(source, {}).get("revision") or hub.find_commit(source)
             found = hub_files(source, record["revision"], directory / "downloads")
+            for line in describe_files(source, found):
+                print(line, flush=True)
         else:
             found, others = (embedded_corpus(), None) if source == EMBEDDED else local_files(source)
             if others:
@@ -104,6 +109,20 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
         all_files += found
     return all_files, records
+
+
+def describe_files(source: str, found: list[SourceFile]) -> list[str]:
+    """What is taken of a source on the hub, and whether some of it seems to be meant for validation or tests."""
+    size, names = sum(file.size for file in found), [file.name for file in found]
+    span = " to ".join(dict.fromkeys([names[0], names[-1]]))
+    lines = [f"{source}: {settings.plural(len(names), 'file')}, {size / 1e6:,.1f} MB: {span}"]
+    held_out = [name for name in names if HELD_OUT.search(name)]
+    if 0 < len(held_out) < len(names):
+        lines.append(
+            f"warning: {len(held_out)} of them seem to be for validation or tests, such as {held_out[0]}; a pattern takes the "
+            "others alone, as in hf://datasets/OWNER/NAME/data/train-*"
+        )
+    return lines
 
 
 def earlier_sources(directory: Path) -> dict[str, dict]:
@@ -259,10 +278,13 @@ def encode_files(
     sizes = [file.size for file in source_files]
     bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, **bar_style)
 
+    not_utf8: dict[Path, None] = {}
+
     def units():
         for position, unit in read_units(fetch_ahead(source_files[first:], config.keep_downloads), text, first):
             if writer.is_full:
                 return
+            not_utf8.update(dict.fromkeys(piece.not_utf8 for piece in unit if piece.not_utf8))
             if position > start:
                 yield position, unit
             else:
@@ -273,6 +295,10 @@ def encode_files(
             tqdm.write(f"{record['file']}: {record['tokens']:,} tokens{bar if bar_style else ''}")
         bar.update(size)
     bar.close()
+    if not_utf8:
+        shown = ", ".join(map(str, list(not_utf8)[:SHOWN_FILES])) + ", ..." * (len(not_utf8) > SHOWN_FILES)
+        count = settings.plural(len(not_utf8), "file")
+        print(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {shown}")
 
 
 def main() -> None:

@@ -63,6 +63,7 @@ class Piece:
     starts_document: bool = True
     split_hash: float | None = None  # of the whole document, if this is a part of one
     lines: tuple[Path, int, str] | None = None  # of lines of JSON: their file, the first one's number, the key of the text
+    not_utf8: Path | None = None  # the file, if these bytes of it are not UTF-8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
     """The files of a source on the hub, in order. `downloads` is where they will be. Raises UserError."""
     found = hub.list_files(source, commit, HUB_SUFFIXES, downloads)
     if not found:
-        raise UserError(f"{source}: wanted {' '.join(HUB_SUFFIXES)}, and there are none")
+        raise UserError(f"{source}: no file there has one of the suffixes {' '.join(HUB_SUFFIXES)}")
     return [SourceFile(file.local, file.path, file.size, remote=file) for file in found]
 
 
@@ -226,7 +227,15 @@ def read_pieces(path: Path, form: TextFormat) -> Iterator[Piece]:
         for size, data in read_chunks(path, end_of_words, form.max_document_bytes):
             is_first = document_hash is None
             document_hash = split_hash(data) if is_first else document_hash
-            yield Piece(size, data, is_first, document_hash)
+            yield Piece(size, data, is_first, document_hash, not_utf8=None if is_utf8(data) else path)
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether `data` is text in UTF-8."""
+    try:
+        return data.decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 Position = tuple[int, int]  # of a unit: the file it was counted from, and its number since

@@ -249,7 +249,8 @@ def test_an_endpoint_that_is_no_hub_is_said_at_once(tmp_path, endpoint, said):
         ("hf://datasets/owner/name@v9", [], "hf://datasets/owner/name@v9: there is no such repository, revision or folder"),
         ("hf://datasets/owner/name/nowhere", [], "nowhere: there is no such repository, revision or folder"),
         ("hf://owner/name", [], "hf://owner/name: wanted hf://datasets/OWNER/NAME"),
-        ("hf://datasets/owner/docs", [], "hf://datasets/owner/docs: wanted .parquet .jsonl"),
+        ("hf://datasets/owner/docs", [], "hf://datasets/owner/docs: no file there has one of the suffixes .parquet .jsonl"),
+        ("hf://datasets/owner/name/data/part0/x*", [], "part0/x*: no file there has one of the suffixes .parquet .jsonl"),
         (SOURCE, ["--column=body"], 'part0/000.parquet: wanted a column "body" of strings; its columns are text'),
     ],
 )
@@ -288,6 +289,34 @@ def test_a_single_file_and_a_revision_can_be_named(server, tmp_path):
     sources = [json.loads((tmp_path / name / "dataset.json").read_text())["source"][0] for name in ("old", "new")]
     assert [(s["revision"], s["files"]) for s in sources] == [(old, 1), (newer, 1)]
     assert content(tmp_path / "old") != content(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    "pattern, files",
+    [
+        ("/data/train-*", ["train-0", "train-1"]),
+        ("/data/*-[01].jsonl", ["test-0", "train-0", "train-1"]),
+        ("/d*a", ["test-0", "train-0", "train-1"]),
+        ("/data/train-?.jsonl", ["train-0", "train-1"]),
+        ("", ["test-0", "train-0", "train-1", "more"]),
+    ],
+)
+def test_a_pattern_takes_some_of_the_files_and_what_is_for_tests_is_named(server, tmp_path, pattern, files):
+    lines = {name: json.dumps({"text": f"{name} {'x' * 200}"}).encode() + b"\n" for name in ("test-0", "train-0", "train-1")}
+    split = {f"data/{name}.jsonl": line for name, line in lines.items()}
+    server.commit_files("owner/split", split | {"zoo/deep/more.jsonl": lines["train-0"], "README.md": b"documentation"})
+    out, _ = prepare(server, tmp_path, f"hf://datasets/owner/split{pattern}", "out")
+    assert f": {len(files)} files, 0.0 MB: data/{files[0]}.jsonl to " in out
+    assert ("1 of them seem to be for validation or tests, such as data/test-0.jsonl" in out) == ("test-0" in files)
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["source"][0]["files"] == len(files)
+
+
+def test_a_disk_that_cannot_be_written_is_not_blamed_on_the_hub(server, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    began = time.monotonic()
+    _, errors = prepare(server, tmp_path, SOURCE, "file/out", status=2)
+    assert "file/out" in errors and "Not a directory" in errors and "trying again" not in errors
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,15 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     assert "vocabulary 128," in told  # padded
     sample = [sys.executable, "sample.py", train.runs / "chars", "--max_new_tokens=20"]
     assert how in execute(sample, status=2).stderr
-    execute([sys.executable, ROOT / "tools" / "char_tokenizer.py", folder / "meta.pkl"])
+    made = folder / "tokenizer.json"
+    maker = [sys.executable, ROOT / "tools" / "char_tokenizer.py"]
+    assert "is not text" in execute([*maker, folder / "train.bin"], status=2).stderr and not made.exists()
+    execute([*maker, folder / "meta.pkl"])
+    before = made.read_bytes()
+    (tmp_path / "other.txt").write_text("other characters")
+    assert "is another tokenizer" in execute([*maker, tmp_path / "other.txt", f"--out={made}"], status=2).stderr
+    execute([*maker, folder / "meta.pkl"])
+    assert made.read_bytes() == before
     tokenizer = f"--tokenizer={folder}/tokenizer.json"
     assert execute([*sample, tokenizer, "--prompt=To be"]).stdout.startswith("To be")
     assert "the start of a document is token" in execute([*sample, tokenizer], status=2).stderr
@@ -168,11 +176,15 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
 def test_a_character_model_trains_samples_and_converts(characters, train, tmp_path):
     folder, stoi = characters
     execute([sys.executable, ROOT / "tools" / "char_tokenizer.py", folder / "meta4.pkl"])
-    train("chars", tokens=folder, vocab_size=len(stoi), architecture="gpt2", gelu="erf", steps=2)
+    told = train("chars", tokens=folder, vocab_size=len(stoi), architecture="gpt2", gelu="erf", steps=2).stdout
+    assert told.endswith(f'next: python sample.py {train.runs}/chars --prompt="..."\n')
     sampled = execute([sys.executable, "sample.py", train.runs / "chars", "--prompt=To be", "--max_new_tokens=20"]).stdout
     assert sampled.startswith("To be") and "endoftext" not in sampled
     args = ARGS | {"vocab_size": len(stoi)}
     torch.save({"model": parameters(args), "model_args": args}, tmp_path / "ckpt.pt")
+    assert "tools/convert_nanogpt.py" in train("lost", init_from=tmp_path / "ckpt.pt", status=2).stderr
+    assert "tools/convert_nanogpt.py" in train("lost", resume=tmp_path / "ckpt.pt", status=2).stderr
+    assert "give the file in it" in convert(tmp_path, f"--out={tmp_path}/model", status=2).stderr
     assert "--tokenizer" in convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", status=2).stderr
     convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", f"--tokenizer={folder}/tokenizer.json")
     flags = dict(tokens=folder, vocab_size=len(stoi), seq_len=8, init_from=tmp_path / "model", steps=1, optimizer="adamw")

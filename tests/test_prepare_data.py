@@ -323,6 +323,15 @@ def test_files_of_other_types_are_counted_by_their_suffix(here):
     assert "skipped" not in out
 
 
+def test_files_that_are_not_utf8_are_named(here):
+    (here / "text").mkdir()
+    for name, data in (("a", b"one\n"), ("b", "caf\xe9\n".encode("latin-1")), ("c", "na\xefve\n".encode())):
+        (here / "text" / f"{name}.txt").write_bytes(data * 50)
+    command = [sys.executable, ROOT / "prepare_data.py", "--out=out", "--tokenizer=bytes", "text"]
+    out = execute(command, cwd=here).stdout
+    assert "warning: 1 file with bytes that are not UTF-8, which became U+FFFD: text/b.txt\n" in out
+
+
 def test_a_directory_with_other_files_is_refused(here):
     write_lines(here / "a.jsonl")
     (here / "out").mkdir()

@@ -34,6 +34,8 @@ def main(config: CharConfig) -> None:
     source = Path(config.source)
     try:
         characters = read_meta(source) if source.suffix == ".pkl" else sorted(set(source.read_text(encoding="utf-8")))
+        if "\0" in characters:  # such as a train.bin, whose small ids are UTF-8 by chance
+            raise UserError(f"{source} is not text; give nanoGPT's meta.pkl or the input.txt that it was made from")
         ranks = {character.encode(): i for i, character in enumerate(characters)}
     except UnicodeError:
         raise UserError(f"{source} is not text in UTF-8") from None
@@ -41,6 +43,8 @@ def main(config: CharConfig) -> None:
         ranks.setdefault(byte, len(ranks))
     made = tokenizer.from_ranks(ranks, r"[\s\S]", {tokenizer.END_OF_TEXT: len(ranks)}, "characters")
     out = Path(config.out) if config.out else source.with_name("tokenizer.json")
+    if out.exists() and tokenizer.load(out).sha256 != made.sha256:
+        raise UserError(f"{out} is another tokenizer; remove it, or choose another --out")
     made.save(out)
     print(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
 

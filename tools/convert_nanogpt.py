@@ -41,8 +41,14 @@ class GPTConfig:
 def main(config: ConvertConfig) -> None:
     """Convert, all of it or nothing. Raises UserError."""
     out = Path(config.out)
-    if not config.out or out.exists():
-        raise UserError(f"--out={config.out} must name a directory that does not exist; nothing is overwritten")
+    if not config.out:
+        raise UserError("--out=DIR is missing, the directory to make")
+    if out.exists():
+        raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
+    if Path(config.checkpoint).is_dir():
+        raise UserError(
+            f"{config.checkpoint} is a directory; give the file in it: ckpt.pt of nanoGPT, model_*.pt of build-nanogpt"
+        )
     content = read_checkpoint(Path(config.checkpoint))
     model = read_config(content)
     if config.tokenizer:
