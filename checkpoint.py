@@ -90,6 +90,8 @@ class TrainState:
         """
         if source and not continues and world.is_master:
             self.origins = [*self.origins, origin(config, source)]
+        if not continues:
+            self.best = []  # of checkpoints that are not in this run
         self.dataset, self.settings = dataset.identity, settings.flat_values(config)
         self.versions = versions()
         self.history = list(self.history) if continues else []
@@ -300,6 +302,8 @@ def find(name: str) -> tuple[Path, list[str]]:
     found, damaged = newest(path / "checkpoints")
     if found is None:
         near = settings.similar_runs(name)
+        if path.suffix in (".pt", ".pth"):
+            near = "; --init_from takes what python tools/convert_nanogpt.py makes of it"
         raise UserError(
             "\n       ".join([f"{path} is neither a run with an intact checkpoint nor a checkpoint{near}", *damaged])
         )
@@ -327,7 +331,7 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
         notes.append(f"starting from {start}")
     elif config.model.init_from != "scratch":
         pretrained, notes = find_model(config.model.init_from)
-        notes.append(f"starting with the weights of {pretrained}")
+        notes.append(f"starting with the weights of {pretrained}, which say the model's shape, too")
     if start or pretrained:
         notes += hf.check_tokenizer(start or pretrained, dataset.tokenizer)
     return start, pretrained, notes
@@ -346,14 +350,21 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
     if own and seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches):
         refused.append(f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw")
     if own and state.dataset and state.dataset != dataset.identity:
-        refused.append(f"--tokens={config.data.tokens} holds other tokens than the run was trained on")
+        refused.append(f"--tokens={config.data.tokens} is not the same tokens in the same shares as {before['tokens']} was")
     if state.step > config.train.steps:
         refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={state.step} is the least")
     if refused:
-        refused.append("restore these settings, or start another run with --name=...")
-        raise UserError("\n       ".join(refused))
+        way_out = "take only the weights with --init_from=PATH, or leave --resume out"
+        if own:
+            way_out = f"or start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
+        raise UserError("\n       ".join([*refused, f"restore these settings, {way_out}"]))
     silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
-    return [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
+    lines = [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
+    if state.dataset not in ("", dataset.identity):
+        lines.append(f"changed: tokens {before['tokens']} -> {config.data.tokens}")
+    if "steps" in changed and config.optim.schedule != "constant":
+        lines.append(f"from here on the learning rate is that of a run of {config.train.steps} steps")
+    return lines
 
 
 def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
@@ -377,8 +388,10 @@ def load_state(directory: Path) -> TrainState:
     return state
 
 
-def open_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainState) -> dict[str, store.Stored]:
-    """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is the state of `parameters`."""
+def open_optimizer(
+    directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
+) -> dict[str, store.Stored]:
+    """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is that of `parameters`, and whole."""
     tensors, keys = store.open_tensors(directory, "optimizer"), {}
     for name, stored in tensors.items():
         parameter, _, key = name.rpartition(".")
@@ -389,9 +402,9 @@ def open_optimizer(directory: Path, parameters: dict[str, Tensor], state: TrainS
         keys.setdefault(parameter, set()).add(key)
     if not keys and state.skipped == state.step:  # no update was made yet
         return tensors
-    for parameter in parameters:
-        if keys.get(parameter) not in optim.STATES:
-            raise UserError(f"{directory / 'optimizer.safetensors'} does not have the whole state of {parameter}")
+    for name, parameter in parameters.items():
+        if keys.get(name) != optim.optimizer_of(name, parameter, optimizer).STATE:
+            raise UserError(f"{directory / 'optimizer.safetensors'} does not have the whole state of {name} for {optimizer}")
     return tensors
 
 

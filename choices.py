@@ -81,8 +81,10 @@ def check_saving(config: Config) -> None:
     for package, purpose in packages.items():
         if find_spec(package) is None:
             raise UserError(f"{purpose} needs {package}, which is not installed; try: pip install {package}")
-    directory = Path(config.run.out_dir).absolute()
-    directory = next(path for path in (directory, *directory.parents) if path.is_dir())
+    directory = Path(config.run.out_dir, config.run.name).absolute()
+    directory = next(path for path in (directory, *directory.parents) if path.exists())
+    if not directory.is_dir():
+        raise UserError(f"--out_dir={config.run.out_dir} --name={config.run.name}: {directory} is a file; choose a directory")
     size, free = footprint.checkpoint_bytes(config), shutil.disk_usage(directory).free
     if size > free:
         needed = f"a checkpoint takes {size / 1e6:,.1f} MB, and the disk has {free / 1e6:,.0f} MB left"

@@ -26,16 +26,25 @@ OTHER_NAMES = {
     "steps": "max_iters max_steps lr_decay_iters",
     "warmup_steps": "warmup_iters",
     "grad_clip": "max_grad_norm",
-    "schedule": "lr_scheduler_type",
     "seq_len": "block_size max_seq_len",
     "micro_batch_size": "batch_size per_device_train_batch_size",
     "tokens_per_update": "gradient_accumulation_steps total_batch_size",
     "eval_every": "eval_interval eval_steps",
     "eval_tokens": "eval_iters",
     "log_every": "log_interval logging_steps",
-    "save_every": "save_steps",
     "tokens": "dataset",
     "out_dir": "output_dir",
+    "schedule": "decay_lr lr_scheduler_type",
+    "save_every": "save_steps always_save_checkpoint",
+    "name": "run_name wandb_run_name",
+    "wandb": "wandb_log report_to",
+    "prompt": "start",
+}
+# What nanoGPT has flags for and this project has none for.
+NO_FLAGS = {
+    "eval_only": "python evaluate.py runs/NAME does that",
+    "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
+    "backend": "nccl on GPUs and gloo on CPUs are chosen",
 }
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
@@ -250,7 +259,9 @@ def read_value(kind, text: str):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; perhaps you meant --lr` where `name` is near to a known name or to one of its OTHER_NAMES, else nothing."""
+    """`; perhaps you meant --lr` where `name` is near to a known name or to one of its OTHER_NAMES, else mostly nothing."""
+    if name in NO_FLAGS:
+        return f"; {NO_FLAGS[name]}"
     names = {other: ours for ours in known for other in [ours, *OTHER_NAMES.get(ours, "").split()]}
     near = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
     return f"; perhaps you meant --{names[near[0]]}" if near else ""

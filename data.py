@@ -297,12 +297,16 @@ class Batches:
         first = self.first_sequence(step) + micro_batch * self.micro_batch_size
         return read_windows(self.streams, *self.sequences(first, self.micro_batch_size), self.seq_len)
 
-    def first_sequence(self, step: int) -> int:
-        """The first sequence of update `step`, which takes the batch number `step` of those that are not skipped."""
+    def batch_number(self, step: int) -> int:
+        """The batch that update `step` takes: number `step` of those that are not skipped."""
         batch = step
         for skipped in self.skipped:
             batch += skipped <= batch
-        return batch * self.sequences_per_update
+        return batch
+
+    def first_sequence(self, step: int) -> int:
+        """The first sequence of update `step`."""
+        return self.batch_number(step) * self.sequences_per_update
 
     def epochs(self, step: int) -> list[float]:
         """How many times the first `step` updates read each dataset."""

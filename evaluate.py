@@ -15,6 +15,7 @@ import tyro
 import checkpoint
 import data
 import device
+import hf
 import settings
 from dataset import Stream
 from settings import UserError
@@ -86,6 +87,9 @@ def main(config: EvaluateConfig) -> None:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, the model of {model.config.vocab_size}")
     if config.seq_len > model.config.seq_len:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
+    notes = hf.check_tokenizer(directory, mixture.tokenizer)
+    for note in notes if config.tokens else ():  # a run without a tokenizer is evaluated on its own tokens
+        print(note, flush=True)
     world = connect(config.device)
     model.to(world.device)
     autocast = partial(device.autocast, world.device, device.choose_dtype(config.dtype, world.device))
@@ -150,7 +154,9 @@ def describe(loss: float, bits: float | None) -> str:
 
 
 def trained_on(directory: Path) -> str:
-    """The dataset directory that a checkpoint's settings name. Raises UserError where it has none."""
+    """The dataset directory that the settings of a checkpoint or an export name. Raises UserError where it has none."""
+    if (directory / "config.toml").exists():
+        return settings.read_preset(directory / "config.toml").data.tokens
     if not (directory / "trainer_state.json").exists():
         raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
     return settings.from_record(checkpoint.load_state(directory).settings, str(directory)).data.tokens

@@ -88,11 +88,13 @@ class ExportConfig:
 def main(config: ExportConfig) -> None:
     """Publish the copy, all of it or nothing. Raises UserError."""
     out = Path(config.out)
-    if not config.out or out.exists():
-        raise UserError(f"--out={config.out} must name a directory that does not exist; nothing is overwritten")
+    if not config.out:
+        raise UserError("--out=DIR is missing, the directory to make")
+    if out.exists():
+        raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
     number, unit = config.max_shard_size[:-2], config.max_shard_size[-2:].upper()
     if unit not in UNITS or not number.isdecimal() or int(number) < 1:
-        raise UserError(f"--max_shard_size={config.max_shard_size} must be a whole number with KB, MB, GB or TB, such as 5GB")
+        raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
     source, warnings = checkpoint.find(config.run)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)

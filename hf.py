@@ -362,7 +362,8 @@ def find_model(name: str) -> Path:
         raise UserError(f"{name} is neither a run nor a model directory: {what}{similar_runs(name)}")
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
         parent = next(p for p in path.absolute().parents if p.is_dir())
-        raise UserError(f"{name} is not a directory; {parent} has {listing(parent)}{similar_runs(name)}")
+        converter = "; python tools/convert_nanogpt.py makes one of it" if path.suffix in (".pt", ".pth") else ""
+        raise UserError(f"{name} is not a directory{converter}; {parent} has {listing(parent)}{similar_runs(name)}")
     try:
         from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
 

@@ -30,7 +30,7 @@ class GPT(nn.Module):
     """Decoder-only language model. `config` is resolved (`settings.resolve_model`). `initialize` sets the weights.
 
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
-    .mlp.{up,down}, .mlp.gate (llama, qwen3), norm, head (untied).
+    .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
     """
 
     def __init__(self, config: ModelConfig):
@@ -135,7 +135,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """gpt2: GELU, with biases. llama and qwen3: SwiGLU (Shazeer 2020), without."""
+    """gpt2: GELU, with biases. The others: SwiGLU (Shazeer 2020), without."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -11,15 +11,14 @@ from torch.optim.adamw import adamw
 
 from settings import OptimConfig
 
-# The names of the state tensors that each optimizer keeps for a parameter. Each has the parameter's shape; "step" is a scalar.
-STATES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # AdamW, Muon
-
 
 class AdamW:
     """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), with PyTorch's fused kernel.
 
     It calls the function inside torch.optim.AdamW: constructing that class imports PyTorch's compiler, which takes a second.
     """
+
+    STATE = {"step", "exp_avg", "exp_avg_sq"}  # of a parameter, each of its shape; step is a scalar
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8):
         self.param_groups, self.betas, self.eps = groups, betas, eps
@@ -126,6 +125,8 @@ class Muon:
     parameters may be sharded by rows.
     """
 
+    STATE = {"momentum_buffer"}
+
     def __init__(self, groups: list[dict], momentum: float, orthogonalize: Orthogonalize = orthogonalize):
         self.param_groups, self.momentum, self.orthogonalize = groups, momentum, orthogonalize
         self.state: dict[Tensor, dict[str, Tensor]] = {}
@@ -203,6 +204,11 @@ class Optimizers:
                         part.state.setdefault(parameter, {})[key] = copy_rows(value, whole)
 
 
+def optimizer_of(name: str, parameter: Tensor, optimizer: str) -> type[AdamW] | type[Muon]:
+    """The class that updates a parameter under --optimizer=`optimizer`."""
+    return Muon if optimizer == "muon" and parameter.ndim == 2 and name.startswith("blocks.") else AdamW
+
+
 def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = orthogonalize) -> Optimizers:
     """AdamW over all parameters, or Muon, which calls `orthogonalize`, over the hidden matrices and AdamW over the rest.
 
@@ -210,8 +216,7 @@ def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = 
     """
     matrices, others = [], []
     for name, p in model.named_parameters():
-        hidden = p.ndim == 2 and name.startswith("blocks.")
-        (matrices if config.optimizer == "muon" and hidden else others).append(p)
+        (matrices if optimizer_of(name, p, config.optimizer) is Muon else others).append(p)
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "lr": config.lr, "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "lr": config.lr, "weight_decay": 0.0},

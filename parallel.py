@@ -260,6 +260,8 @@ def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_bat
             return ScratchReduceScatter(module)
         case "scratch_overlap":
             return ScratchOverlap(module)
+        case other if other not in ("ddp", "zero1", "fsdp"):
+            raise ValueError(f"no wrapper for --strategy={other}")
     if world.size == 1:
         return Single(module)
     with warnings.catch_warnings():

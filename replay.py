@@ -65,6 +65,7 @@ class Replayed:
     """A step that was computed again."""
 
     step: int
+    batch: int  # as --skip_steps counts them
     loss: float
     grad_norm: float
     recorded: dict | None  # the record of metrics.jsonl, if there is one
@@ -173,7 +174,8 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
         before = {n: p.detach().clone() for n, p in run.engine.parameters.items()} if step in wanted else {}
         loss, grad_norm = train.update(run, prefetcher)
         updates = {n: relative_change(old, run.engine.parameters[n].detach()) for n, old in before.items()}
-        replayed.append(Replayed(step, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
+        batch = run.batches.batch_number(step - 1) + 1
+        replayed.append(Replayed(step, batch, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
     prefetcher.close()
     run.engine.clip = clip
     return replayed
@@ -279,6 +281,7 @@ def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
         print("  none")
     largest = max(r.updates, key=r.updates.get)
     print(f"largest update: {largest}, by {r.updates[largest]:.2%} of its norm")
+    print(f"--skip_steps={r.batch} leaves this batch out")
 
 
 def verify(config: ReplayConfig, directory: Path, state: TrainState, world: World) -> int:

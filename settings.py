@@ -111,7 +111,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     """Share the embedding with the output layer."""
     rope_theta: float = 10000.0
-    """Base of the rotary frequencies (llama, qwen3)."""
+    """Base of the rotary frequencies (not for gpt2)."""
     rope_scaling: str = ""
     """Llama 3's scaling of the rotary frequencies, as in 8,1,4,8192 (empty: none):
     factor, low_freq_factor, high_freq_factor and original context."""
@@ -250,7 +250,8 @@ class Config:
         """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises ValueError."""
         parts = [part.split("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
         ranges = [range(int(first) - 1, int((last or [first])[0])) for first, *last in parts]
-        if any(batches.stop - batches.start > MOST_SKIPPED for batches in ranges) or sum(map(len, ranges)) > MOST_SKIPPED:
+        sizes = [batches.stop - batches.start for batches in ranges]  # of one that runs backwards, 0 or less
+        if min(sizes, default=1) < 1 or sum(sizes) > MOST_SKIPPED:
             raise ValueError
         return tuple(sorted({batch for batches in ranges for batch in batches}))
 
@@ -443,11 +444,11 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
         values = nearest(model.n_embd, unit, unit)
         yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
     elif not rotary and model.head_dim not in (0, model.n_embd // model.n_head):
-        yield f"--head_dim={model.head_dim} is for llama and qwen3; in gpt2 it is n_embd / n_head; leave it out"
+        yield f"--head_dim={model.head_dim} is not for gpt2, where it is n_embd / n_head; leave it out"
     elif model.head_dim % 2 and rotary:
         yield f"--head_dim={model.head_dim} must be even for rotary positions"
     if not rotary and model.n_kv_head not in (0, model.n_head):
-        yield "--n_kv_head is for llama and qwen3; gpt2 has as many key/value heads as heads"
+        yield "--n_kv_head is not for gpt2, which has as many key/value heads as heads"
     elif model.n_head % (model.n_kv_head or 1):
         divisors = ", ".join(str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0)
         yield f"--n_kv_head={model.n_kv_head} does not divide --n_head={model.n_head}; try one of {divisors}"

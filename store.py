@@ -95,7 +95,10 @@ def write(
     for file, names in layout.tensors.items():
         if only is None or file in only:
             paths.append(directory / file)
+            paths[-1].touch()
+            mode = paths[-1].stat().st_mode  # as the umask says; save_file makes a file of its own that only its owner reads
             save_file({name: tensors[name].detach().to(dtype).contiguous() for name in names}, paths[-1], metadata)
+            paths[-1].chmod(mode)
     return paths
 
 

@@ -278,7 +278,9 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
     yield target("index", "model.safetensors.index.json", hf.read_model, [index])
     yield target("weights", "model.safetensors", hf.read_model, is_json=False)
     state = checkpoint.TrainState(step=4)
-    yield target("optimizer", "optimizer.safetensors", lambda f: checkpoint.open_optimizer(f, parameters, state), is_json=False)
+    yield target(
+        "optimizer", "optimizer.safetensors", lambda f: checkpoint.open_optimizer(f, parameters, state, "adamw"), is_json=False
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one test a core, and no thread before a fork
 
@@ -13,9 +14,11 @@ import pytest
 from safetensors.torch import load_file
 
 import machine
+import settings
 import warm
 from machine import ROOT
 
+STRATEGIES = get_args(settings.flat_fields(settings.Config)["strategy"].type)
 # 20 updates of 12 micro-batches of 2 x 16 tokens. One thread: as many tests as cores run side by side.
 TINY = machine.TINY | dict(
     steps=20,

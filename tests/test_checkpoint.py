@@ -30,6 +30,7 @@ def test_a_run_copied_by_something_that_follows_links_continues_and_gets_its_lin
     assert train.files("copied") == train.files("whole")
     assert os.readlink(checkpoints / "latest") == "step-00000020" and (checkpoints / "best").is_symlink()
     assert not list(checkpoints.glob(".*"))
+    assert len({path.stat().st_mode for path in (checkpoints / "latest").iterdir()}) == 1  # who may read one may read all
 
 
 def test_without_symbolic_links_latest_and_best_are_copies(train, shared):

@@ -350,13 +350,18 @@ def test_equal_replicas_are_accepted(start):
     assert start(3).run(construction_error, [5, 5, 5], [8, 8, 8], "") == ["", "", ""]
 
 
+def starts_from_rank_0(strategy) -> bool:
+    """Whether replicas that are not equal become rank 0's. ScratchAllReduce refuses them."""
+    return getattr(strategy, "func", strategy).ensure_equal_replicas is not ScratchAllReduce.ensure_equal_replicas
+
+
 def state_after_construction(strategy) -> dict:
     model = new_model(seed=dist.get_rank())
     model.scale.add_(dist.get_rank())
     return strategy(model).state_dict()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", [p for p in STRATEGIES if starts_from_rank_0(p.values[0])])
 def test_other_strategies_start_from_rank_0(start, strategy):
     first, second = start(2).run(state_after_construction, strategy)
     assert list(first) == [f"module.{name}" for name in new_model().state_dict()]  # as DDP's

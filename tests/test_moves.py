@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from conftest import largest_difference
+from conftest import STRATEGIES, largest_difference
 
 MOVES = 20
 WALK = dict(optimizer="adamw", schedule="constant", lr=1e-4, warmup_steps=0, eval_every=0, save_every=0)
@@ -48,8 +48,7 @@ def test_a_walk_over_numbers_of_ranks_keeps_all_bits_under_exact(train):
 @pytest.mark.slow
 def test_a_walk_over_strategies_and_numbers_of_ranks_ends_at_the_same_weights_up_to_rounding(train):
     train("straight", steps=MOVES, **WALK)
-    strategies = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
-    walk(train, "walk", strategies, most_ranks=3)
+    walk(train, "walk", STRATEGIES, most_ranks=3)
     assert largest_difference(train.weights("walk"), train.weights("straight")) < 2e-5
 
 

@@ -85,7 +85,7 @@ def test_booleans(word, value):
         (["--tokens_per_update=1000"], "try 768 or 1024"),
         (["--micro_batch_size=5", "--tokens_per_update=8192"], "try 7680 or 8960"),
         (["--architecture=gpt2", "--n_kv_head=1"], "gpt2"),
-        (["--architecture=gpt2", "--head_dim=7"], "--head_dim=7 is for llama and qwen3"),
+        (["--architecture=gpt2", "--head_dim=7"], "--head_dim=7 is not for gpt2"),
         (["--head_dim=7"], "--head_dim=7 must be even"),
         (["--rope_scaling=8,1,4"], "--rope_scaling=8,1,4 must be four numbers"),
         (["--rope_scaling=8,4,1,8192"], "such as Llama 3.1's 8,1,4,8192"),

@@ -226,7 +226,7 @@ def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
     train("fixed", steps=5)
     refused = train("fixed", steps=10, status=2, n_layer=3, seq_len=32, seed=7)
     assert refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
-    for line in ("--n_layer=3, and the checkpoint has 2", "--seq_len=32", "--seed=7", "--name"):
+    for line in ("--n_layer=3, and the checkpoint has 2", "--seq_len=32", "--seed=7", f"run than {train.runs}/fixed with"):
         assert line in refused.stderr
     taken = train("fixed", steps=10, lr=0.005, micro_batch_size=4, save_every=3)
     for line in ("changed: lr 0.01 -> 0.005", "changed: micro_batch_size 2 -> 4", "changed: steps 5 -> 10"):
@@ -242,6 +242,13 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     shutil.copytree(train.latest("first").resolve(), bare)
     train("branch2", steps=10, resume=bare)
     assert train.files("branch") == train.files("branch2")
+    share = f"{train.tokens}:0.5"
+    mixed = train("mixed", steps=7, resume=train.runs / "first", tokens=f"{share},{share}").stdout
+    assert f"changed: tokens {train.tokens} -> {share},{share}" in mixed
+    assert "from here on the learning rate is that of a run of 7 steps" in mixed
+    assert "at step 7; " in mixed.splitlines()[-2]  # its own lowest validation loss, not that of step 5
+    few = train("few", steps=3, resume=train.runs / "first", status=2).stderr
+    assert "--steps=5 is the least" in few and "--init_from=PATH, or leave --resume out" in few
     again = train("branch", steps=12, resume=train.runs / "first")
     assert "continuing from" in again.stdout and "step-00000010" in again.stdout
     assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
@@ -350,6 +357,8 @@ def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
     other = train("other", init_from=start, tokens=other_tokens, status=2).stderr
     assert "made with another tokenizer" in other and f"--tokenizer={start}/tokenizer.json" in other
     assert "made with another tokenizer" in train("branch", resume=start, tokens=other_tokens, status=2).stderr
+    evaluated = execute([sys.executable, "evaluate.py", shared.runs / "plain", f"--tokens={other_tokens}"], status=2)
+    assert "made with another tokenizer" in evaluated.stderr
 
 
 def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
@@ -394,7 +403,7 @@ def test_evaluate_refuses_what_the_model_cannot(shared):
 def test_an_out_dir_that_is_a_file_is_an_error_of_one_line(train, tmp_path):
     (tmp_path / "file").write_text("")
     done = execute(train.command("plain", out_dir=tmp_path / "file"), status=2)
-    assert done.stderr.startswith("error: ") and str(tmp_path / "file") in done.stderr
+    assert done.stderr.startswith(f"error: --out_dir={tmp_path / 'file'} ") and not done.stdout
 
 
 def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
