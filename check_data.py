@@ -21,7 +21,7 @@ def check(directory: Path, spec: str = "") -> None:
     spec: the tokenizer of another tool's tokens, as --tokenizer names it. Raises UserError, which names the first fault.
     """
     if not directory.is_dir():
-        raise UserError(f"--check={directory} is not a directory")
+        raise UserError(f"--check={directory}: no such directory")
     tokenizer = resolve(spec) if spec else None
     dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
     metadata = read_metadata(directory) if (directory / "dataset.json").exists() else {}

@@ -190,7 +190,7 @@ FLAGS = [
             ("--part=0/0", "--part"),
             ("nothing.txt", "no such file"),
             ("hf://datasets/x", "wanted hf://datasets/OWNER/NAME"),
-            ("--check=nothing", "does not exist"),
+            ("--check=nothing", "--check=nothing: no such directory"),
             ("--join --out=nothing", "no parts"),
         ],
     ),

@@ -70,6 +70,6 @@ def test_weights_change_with_a_new_run_not_within_one(train, mixture):
     train("first", **FLAGS, tokens=mixture, steps=5)
     other = mixture.replace("0.75", "0.5").replace("0.25", "0.5")
     errors = train("first", **FLAGS, tokens=other, steps=10, status=2).stderr
-    assert errors.startswith(f"error: --tokens={other} holds other tokens than the run was trained on")
+    assert errors.startswith(f"error: --tokens={other} is not the same tokens in the same shares as {mixture} was")
     train("annealed", **FLAGS, tokens=other, steps=10, resume=train.runs / "first")
     assert [record["step"] for record in train.metrics("annealed") if "loss" in record][0] == 6

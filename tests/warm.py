@@ -13,6 +13,8 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import machine
@@ -25,6 +27,9 @@ LATER = [
     "torch._inductor.compile_fx",
     "matplotlib.figure",
 ]  # what commands import when they need it
+# multiprocessing asks after all its processes whenever it starts one. Of two threads that ask after one at once, the second is
+# told 255.
+ASKING = threading.Lock()
 SERVER.set_forkserver_preload([*COMMANDS, *LATER, "pytest", "warm"])
 
 
@@ -35,16 +40,17 @@ class Process:
         """memory: a file for the kilobytes by which the resident memory of the command grew, at most."""
         self.streams = [folder / "stdout", folder / "stderr"]
         self.process = SERVER.Process(target=launch, args=([*map(str, command)], ranks, env, cwd, self.streams, memory))
-        self.process.start()
+        with ASKING:
+            self.process.start()
         self.pid = self.process.pid
 
     @property
     def returncode(self):
-        return self.process.exitcode
+        with ASKING:
+            return self.process.exitcode
 
     def poll(self):
-        self.process.join(0)
-        return self.process.exitcode
+        return self.returncode
 
     def send_signal(self, number):
         with contextlib.suppress(ProcessLookupError):
@@ -52,10 +58,12 @@ class Process:
 
     def communicate(self, timeout):
         """Wait for the end. Returns what it wrote to stdout and stderr."""
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            os.killpg(self.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(self.process.name, timeout)
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(self.process.name, timeout)
+            time.sleep(0.002)
         return tuple(stream.read_text() for stream in self.streams)
 
 
