@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to continue, and the whole policy of saving, keeping and finding it.
+"""Checkpoints: everything a run needs to continue, and the policy of saving and keeping it.
 
 A checkpoint is a Hugging Face model directory with optimizer.safetensors and trainer_state.json beside the model, and
 manifest.json (size and sha256 of every file), written last. It appears by rename: a kill at any instant leaves the last
@@ -33,8 +33,7 @@ import store
 from data import Mixture
 from dataset import Count, FileName, Sha256
 from log import Log
-from model import GPT
-from settings import Config, ModelConfig, RunError, UserError
+from settings import Config, RunError, UserError
 from snapshot import FileRecord, Snapshot, record, take_snapshot, write_together
 from world import World
 
@@ -44,8 +43,6 @@ MANIFEST = "manifest.json"
 # What a checkpoint always has besides its tensors, and what it has where the dataset has a tokenizer.
 FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
-# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
-FIXED = [*settings.flat_fields(ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
 Ranks = Annotated[int, Meta(ge=1, le=1 << 20)]
 # How a run went on from a step.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
@@ -289,93 +286,6 @@ def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
-def find(name: str) -> tuple[Path, list[str]]:
-    """The checkpoint that a user means by the path of a checkpoint or of a run (its newest intact one), and warnings.
-
-    Raises UserError where there is none.
-    """
-    path = Path(name)
-    if (path / MANIFEST).exists():
-        if reason := fault(path):
-            raise UserError(f"{path} is damaged: {reason}")
-        return path, []
-    found, damaged = newest(path / "checkpoints")
-    if found is None:
-        near = settings.similar_runs(name)
-        if path.suffix in (".pt", ".pth"):
-            near = "; --init_from takes what python tools/convert_nanogpt.py makes of it"
-        raise UserError(
-            "\n       ".join([f"{path} is neither a run with an intact checkpoint nor a checkpoint{near}", *damaged])
-        )
-    return found, damaged
-
-
-def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Path | None, list[str]]:
-    """The checkpoint that a run starts from, or else the model directory that gives its weights, or neither: from scratch.
-
-    Also returns what the user should know about the choice. Raises UserError.
-    """
-    if dataset.tokenizer:  # a save needs it, and the first one may be hours away
-        hf.token_text(dataset.tokenizer, dataset.eot_token)
-    start = pretrained = None
-    notes, resume, existing = [], config.run.resume, published(run / "checkpoints")
-    if resume == "off" and existing:
-        raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
-    if existing:
-        start, damaged = newest(run / "checkpoints")
-        if start is None:
-            raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
-        return start, None, [*damaged, f"continuing from {start}"]
-    if resume not in ("auto", "off"):
-        start, notes = find(resume)
-        notes.append(f"starting from {start}")
-    elif config.model.init_from != "scratch":
-        pretrained, notes = find_model(config.model.init_from)
-        notes.append(f"starting with the weights of {pretrained}, which say the model's shape, too")
-    if start or pretrained:
-        notes += hf.check_tokenizer(start or pretrained, dataset.tokenizer)
-    return start, pretrained, notes
-
-
-def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool) -> list[str]:
-    """A line for each setting that differs from the checkpoint's. Raises UserError for one that may not.
-
-    own: the checkpoint is of this very run, whose model and data are fixed. A new run from it may change the data.
-    """
-    now, before = settings.flat_values(config), state.settings
-    changed = [name for name in now if name in before and now[name] != before[name]]
-    fixed = FIXED if own else [*settings.flat_fields(ModelConfig), "optimizer"]
-    refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
-    before_settings = settings.from_record(before, "the checkpoint") if before else config
-    if own and seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches):
-        refused.append(f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw")
-    if own and state.dataset and state.dataset != dataset.identity:
-        refused.append(f"--tokens={config.data.tokens} is not the same tokens in the same shares as {before['tokens']} was")
-    if state.step > config.train.steps:
-        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={state.step} is the least")
-    if refused:
-        way_out = "take only the weights with --init_from=PATH, or leave --resume out"
-        if own:
-            way_out = f"or start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
-        raise UserError("\n       ".join([*refused, f"restore these settings, {way_out}"]))
-    silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
-    lines = [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
-    if state.dataset not in ("", dataset.identity):
-        lines.append(f"changed: tokens {before['tokens']} -> {config.data.tokens}")
-    if "steps" in changed and config.optim.schedule != "constant":
-        lines.append(f"from here on the learning rate is that of a run of {config.train.steps} steps")
-    return lines
-
-
-def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
-    """The skipped batches among those that the first `steps` steps have passed."""
-    passed = []
-    for batch in skipped:
-        if batch < steps + len(passed):
-            passed.append(batch)
-    return passed
-
-
 def load_state(directory: Path) -> TrainState:
     """The trainer state of an intact checkpoint. Raises UserError."""
     path = directory / "trainer_state.json"
@@ -406,25 +316,3 @@ def open_optimizer(
         if keys.get(name) != optim.optimizer_of(name, parameter, optimizer).STATE:
             raise UserError(f"{directory / 'optimizer.safetensors'} does not have the whole state of {name} for {optimizer}")
     return tensors
-
-
-def find_model(name: str) -> tuple[Path, list[str]]:
-    """The model directory that a user means, and warnings: a run, a checkpoint, any Hugging Face directory or hub id.
-
-    Raises UserError.
-    """
-    path = Path(name)
-    if (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
-        return find(name)
-    return hf.find_model(name), []
-
-
-def load_model(name: str) -> tuple[Path, GPT]:
-    """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`."""
-    directory, warnings = find_model(name)
-    for warning in warnings:
-        print(f"warning: {warning}", flush=True)
-    config, weights = hf.read_model(directory)
-    model = GPT(config).eval()
-    model.load_state_dict(weights)
-    return directory, model

@@ -16,6 +16,7 @@ import checkpoint
 import data
 import device
 import hf
+import lookup
 import settings
 from dataset import Stream
 from settings import UserError
@@ -81,7 +82,7 @@ def main(config: EvaluateConfig) -> None:
     if config.tasks or config.task_data:
         with tempfile.TemporaryDirectory() as folder:
             return run_tasks(config, Path(folder))
-    directory, model = checkpoint.load_model(config.run)
+    directory, model = lookup.load_model(config.run)
     mixture = data.open_mixture(config.tokens or trained_on(directory), model.config.vocab_size)
     if mixture.vocab_size > model.config.vocab_size:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, the model of {model.config.vocab_size}")
@@ -107,7 +108,7 @@ def main(config: EvaluateConfig) -> None:
 
 def run_tasks(config: EvaluateConfig, folder: Path) -> None:
     """Hand a model directory to lm-eval and print what it measures. `folder` is for a task file. Raises UserError."""
-    directory, warnings = checkpoint.find_model(config.run)
+    directory, warnings = lookup.find_model(config.run)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
     tasks = config.tasks.split(",")

@@ -16,6 +16,7 @@ import checkpoint
 import data
 import files
 import hf
+import lookup
 import settings
 from checkpoint import Origin, TrainState
 from dataset import Count, read_metadata
@@ -95,7 +96,7 @@ def main(config: ExportConfig) -> None:
     number, unit = config.max_shard_size[:-2], config.max_shard_size[-2:].upper()
     if unit not in UNITS or not number.isdecimal() or int(number) < 1:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
-    source, warnings = checkpoint.find(config.run)
+    source, warnings = lookup.find(config.run)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
     state, (model, weights) = checkpoint.load_state(source), hf.read_model(source)

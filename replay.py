@@ -28,6 +28,7 @@ import tyro
 
 import checkpoint
 import data
+import lookup
 import tokenizer
 import train
 from checkpoint import TrainState
@@ -82,7 +83,7 @@ class Replayed:
 def main(config: ReplayConfig) -> int:
     """Replay and print. Returns 1 if something is not what the run recorded. Raises UserError."""
     directory = Path(config.run)
-    newest, warnings = checkpoint.find(config.run)
+    newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
     world = train.join(settings.from_record(state.settings, str(newest)))
     if config.verify:
@@ -127,7 +128,7 @@ def open_before(
     if config.tokens:
         training = settings.replace(training, tokens=config.tokens)
     if start is None and training.run.resume not in ("auto", "off"):
-        start, _ = checkpoint.find(training.run.resume)
+        start, _ = lookup.find(training.run.resume)
     before = checkpoint.load_state(start) if start else TrainState()
     if before.step < era["step"]:
         raise UserError(
@@ -145,7 +146,7 @@ def open_before(
     training = replace(training, model=model, optim=settings.resolve_schedule(training.optim, training.train.steps))
     pretrained = None
     if start is None and training.model.init_from != "scratch":
-        pretrained, _ = checkpoint.find_model(training.model.init_from)
+        pretrained, _ = lookup.find_model(training.model.init_from)
     ours = checkpoint.versions()
     if world.is_master and ours != era["versions"]:
         print(f"warning: the step was computed with {era['versions']}; here are {ours}", file=sys.stderr)

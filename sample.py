@@ -45,14 +45,14 @@ def main(config: SampleConfig) -> None:
     """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
     import torch
 
-    import checkpoint
     import device
+    import lookup
     import tokenizer
     from model import generate
     from world import connect
 
     settings.refuse(settings.number_problems(config, RANGES))
-    directory, model = checkpoint.load_model(config.run)
+    directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))

@@ -44,6 +44,7 @@ import data
 import device
 import files
 import hf
+import lookup
 import optim
 import plot
 from checkpoint import Checkpoints, TrainState
@@ -119,7 +120,7 @@ def prepare(config: Config, world: World) -> Run:
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
-    found = checkpoint.find_start(directory, config, dataset) if world.is_master else None
+    found = lookup.find_start(directory, config, dataset) if world.is_master else None
     start, pretrained, notes = world.from_master(found)
     continues = start is not None and start.parent.parent == directory
     state = checkpoint.load_state(start) if start else TrainState()
@@ -127,7 +128,7 @@ def prepare(config: Config, world: World) -> Run:
     threads = config.train.threads
     config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
     notes += unheard(threads)
-    changed = checkpoint.check_changes(state, config, dataset, continues)
+    changed = lookup.check_changes(state, config, dataset, continues)
     peak_flops = device.peak_flops(world.device, config.train.dtype) * world.size
     trains = state.step < config.train.steps
     if world.is_master:

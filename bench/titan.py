@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import checkpoint
 import hf
+import lookup
 import settings
 from model import GPT
 from settings import UserError
@@ -31,7 +31,7 @@ def main(run: str) -> int:
         return 0
     import torch
 
-    directory, _ = checkpoint.find_model(run)
+    directory, _ = lookup.find_model(run)
     facts = json.loads((directory / "config.json").read_text())
     if facts["architectures"] != ["LlamaForCausalLM"] or facts["tie_word_embeddings"]:
         raise UserError(f"{directory} holds no Llama with an output layer of its own")

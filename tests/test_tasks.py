@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-import checkpoint
 import hf
+import lookup
 import tokenizer
 from conftest import execute
 from model import GPT, initialize
@@ -60,7 +60,7 @@ def test_hellaswag_by_name_on_its_data(folder):
     printed = evaluated(folder, "--tasks=hellaswag", f"--task_data={folder}/hellaswag.jsonl").stdout
     found = {name: float(value) for name, value in re.findall(r"^hellaswag  (\w+) ([\d.]+)", printed, re.M)}
     # Its rule: the likeliest ending, by the sum of its tokens' log-probabilities, and by the sum over its number of characters.
-    _, model = checkpoint.load_model(str(folder / "model"))
+    _, model = lookup.load_model(str(folder / "model"))
     right = {"acc": 0, "acc_norm": 0}
     for label, a, b, endings, gold in DOCUMENTS:
         query, endings = f"{label}: {a} {b.capitalize()}", [ending.replace(" [title]", ". ") for ending in endings]
