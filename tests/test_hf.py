@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import hf
 import store
 import tokenizer
-from checkpoint import find_model, write_manifest
+from checkpoint import write_manifest
+from lookup import find_model
 from model import GPT, RotaryTable, initialize
 from settings import ModelConfig, UserError, resolve_model
 
