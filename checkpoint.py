@@ -198,7 +198,10 @@ class Checkpoints:
             return
         best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
         if best and self.config.checkpoint.keep_best:
-            files.link(self.directory / "best", best[0])
+            try:
+                files.link(self.directory / "best", best[0])
+            except OSError as error:  # such as a full disk: the run can go on
+                self.log.warn(f"{self.directory / 'best'} could not be set: {error}")
         if self.config.checkpoint.keep_last:
             existing = published(self.directory)  # listed once: a save that is published meanwhile must not look old
             for path in existing[: -self.config.checkpoint.keep_last]:

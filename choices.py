@@ -34,7 +34,8 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     if pretrained:
         found = hf.read_config(pretrained)
         if found.seq_len < model.seq_len:
-            raise UserError(f"--seq_len={model.seq_len}: {pretrained} has a context of {found.seq_len}")
+            longest = f"{pretrained} has a context of {found.seq_len}; --seq_len={found.seq_len} is the most"
+            raise UserError(f"--seq_len={model.seq_len}: {longest}")
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, vocab_size)
     check_memory(model, config.parallel, world)
@@ -143,6 +144,7 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         f"time    {duration(flops / peak_flops)} at the peak of {peak_flops / 1e12:.3g} TFLOP/s, {source}; about "
         f"{duration(flops / peak_flops / USUAL_MFU)} at the usual mfu of {USUAL_MFU:.0%} of a large model",
     ]
-    rows += [f"note    {dataset.remark}" for dataset in mixture.datasets if dataset.remark]
+    remarks = [dataset.remark for dataset in mixture.datasets if dataset.remark]
+    rows += [remark if remark.startswith("warning:") else f"note    {remark}" for remark in remarks]
     begins = f"from step {step}" if step else "from its beginning"
     return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])

@@ -323,7 +323,7 @@ def characters_in(path: Path) -> int:
 def tokenizer_advice(directory: Path) -> str:
     """Where sample.py gets a tokenizer for foreign tokens from."""
     if not (directory / "meta.pkl").exists():
-        return "sample.py needs the tokenizer that made them, such as --tokenizer=gpt2"
+        return "sample.py needs the tokenizer of these tokens, such as --tokenizer=gpt2"
     made = directory / "tokenizer.json"
     how = "" if made.exists() else f"python tools/char_tokenizer.py {directory}/meta.pkl makes {made}; "
     return f"{how}sample.py takes it by --tokenizer={made}"

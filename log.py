@@ -1,6 +1,5 @@
 """What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
 
-import io
 import json
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Required, TypedDict
 import msgspec
 
 import files
-from cli import plural, survive_closed_pipe
+from cli import FULL_DISK, plural, survive_closed_pipe
 from dataset import Count
 from settings import Config, UserError, flat_values
 
@@ -50,7 +49,8 @@ class Log:
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master = directory, is_master
         self.bar = self.wandb = None
-        self._text = io.StringIO()  # what is said before train.log is open
+        self._text, self._metrics = Lines(), Lines()
+        self._is_new = not (directory / "metrics.jsonl").exists()
         self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
 
     def begin(self, step: int) -> Record | None:
@@ -59,9 +59,9 @@ class Log:
             return None
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = self._lock or lock(self.directory)
-        early = self._text.getvalue()
-        self._text = open(self.directory / "train.log", "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._text.write(early)
+        if self._is_new and (self.directory / "metrics.jsonl").exists():
+            raise UserError(f"{self.directory}: another process has begun this run meanwhile; the same command continues it")
+        self._text.open(self.directory / "train.log")
         return self.rewind(step)
 
     def say(self, message: str) -> None:
@@ -100,7 +100,7 @@ class Log:
             self.warn(f"{path} has {plural(len(unreadable) - 1, 'unreadable line')}, now in {aside.name}")
         with files.publish(path) as file:
             file.writelines(kept)
-        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._metrics.open(path)
         return evaluation
 
     def start_wandb(self, config: Config, run_id: str, more: dict) -> str:
@@ -160,11 +160,35 @@ class Log:
 
     def close(self, status: int) -> None:
         """End the bar, and wandb with the exit status."""
+        if self._metrics.waiting:
+            self.warn(f"the last lines of {self.directory / 'metrics.jsonl'} could not be written: the disk is full")
         if self.bar is not None:
             self.bar.close()
             self.bar = None
         if self.wandb is not None:
             self.wandb.finish(exit_code=status)
+
+
+class Lines:
+    """A file that lines are appended to. They wait in memory before it is open, and while the disk is full."""
+
+    def __init__(self):
+        self.waiting, self.file = bytearray(), None
+
+    def open(self, path: Path) -> None:
+        """Begin to append to `path`."""
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.write("")
+
+    def write(self, text: str) -> None:
+        """Append `text`, now or as soon as it can be."""
+        self.waiting += text.encode("utf-8", "replace")
+        try:
+            while self.file and self.waiting:
+                del self.waiting[: self.file.write(self.waiting)]
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
 
 
 class Meter:

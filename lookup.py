@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import checkpoint
+import files
 import hf
 import settings
-from checkpoint import MANIFEST, TrainState, fault, newest, published
+from checkpoint import MANIFEST, Origin, TrainState, fault, newest, published
 from data import Mixture
 from model import GPT
 from settings import Config, ModelConfig, UserError
@@ -61,6 +63,23 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
     return start, pretrained, notes
 
 
+def check_origin(state: TrainState, config: Config, dataset: Mixture) -> None:
+    """Raise UserError if a run that continues has other tokens, or other first weights, than it began with."""
+    refused, before = [], state.settings.get("init_from", "scratch")
+    if config.model.init_from != before:
+        refused.append(f"--init_from={config.model.init_from}, and the run began with {before}")
+    if state.dataset != dataset.identity:
+        tokens = state.settings["tokens"]
+        refused.append(f"--tokens={config.data.tokens} is not the same tokens in the same shares as {tokens} was")
+    if refused:
+        raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config)}"]))
+
+
+def another_run(config: Config) -> str:
+    """How to start another run than the one that `config` means."""
+    return f"or start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
+
+
 def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool) -> list[str]:
     """A line for each setting that differs from the checkpoint's. Raises UserError for one that may not.
 
@@ -71,19 +90,20 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
     fixed = FIXED if own else [*settings.flat_fields(ModelConfig), "optimizer"]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
     before_settings = settings.from_record(before, "the checkpoint") if before else config
-    if own and seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches):
-        refused.append(f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw")
-    if own and state.dataset and state.dataset != dataset.identity:
-        refused.append(f"--tokens={config.data.tokens} is not the same tokens in the same shares as {before['tokens']} was")
+    seen_otherwise = seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches)
+    skip = f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw"
+    if own and seen_otherwise:
+        run = Path(config.run.out_dir, config.run.name)
+        refused.append(f"{skip}; an earlier checkpoint may begin a run without: --name=... --resume={run}/checkpoints/step-...")
     if state.step > config.train.steps:
         refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={state.step} is the least")
     if refused:
         way_out = "take only the weights with --init_from=PATH, or leave --resume out"
-        if own:
-            way_out = f"or start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
-        raise UserError("\n       ".join([*refused, f"restore these settings, {way_out}"]))
+        raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))
     silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
     lines = [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
+    if seen_otherwise and state.dataset == dataset.identity:
+        lines.append(f"warning: {skip}: from here on the steps see other batches than they would have seen without it")
     if state.dataset not in ("", dataset.identity):
         lines.append(f"changed: tokens {before['tokens']} -> {config.data.tokens}")
     if "steps" in changed and config.optim.schedule != "constant":
@@ -98,6 +118,19 @@ def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
         if batch < steps + len(passed):
             passed.append(batch)
     return passed
+
+
+def find_origin(origin: Origin) -> Path:
+    """The directory whose weights a run began with. Raises UserError where it is not there any more as it was."""
+    source = Path(origin["source"])
+    places = [Path(origin["directory"]), source]
+    if "step" in origin:
+        places.append(checkpoint.step_directory(source / "checkpoints", origin["step"]))
+    for path in places:
+        whole = not (path / MANIFEST).exists() or fault(path) is None
+        if whole and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
+            return path
+    raise UserError(f"the run began with the weights of {places[0]}, which is gone or has changed since")
 
 
 def find_model(name: str) -> tuple[Path, list[str]]:

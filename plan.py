@@ -6,6 +6,7 @@ rank, and imports no torch. The speed is an assumption: --plan_mfu, or a usual o
 
 import dataclasses
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -16,9 +17,9 @@ import settings
 from cli import survive_closed_pipe
 from cluster import Hardware
 from log import read_records
-from settings import Config, PlanConfig, UserError, plural
+from settings import Config, DataConfig, PlanConfig, UserError, plural
 
-GPT2_VOCAB_SIZE = 50257  # where no dataset says another
+VOCABULARIES = {"bytes": 257, "gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
 CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
 # bench/results/save_stall.json: 0.74 GB were copied in 0.13 to 0.37 s, and written and flushed in 0.5 to 1.0 s.
 COPY_RATE, WRITE_RATE = 3e9, 1e9
@@ -37,7 +38,7 @@ def make(config: Config, options: PlanConfig) -> dict:
     """The plan, as nested dictionaries of bytes, seconds and counts."""
     world_size, device = options.plan_world_size, "cpu" if options.plan_gpu == "cpu" else "cuda"
     hardware = cluster.this_cpu(world_size) if device == "cpu" else cluster.GPUS[options.plan_gpu]
-    config, once = resolve(config, options, hardware)
+    config, once, source = resolve(config, options, hardware)
     sizes = footprint.parameters(config.model)
     memory = describe_memory(config, world_size, device, hardware)
     tokens = config.train.steps * config.train.tokens_per_update
@@ -62,6 +63,7 @@ def make(config: Config, options: PlanConfig) -> dict:
             "dtype": config.train.dtype,
             "architecture": config.model.architecture,
         },
+        "vocab_size": config.model.vocab_size,
         "parameters": {**sizes, "total": sum(sizes.values())},
         "memory": memory,
         "batch": {
@@ -74,6 +76,7 @@ def make(config: Config, options: PlanConfig) -> dict:
             "steps": config.train.steps,
             "total": tokens,
             "epochs": {name: tokens / size for name, size in once.items()},
+            "vocabulary_by": source,
             "per_parameter": tokens / sum(sizes.values()),
             "chinchilla": CHINCHILLA * sum(sizes.values()),
         },
@@ -96,12 +99,13 @@ def make(config: Config, options: PlanConfig) -> dict:
     }
 
 
-def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Config, dict[str, float]]:
+def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Config, dict[str, float], str]:
     """`config` with every choice made that it leaves open, and after how many tokens a run has read each dataset once.
 
-    There are none where a dataset is not there.
+    There are none where a dataset is not there. The third value says where the size of the vocabulary is from.
     """
-    model, vocab_size, once = config.model, GPT2_VOCAB_SIZE, {}
+    model, once = config.model, {}
+    vocab_size, source = vocabulary(config.data)
     if model.init_from != "scratch":
         import hf  # imports torch
 
@@ -110,9 +114,11 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
         mixture = data.open_mixture(config.data.tokens, model.vocab_size)
         parts = zip(mixture.names, mixture.streams("train"), mixture.shares, strict=True)
-        vocab_size, once = mixture.vocab_size, {name: len(stream) * data.SHARES / share for name, stream, share in parts}
-    elif model.vocab_size:
-        vocab_size = model.vocab_size
+        once = {name: len(stream) * data.SHARES / share for name, stream, share in parts}
+        vocab_size, source = mixture.vocab_size, str(mixture)
+    if model.vocab_size:
+        source = "--vocab_size" if model.init_from == "scratch" else model.init_from
+        vocab_size = vocab_size if once else model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
     fast = device == "cuda" or cluster.fast_at_bfloat16()
     chosen = {"dtype": "bfloat16" if fast else "float32", "compile": "on" if device == "cuda" else "off"}
@@ -124,7 +130,17 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
         size = footprint.largest_micro_batch(config, options.plan_world_size, device, budget)
         config = settings.replace(config, micro_batch_size=size)
     settings.check(config, options.plan_world_size)
-    return config, once
+    return config, once, source
+
+
+def vocabulary(config: DataConfig) -> tuple[int, str]:
+    """The tokens of a tokenizer whose dataset is not there, and who says so: the command that makes the dataset, or nobody."""
+    words = config.prepare_command.split()
+    name = next((word.removeprefix("--tokenizer=") for word in words if word.startswith("--tokenizer=")), "")
+    size = VOCABULARIES.get(name, int(name[6:]) if re.fullmatch(r"train:\d{1,7}", name) else 0)
+    if size and f"--out={config.tokens}" in words:
+        return size, f"--tokenizer={name}, which makes {config.tokens}"
+    return VOCABULARIES["gpt2"], "nobody, so GPT-2's is taken"
 
 
 def describe_memory(config: Config, world_size: int, device: str, hardware: Hardware) -> dict:
@@ -232,6 +248,7 @@ def text(facts: dict) -> str:
         ("  tokens", f"{tokens['total']:,}"),
         *((f"  epochs of {name}", f"{epochs:.2f}") for name, epochs in tokens["epochs"].items()),
         *(() if tokens["epochs"] else (("  epochs of the dataset", "it is not there"),)),
+        ("  vocabulary, padded", f"{facts['vocab_size']:,}", f"told by {tokens['vocabulary_by']}"),
         ("  tokens a parameter", f"{tokens['per_parameter']:.1f}", f"Chinchilla: {CHINCHILLA}, or {tokens['chinchilla']:,}"),
         ("Time and money",),
         ("  FLOPs", f"{time['flops']:.2e}"),

@@ -171,6 +171,8 @@ def prepare(config: PrepareConfig) -> None:
     options, part = read_options(config), read_part(config)
     directory, text = out_directory(config), TextFormat(config.column, config.max_document_bytes)
     if part:
+        if (directory / "dataset.json").exists():
+            raise UserError(f"--part={config.part}: {directory} already holds a whole dataset; choose another --out")
         directory = part_directory(directory, *part)
         options |= {"part": f"{part[0]}/{part[1]}", "shard_tokens": config.shard_tokens}  # what joining needs
     source_files, records = find_files(sorted(set(config.sources)) or [EMBEDDED], directory)
@@ -291,9 +293,9 @@ def encode_files(
                 bar.update(sum(piece.bytes_on_disk for piece in unit))
 
     for position, size, tokens in encode_all(writer.tokenizer, split, units(), config.workers or cores()):
+        bar.update(size)
         for record in writer.add(tokens, position):
             tqdm.write(f"{record['file']}: {record['tokens']:,} tokens{bar if bar_style else ''}")
-        bar.update(size)
     bar.close()
     if not_utf8:
         shown = ", ".join(map(str, list(not_utf8)[:SHOWN_FILES])) + ", ..." * (len(not_utf8) > SHOWN_FILES)

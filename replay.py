@@ -39,6 +39,7 @@ from settings import UserError
 from snapshot import take_snapshot
 from world import World
 
+ANY_RANKS = {"step": 0, "world_size": 0}  # what may differ between two parts of a run under exact
 OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
 SHOWN = 8  # sequences, and tensors
 
@@ -66,7 +67,7 @@ class Replayed:
     """A step that was computed again."""
 
     step: int
-    batch: int  # as --skip_steps counts them
+    skip_steps: str  # the flag's value that leaves out this step's batch, too
     loss: float
     grad_norm: float
     recorded: dict | None  # the record of metrics.jsonl, if there is one
@@ -87,6 +88,8 @@ def main(config: ReplayConfig) -> int:
     state = checkpoint.load_state(newest)
     world = train.join(settings.from_record(state.settings, str(newest)))
     if config.verify:
+        if config.step:
+            raise UserError("--verify looks at all kept checkpoints; leave --step out")
         return verify(config, directory, state, world)
     records = recorded_steps(directory / "metrics.jsonl")
     step = config.step or max(records, default=0)
@@ -116,10 +119,13 @@ def open_before(
     config: ReplayConfig, directory: Path, state: TrainState, world: World, step: int, start: Path | None = None
 ) -> train.Run:
     """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning."""
-    era = max((e for e in state.history if e["step"] < step), key=lambda e: e["step"], default=None)
-    if era is None:
-        begins = min((e["step"] for e in state.history), default=state.step)
+    eras = [era for era in state.history if era["step"] < step]
+    if not eras:
+        begins = state.history[0]["step"]
         raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
+    era = eras.pop()
+    while eras and era["settings"]["strategy"] == "exact" and {**era, **ANY_RANKS} == {**eras[-1], **ANY_RANKS}:
+        era = eras.pop()
     for path in reversed(checkpoint.published(directory / "checkpoints")) if start is None else ():
         if path.name < checkpoint.step_directory(path.parent, step).name and checkpoint.fault(path) is None:
             start = path
@@ -127,12 +133,16 @@ def open_before(
     training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
     if config.tokens:
         training = settings.replace(training, tokens=config.tokens)
-    if start is None and training.run.resume not in ("auto", "off"):
-        start, _ = lookup.find(training.run.resume)
+    pretrained = None
+    if start is None and state.origins:
+        source = lookup.find_origin(state.origins[-1])
+        began = settings.from_record(state.history[0]["settings"], str(directory)).run
+        start, pretrained = (None, source) if began.resume in ("auto", "off") else (source, None)
     before = checkpoint.load_state(start) if start else TrainState()
     if before.step < era["step"]:
         raise UserError(
-            f"the settings changed at step {era['step']}, and no intact checkpoint between it and step {step} is left"
+            f"settings, versions or the number of ranks changed at step {era['step']}, and no intact checkpoint between it and "
+            f"step {step} is left"
         )
     if training.parallel.strategy != "exact" and world.size != era["world_size"]:
         raise UserError(
@@ -144,9 +154,6 @@ def open_before(
         raise UserError(f"{dataset} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are")
     model = settings.resolve_model(training.model, dataset.vocab_size)  # the run may be an old one
     training = replace(training, model=model, optim=settings.resolve_schedule(training.optim, training.train.steps))
-    pretrained = None
-    if start is None and training.model.init_from != "scratch":
-        pretrained, _ = lookup.find_model(training.model.init_from)
     ours = checkpoint.versions()
     if world.is_master and ours != era["versions"]:
         print(f"warning: the step was computed with {era['versions']}; here are {ours}", file=sys.stderr)
@@ -175,8 +182,8 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
         before = {n: p.detach().clone() for n, p in run.engine.parameters.items()} if step in wanted else {}
         loss, grad_norm = train.update(run, prefetcher)
         updates = {n: relative_change(old, run.engine.parameters[n].detach()) for n, old in before.items()}
-        batch = run.batches.batch_number(step - 1) + 1
-        replayed.append(Replayed(step, batch, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
+        skip = ",".join(filter(None, [run.config.data.skip_steps, str(run.batches.batch_number(step - 1) + 1)]))
+        replayed.append(Replayed(step, skip, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
     prefetcher.close()
     run.engine.clip = clip
     return replayed
@@ -262,7 +269,8 @@ def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
     print(f"\nstep {r.step}  loss {r.loss:.4f}  gradient norm {r.grad_norm:.3f}\n\nsequences, worst loss first")
     for row in r.sequences if everything else r.sequences[:SHOWN]:
         begins = f"; documents begin at {', '.join(map(str, row['documents_begin'][:6]))}" if row["documents_begin"] else ""
-        print(f"  {row['loss']:8.4f}  sequence {row['sequence']}: {row['shard']} from token {row['position']:,}{begins}")
+        place = f"{row['dataset']}/{row['shard']} from token {row['position']:,}"
+        print(f"  {row['loss']:8.4f}  sequence {row['sequence']}: {place}{begins}")
         shown = row["text"] if everything else row["text"][: 2 * width]
         print(f"            {shown.encode('unicode_escape').decode()[: width - 13]}")
     if not everything and len(r.sequences) > SHOWN:
@@ -282,7 +290,7 @@ def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
         print("  none")
     largest = max(r.updates, key=r.updates.get)
     print(f"largest update: {largest}, by {r.updates[largest]:.2%} of its norm")
-    print(f"--skip_steps={r.batch} leaves this batch out")
+    print(f"--skip_steps={r.skip_steps} leaves this batch out")
 
 
 def verify(config: ReplayConfig, directory: Path, state: TrainState, world: World) -> int:
@@ -300,15 +308,12 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
             with tempfile.TemporaryDirectory() as temporary:
                 for records in world.all_gather(snapshot.write(Path(temporary))):
                     again |= records
-            if not world.is_master:
-                continue
             kept_files = checkpoint.read_manifest(end)
             different = [name for name in sorted(again) if again[name] != kept_files.get(name)]
             problem = f"{', '.join(different)} would be others" if different else None
-        print(
-            f"{end.name} {'follows from' if problem is None else 'DOES NOT follow from'} {start.name}"
-            + (f": {problem}" if problem else "")
-        )
+        if world.is_master:
+            verdict = f"DOES NOT follow from {start.name}: {problem}" if problem else f"follows from {start.name}"
+            print(f"{end.name} {verdict}")
         wrong += problem is not None
     return int(wrong > 0)
 

@@ -110,7 +110,7 @@ def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
     """The files of a source on the hub, in order. `downloads` is where they will be. Raises UserError."""
     found = hub.list_files(source, commit, HUB_SUFFIXES, downloads)
     if not found:
-        raise UserError(f"{source}: no file there has one of the suffixes {' '.join(HUB_SUFFIXES)}")
+        raise UserError(f"{source}: no file of that name or pattern ends in {' '.join(HUB_SUFFIXES)}")
     return [SourceFile(file.local, file.path, file.size, remote=file) for file in found]
 
 
@@ -277,7 +277,16 @@ def parse(unit: list[Piece]) -> Iterator[Piece]:
                 if line.strip() and (text := json.loads(line)[column]):
                     yield Piece(0, text.encode("utf-8", "replace"))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                raise UserError(f'{path}: line {number} is not a JSON object with a string under "{column}"') from None
+                wanted = f'{path}: line {number} is not a JSON object with a string under "{column}"'
+                raise UserError(f"{wanted}; --column names the key{other_keys(line)}") from None
+
+
+def other_keys(line: bytes) -> str:
+    """The keys of strings in a line of JSON, as the end of an error. Empty if there are none."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        if keys := [key for key, value in json.loads(line).items() if isinstance(value, str)]:
+            return f": {', '.join(keys[:8])}"
+    return ""
 
 
 def split_hash(data: bytes) -> float:

@@ -53,7 +53,7 @@ from footprint import flops_per_token
 from log import Log, Meter, duration
 from model import initial_weights, without_values
 from parallel import Engine
-from settings import Config, RunError, plural
+from settings import Config, RunError, UserError, plural
 from world import Stop, World, connect, unheard
 
 EX_TEMPFAIL = 75
@@ -124,12 +124,16 @@ def prepare(config: Config, world: World) -> Run:
     start, pretrained, notes = world.from_master(found)
     continues = start is not None and start.parent.parent == directory
     state = checkpoint.load_state(start) if start else TrainState()
+    if continues:
+        lookup.check_origin(state, config, dataset)
     shape = start or pretrained if config.model.init_from != "scratch" else None  # also when the run continues
-    threads = config.train.threads
+    threads, began_from = config.train.threads, state.settings.get("resume", "auto") if continues else str(start)
+    if start and began_from not in ("auto", "off"):
+        config = settings.replace(config, resume=began_from)  # config.toml names the very checkpoint
     config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
     notes += unheard(threads)
     changed = lookup.check_changes(state, config, dataset, continues)
-    peak_flops = device.peak_flops(world.device, config.train.dtype) * world.size
+    peak_flops = peak_flops_of_all(world, config.train.dtype)
     trains = state.step < config.train.steps
     if world.is_master:
         introduction = [choices.introduce(config, dataset, world, state.step, peak_flops)] if trains else []
@@ -260,6 +264,12 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
 # Helpers, in the order of their use
 
 
+def peak_flops_of_all(world: World, dtype: str) -> float:
+    """Peak FLOP/s of all ranks. Each is measured by itself: more threads than cores would count cores twice."""
+    used = 1.0 if world.device.type != "cpu" else min(1.0, settings.cores() / (world.local_size * torch.get_num_threads()))
+    return device.peak_flops(world.device, dtype) * world.size * used
+
+
 def warm_up(run: Run) -> None:
     """Compile, and settle how the ranks communicate: the first update is then like any other, also after a resume."""
     began = time.monotonic()
@@ -290,14 +300,17 @@ def validate(run: Run) -> None:
     run.checkpoints.evaluated(state, val_loss)
     if not run.world.is_master:
         return
-    peak = device.peak_flops(run.world.device, config.train.dtype) * run.world.size
+    peak = peak_flops_of_all(run.world, config.train.dtype)
     run.meter.peak_flops = max(run.meter.peak_flops, peak)  # measured again: the machine may have been busy before
     log.metrics({"step": state.step, "tokens": state.tokens, **validation})
     line = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
     line += f"  {bits:.4f} bits per byte" if bits else ""
     log.say(f"{line}  evaluated in {duration(time.monotonic() - began)}")
     if state.step >= config.train.steps or time.monotonic() - run.drawn_at > DRAW_SECONDS:
-        plot.draw([log.directory], log.directory / "curves.png")
+        try:
+            plot.draw([log.directory], log.directory / "curves.png")
+        except (OSError, UserError) as error:  # such as a full disk: the run can go on
+            log.warn(f"curves.png could not be drawn: {error}")
         run.drawn_at = time.monotonic()
 
 

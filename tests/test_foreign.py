@@ -486,6 +486,7 @@ def sources(name, content, *words, flags=(), status=2):
 
 TEXT = [
     sources("a.jsonl", b'{"text": 1}\n', "line 1 is not a JSON object with a string"),
+    sources("b.jsonl", b'{"body": "a", "n": 1, "title": "b"}\n', "--column names the key: body, title"),
     sources("a.jsonl", b'{"text": "x"}\n[]\n', "line 2 is not"),
     sources("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', 'under "text"'),
     sources("a.jsonl", b'{"text": ' + DEEP.encode() + b"}\n", "line 1 is not a JSON object"),

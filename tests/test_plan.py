@@ -97,6 +97,16 @@ def test_a_mixture_has_the_epochs_of_each_dataset(tokens, tmp_path):
     assert "epochs of other " in plan.text(mixed)
     missing = facts(f"--tokens={tokens}:0.75,{tmp_path / 'none'}:0.25", *flags)
     assert not missing["tokens"]["epochs"] and "it is not there" in plan.text(missing)
+    assert missing["tokens"]["vocabulary_by"] == "nobody, so GPT-2's is taken"
+
+
+@pytest.mark.parametrize("preset, rows", [("shakespeare_char", 384), ("laptop", 4096), ("gpt2_124m", 50304)])
+def test_without_tokens_the_vocabulary_is_that_of_the_command_that_makes_them(monkeypatch, tmp_path, preset, rows):
+    monkeypatch.chdir(tmp_path)
+    found = facts("--plan_world_size=1", preset=preset)
+    assert found["vocab_size"] == rows and "which makes tokens/" in plan.text(found)
+    given = facts("--plan_world_size=1", "--vocab_size=640", preset=preset)
+    assert given["vocab_size"] == 640 and given["tokens"]["vocabulary_by"] == "--vocab_size"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -1,8 +1,10 @@
 """replay.py and --skip_steps through the front door: was it the data or the machine, and how to leave the data out."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ import lookup
 import settings
 from conftest import ROOT, execute
 from dataset import Stream
+from test_train import wait_for
 
 FLAGS = dict(keep_last=0, eval_every=0)
 
@@ -41,7 +44,7 @@ def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
     before = everything_in(kept)
     out = replay(kept, "--step=13")
     assert "replaying steps 11 to 13" in out and "bit for bit; look at the data" in out
-    losses = [float(x) for x in re.findall(r"^ +([\d.]+)  sequence \d+: train_00000\d.bin from token", out, re.M)]
+    losses = [float(x) for x in re.findall(r"^ +([\d.]+)  sequence \d+: .*/train_00000\d.bin from token", out, re.M)]
     assert len(losses) == 8 and losses == sorted(losses, reverse=True)
     result = json.loads(replay(kept, "--step=4", "--steps=3", "--json"))
     assert [step["step"] for step in result["steps"]] == [4, 5, 6] or [s["step"] for s in result["steps"]] == [1, 2, 3, 4, 5, 6]
@@ -63,7 +66,7 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     train("spike", **flags)
     out = replay(train.runs / "spike", "--step=37")
     assert "bit for bit; look at the data" in out and out.endswith("--skip_steps=37 leaves this batch out\n")
-    worst = re.findall(r"sequence (\d+): train.bin from token ([\d,]+)", out)[:4]
+    worst = re.findall(rf"sequence (\d+): {tmp_path}/train.bin from token ([\d,]+)", out)[:4]
     assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
     assert "times" in out.split("tensors")[1] and "none" not in out.split("tensors")[1]  # gradients out of line
 
@@ -73,12 +76,15 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     for step in (40,):
         shutil.rmtree(train.runs / "without" / "checkpoints" / f"step-{step:08d}")
     late = train("without", status=2, **dict(flags, skip_steps="3,37"))
-    assert "--skip_steps=3,37 changes what one of the 20 steps that are done saw" in late.stderr
+    assert "--skip_steps=3,37 changes what one of the 20 steps that are done saw; an earlier checkpoint may" in late.stderr
+    start = train.runs / "spike" / "checkpoints" / "step-00000020"
+    other = train("other", **dict(flags, skip_steps="3,37", resume=start)).stdout
+    assert "warning: --skip_steps=3,37 changes what one of the 20 steps that are done saw" in other
     train("without", **dict(flags, skip_steps="37"))
     norms = {record["step"]: record["grad_norm"] for record in train.metrics("without") if "grad_norm" in record}
     assert norms[37] < 2 * norms[36]
     out = replay(train.runs / "without", "--step=38")
-    assert "bit for bit" in out and out.endswith("--skip_steps=39 leaves this batch out\n")
+    assert "bit for bit" in out and out.endswith("--skip_steps=37,39 leaves this batch out\n")
     assert "bit for bit" in replay(train.runs / "without", "--step=15")
 
 
@@ -138,7 +144,37 @@ def test_three_ranks_under_exact_are_replayed_by_one_process_and_others_by_their
     assert done.returncode == 0 and "bit for bit; look at the data" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_checkpoint(train):
+    train("first", steps=4, eval_every=0)
+    train("second", steps=8, eval_every=0, save_every=0, resume=train.runs / "first")
+    train("first", steps=6, eval_every=0, save_every=2, keep_last=0)  # it goes on
+    out = replay(train.runs / "second", "--step=7")
+    assert "replaying steps 5 to 7" in out and "bit for bit" in out
+    again = [train.runs / "second" / "config.toml", "--name=again", f"--out_dir={train.runs}"]
+    execute([sys.executable, "train.py", *again])
+    assert train.files("again") == train.files("second")
+    train("tuned", steps=3, eval_every=0, save_every=0, init_from=train.latest("second").resolve())
+    assert "bit for bit" in replay(train.runs / "tuned", "--step=3")
+    shutil.rmtree(train.runs / "first" / "checkpoints" / "step-00000004")
+    gone = execute([sys.executable, "replay.py", train.runs / "second", "--step=7"], status=2).stderr
+    assert "step-00000004, which is gone or has changed since" in gone
+
+
+def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):
+    flags = dict(strategy="exact", eval_every=0, save_every=2, keep_last=1, steps=30)
+    process = train.start("moved", ranks=2, **flags)
+    wait_for(lambda: (train.runs / "moved" / "checkpoints" / "latest").exists())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    train("moved", ranks=3, **flags)
+    assert len(checkpoint.load_state(train.latest("moved")).history) == 2
+    out = replay(train.runs / "moved", "--step=29")  # the last checkpoint is that of step 30
+    assert "replaying steps 1 to 29" in out and "bit for bit" in out
+
+
 def test_a_step_that_the_run_does_not_have_is_refused(kept):
+    verified = execute([sys.executable, "replay.py", kept, "--verify", "--step=1"], status=2).stderr
+    assert verified.startswith("error: --verify looks at all kept checkpoints")
     for arguments in (["--step=21"], ["--step=20", "--steps=2"], ["--step=-1"]):
         refused = execute([sys.executable, "replay.py", kept, *arguments], status=2)
         assert refused.stderr.startswith("error: ") and "has steps 1 to 20" in refused.stderr

@@ -319,7 +319,7 @@ def test_a_run_says_where_its_weights_came_from(train, shared):
     train("tuned", steps=2, init_from=train.runs / "more", optimizer="adamw")  # continues
     one, two = (json.loads((train.latest(name) / "trainer_state.json").read_text())["origins"] for name in ("more", "tuned"))
     assert [origin["sha256"] for origin in one] == [{"manifest.json": digest}]
-    assert (one[0]["source"], one[0]["step"]) == (str(shared.runs / "plain"), 20) and "torch" in one[0]["versions"]
+    assert (one[0]["source"], one[0]["step"]) == (str(first), 20) and "torch" in one[0]["versions"]
     assert [origin["step"] for origin in two] == [21] and f"--init_from={train.runs}/more" in two[0]["command"]
 
 
@@ -392,6 +392,42 @@ def test_compiled_ddp_on_two_ranks_is_eager_up_to_rounding(train):
     train("eager", ranks=2, **flags)
     execute(train.command("compiled", ranks=2, **(flags | {"compile": "on"})), timeout=400)
     assert largest_difference(train.weights("eager"), train.weights("compiled")) < 5e-5  # a wrong gradient moves them by 3e-4
+
+
+def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(train):
+    between = "import lookup, subprocess, sys\nfind = lookup.find_start\ndef late(*a):\n    found = find(*a)\n"
+    between += "    subprocess.run([sys.executable, 'train.py', *sys.argv[1:], '--seed=1'], check=True)\n    return found\n"
+    between += "lookup.find_start = late"
+    done = train.changed(between, "race", steps=2, status=2)
+    assert "another process has begun this run meanwhile; the same command continues it" in done.stderr
+    assert "seed = 1\n" in (train.runs / "race" / "config.toml").read_text()
+
+
+# A disk that is full until the files of a run have been written to so many times.
+FULL = """
+import log
+open_file, write = log.Lines.open, log.Lines.write
+def open_on_a_full_disk(self, path):
+    open_file(self, path)
+    self.disk, self.file, self.calls = self.file, open("/dev/full", "ab", buffering=0), 0
+def write_later(self, text):
+    self.calls = getattr(self, "calls", 0) + 1
+    self.file = self.disk if self.file and self.calls == {calls} else self.file
+    write(self, text)
+log.Lines.open, log.Lines.write = open_on_a_full_disk, write_later
+"""
+
+
+def test_lines_that_a_full_disk_does_not_take_wait_and_the_run_goes_on(train):
+    train("plain", steps=2)
+    done = train.changed(FULL.format(calls=3), "later", steps=2)
+    assert train.metrics("later") == train.metrics("plain") and len(train.metrics("later")) == 3
+    assert (train.runs / "later" / "train.log").read_text() == done.stdout
+    done = train.changed(FULL.format(calls=-1), "never", steps=2)
+    assert "metrics.jsonl could not be written: the disk is full" in done.stdout and train.metrics("never") == []
+    assert train.files("never") == train.files("plain")
+    change = "import plot\ndef draw(*a):\n    raise OSError(28, 'No space left on device')\nplot.draw = draw"
+    assert "curves.png could not be drawn: [Errno 28] No space" in train.changed(change, "undrawn", steps=2).stdout
 
 
 def test_evaluate_refuses_what_the_model_cannot(shared):
