@@ -153,6 +153,13 @@ def test_parts_that_do_not_make_one_dataset_are_refused(here, what, message):
     assert not (here / "out" / "dataset.json").exists() and (here / "out" / "part-0001-of-0003" / "dataset.json").exists()
 
 
+def test_a_part_of_what_is_there_whole_is_refused(here):
+    make("corpus", "lines.jsonl")
+    with pytest.raises(settings.UserError, match="already holds a whole dataset"):
+        make("corpus", "lines.jsonl", part="1/2")
+    assert not list((here / "out").glob("part-*"))
+
+
 def test_a_folder_without_parts_and_few_documents_are_refused(here):
     with pytest.raises(settings.UserError, match="nowhere has no parts; make them with --part=1/N"):
         join.join(here / "nowhere")

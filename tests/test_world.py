@@ -13,6 +13,7 @@ import cluster
 import device
 import plan
 import settings
+import train as trainer
 import world
 
 
@@ -91,6 +92,14 @@ def test_auto_takes_the_precision_that_the_cpu_is_fast_at_and_the_plan_does_too(
     assert device.choose_dtype("float16", torch.device("cpu")) == "float16"
     options = settings.PlanConfig(plan_gpu="cpu", plan_world_size=1)
     assert plan.make(settings.load([], ""), options)["setting"]["dtype"] == dtype
+
+
+def test_ranks_that_share_cores_share_their_peak_rate(monkeypatch):
+    monkeypatch.setattr(device, "peak_flops", lambda on, dtype: 5.0)
+    cores, threads = settings.cores(), torch.get_num_threads()
+    for ranks, peak in ((1, 5.0), (4 * cores, 5.0 * cores / threads)):
+        alone = world.World(0, ranks, 0, ranks, torch.device("cpu"))
+        assert trainer.peak_flops_of_all(alone, "float32") == pytest.approx(peak)
 
 
 @pytest.mark.parametrize(
