@@ -40,8 +40,9 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     model = settings.resolve_model(model, vocab_size)
     check_memory(model, config.parallel, world)
     optim, dtype = config.optim, train.dtype
-    if optim.warmup_steps < 0:  # a longer run has no second warmup
-        optim = dataclasses.replace(optim, warmup_steps=previous.get("warmup_steps", -1))
+    if optim.warmup_steps < 0 and "warmup_steps" in previous:  # a longer run has no second warmup
+        warmup = min(previous["warmup_steps"], settings.resolve_schedule(optim, train.steps).warmup_steps)
+        optim = dataclasses.replace(optim, warmup_steps=warmup)
     if dtype == "auto" and previous.get("device") == world.device.type:
         dtype = previous.get("dtype", dtype)
     dtypes = world.all_gather(device.choose_dtype(dtype, world.device))

@@ -112,7 +112,17 @@ class Log:
             return run_id
         import wandb
 
-        self.wandb = wandb.init(
+        try:
+            self.wandb = self._init_wandb(wandb, config, run_id, more)
+        except wandb.Error as error:
+            raise UserError(f"--wandb={config.log.wandb}: {error}; --wandb=offline needs no account") from None
+        self.wandb.define_metric("*", step_metric="step")
+        for name in ("loss", "val_loss", "val_bpb"):
+            self.wandb.define_metric(name, step_metric="step", summary="min,last")
+        return self.wandb.id
+
+    def _init_wandb(self, wandb, config: Config, run_id: str, more: dict):
+        return wandb.init(
             project=config.log.wandb_project,
             name=config.run.name,
             group=config.log.wandb_group or None,
@@ -124,10 +134,6 @@ class Log:
             resume="allow",
             settings=wandb.Settings(console="off", quiet=True),
         )
-        self.wandb.define_metric("*", step_metric="step")
-        for name in ("loss", "val_loss", "val_bpb"):
-            self.wandb.define_metric(name, step_metric="step", summary="min,last")
-        return self.wandb.id
 
     def start_bar(self, steps: int, step: int) -> None:
         """Show a progress bar if the console is a terminal."""

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import checkpoint
 import files
 import hf
 import settings
@@ -51,7 +50,8 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
         start, damaged = newest(run / "checkpoints")
         if start is None:
             raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
-        return start, None, [*damaged, f"continuing from {start}"]
+        ignored = f"; --resume={resume} began it and is not read again" if resume != "auto" else ""
+        return start, None, [*damaged, f"continuing from {start}{ignored}"]
     if resume not in ("auto", "off"):
         start, notes = find(resume)
         notes.append(f"starting from {start}")
@@ -120,17 +120,20 @@ def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
     return passed
 
 
-def find_origin(origin: Origin) -> Path:
-    """The directory whose weights a run began with. Raises UserError where it is not there any more as it was."""
-    source = Path(origin["source"])
-    places = [Path(origin["directory"]), source]
-    if "step" in origin:
-        places.append(checkpoint.step_directory(source / "checkpoints", origin["step"]))
+def find_origin(run: Path, origin: Origin) -> Path:
+    """The directory whose weights a run began with; of a run that was moved, also beside it.
+
+    Raises UserError where it is not there any more as it was.
+    """
+    places = [Path(origin["directory"]), Path(origin["source"])]
+    places.append(run.absolute().parent.joinpath(*places[0].parts[-3:]))  # NAME/checkpoints/step-...
     for path in places:
         whole = not (path / MANIFEST).exists() or fault(path) is None
         if whole and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
             return path
-    raise UserError(f"the run began with the weights of {places[0]}, which is gone or has changed since")
+    raise UserError(
+        f"{run} began with the weights of {places[0]}, which is gone or has changed since; nor is it at {places[-1]}"
+    )
 
 
 def find_model(name: str) -> tuple[Path, list[str]]:

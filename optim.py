@@ -237,10 +237,13 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    if config.schedule == "constant":
-        return config.lr
-    if config.schedule == "cosine":
-        progress = (step - warmup) / max(1, steps - warmup)
-        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-    remaining = (steps - step) / max(1, round(config.cooldown_fraction * steps))
-    return floor + (config.lr - floor) * min(1.0, remaining)
+    match config.schedule:
+        case "constant":
+            return config.lr
+        case "cosine":
+            progress = (step - warmup) / max(1, steps - warmup)
+            return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "wsd":
+            remaining = (steps - step) / max(1, round(config.cooldown_fraction * steps))
+            return floor + (config.lr - floor) * min(1.0, remaining)
+    raise ValueError(f"no learning rate for --schedule={config.schedule}")

@@ -44,8 +44,9 @@ def make(config: Config, options: PlanConfig) -> dict:
     tokens = config.train.steps * config.train.tokens_per_update
     small = sum(sizes.values()) < SMALL and device == "cuda"
     mfu = options.plan_mfu or hardware.mfu * (SMALL_MFU if small else 1)
-    speeds = {world: cluster.speed(config, world, hardware, mfu) for world in worlds(config, world_size)}
-    alone = cluster.speed(config, 1, hardware, mfu)["step_s"]
+    machines = {n: cluster.this_cpu(n) if device == "cpu" else hardware for n in {1, *worlds(config, world_size)}}
+    speeds = {world: cluster.speed(config, world, machines[world], mfu) for world in worlds(config, world_size)}
+    alone = cluster.speed(config, 1, machines[1], mfu)["step_s"]
     flops = footprint.flops_per_token(config.model) * tokens
     seconds = config.train.steps * speeds[world_size]["step_s"]
     dollars = seconds / 3600 * world_size * options.dollars_per_gpu_hour if device == "cuda" else 0.0
@@ -83,6 +84,7 @@ def make(config: Config, options: PlanConfig) -> dict:
         "time": {
             "flops": flops,
             "mfu": mfu,
+            "peak_flops": hardware.peak_flops * world_size,
             "mfu_is": "--plan_mfu" if options.plan_mfu else "assumed",
             **speeds[world_size],
             "tokens_per_second": config.train.tokens_per_update / speeds[world_size]["step_s"],
@@ -252,7 +254,7 @@ def text(facts: dict) -> str:
         ("  tokens a parameter", f"{tokens['per_parameter']:.1f}", f"Chinchilla: {CHINCHILLA}, or {tokens['chinchilla']:,}"),
         ("Time and money",),
         ("  FLOPs", f"{time['flops']:.2e}"),
-        ("  MFU", f"{time['mfu']:.0%}", time["mfu_is"]),
+        ("  MFU", f"{time['mfu']:.0%}", f"{time['mfu_is']}, of a peak of {time['peak_flops'] / 1e12:,.3g} TFLOP/s"),
         ("  an update", f"{time['step_s']:.3f} s", f"{time['waited_s']:.3f} s of it waiting for the network"),
         ("  tokens/s", f"{time['tokens_per_second']:,.0f}"),
         ("  the run", duration(facts["seconds"]), f"{time['gpu_hours']:,.1f} hours of all ranks{price}"),
@@ -276,7 +278,7 @@ def text(facts: dict) -> str:
 
 def gb(size: float) -> str:
     """Bytes as gigabytes."""
-    return f"{size / 1e9:,.2f}"
+    return f"{size / 1e9:,.2f}" if size >= 1e7 else f"{size / 1e9:.4f}"
 
 
 def duration(seconds: float) -> str:

@@ -151,7 +151,8 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     present = any(run.restarts for run, _ in drawn), any(run.skipped() for run, _ in drawn)
     marks = [mark for mark, there in zip(MARKS.items(), present, strict=True) if there]
     handles += [Line2D([], [], color="0.35", label=name, **mark) for name, mark in marks]
-    axis.legend(handles=handles, frameon=False, loc="upper right")
+    # Beside the title, where no curve and no number is.
+    axis.legend(handles=handles, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=len(handles))
 
 
 def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:

@@ -135,7 +135,7 @@ def open_before(
         training = settings.replace(training, tokens=config.tokens)
     pretrained = None
     if start is None and state.origins:
-        source = lookup.find_origin(state.origins[-1])
+        source = lookup.find_origin(directory, state.origins[-1])
         began = settings.from_record(state.history[0]["settings"], str(directory)).run
         start, pretrained = (None, source) if began.resume in ("auto", "off") else (source, None)
     before = checkpoint.load_state(start) if start else TrainState()
@@ -149,9 +149,13 @@ def open_before(
             f"step {step} was computed on {era['world_size']} ranks, and its bits depend on that; use torchrun --standalone "
             f"--nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
         )
-    dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
+    where = "--tokens says where they are now, of a mixture each with its weight"
+    try:
+        dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
+    except UserError as error:
+        raise UserError(f"the run's tokens: {error}; {where}") from None
     if dataset.identity != state.dataset:
-        raise UserError(f"{dataset} holds other tokens than the run was trained on; --tokens=DIRECTORY says where they are")
+        raise UserError(f"{dataset} holds other tokens, or other shares of them, than the run was trained on; {where}")
     model = settings.resolve_model(training.model, dataset.vocab_size)  # the run may be an old one
     training = replace(training, model=model, optim=settings.resolve_schedule(training.optim, training.train.steps))
     ours = checkpoint.versions()

@@ -135,6 +135,7 @@ def prepare(config: Config, world: World) -> Run:
     changed = lookup.check_changes(state, config, dataset, continues)
     peak_flops = peak_flops_of_all(world, config.train.dtype)
     trains = state.step < config.train.steps
+    retention = config if trains else settings.from_record(state.settings, str(start))  # a complete run loses no checkpoint
     if world.is_master:
         introduction = [choices.introduce(config, dataset, world, state.step, peak_flops)] if trains else []
         for line in [*introduction, *notes, *(changed if trains else [])]:
@@ -148,7 +149,7 @@ def prepare(config: Config, world: World) -> Run:
 
     run.log = log
     run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
-    run.checkpoints = Checkpoints(directory / "checkpoints", config, dataset, world, log, start_step=state.step)
+    run.checkpoints = Checkpoints(directory / "checkpoints", retention, dataset, world, log, start_step=state.step)
     if evaluation := world.from_master(log.begin(state.step)):  # all is checked: from here on there are files
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)

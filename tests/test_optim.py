@@ -1,10 +1,26 @@
 """The optimizers against torch's."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import optim
+import settings
+
+
+@pytest.mark.parametrize(
+    "schedule, rates",  # of updates 0, 1, 2, 6, 9 of 10, after 2 of warmup: peak 1, end 0.2
+    [
+        ("constant", [0.5, 1, 1, 1, 1]),
+        ("cosine", [0.5, 1, 1, 0.6, 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 7 / 8))]),
+        ("wsd", [0.5, 1, 1, 0.2 + 0.8 * 4 / 5, 0.2 + 0.8 * 1 / 5]),
+    ],
+)
+def test_the_learning_rate_is_the_schedules(schedule, rates):
+    config = settings.OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=2, schedule=schedule, cooldown_fraction=0.5)
+    assert [optim.learning_rate(step, 10, config) for step in (0, 1, 2, 6, 9)] == pytest.approx(rates)
 
 
 def follow(ours, theirs, mine: list[nn.Parameter], others: list[nn.Parameter], atol: float) -> None:

@@ -88,6 +88,15 @@ def test_epochs_and_vocabulary_are_those_of_the_dataset(tokens):
     assert found["parameters"]["token embedding"] == 384 * 768  # 257 tokens, padded to a multiple of 128
 
 
+def test_ranks_on_a_cpu_share_its_cores():
+    found = facts("--plan_gpu=cpu", "--plan_world_size=4", "--micro_batch_size=1")
+    assert found["scaling"][1] == 1 and found["scaling"][4] < 0.26
+    assert (
+        found["time"]["tokens_per_second"]
+        < facts("--plan_gpu=cpu", "--plan_world_size=1", "--micro_batch_size=1")["time"]["tokens_per_second"]
+    )
+
+
 def test_a_mixture_has_the_epochs_of_each_dataset(tokens, tmp_path):
     shutil.copytree(tokens, tmp_path / "other")
     flags = ["--seq_len=16", "--tokens_per_update=8192", "--steps=50"]

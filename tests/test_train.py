@@ -250,7 +250,7 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     few = train("few", steps=3, resume=train.runs / "first", status=2).stderr
     assert "--steps=5 is the least" in few and "--init_from=PATH, or leave --resume out" in few
     again = train("branch", steps=12, resume=train.runs / "first")
-    assert "continuing from" in again.stdout and "step-00000010" in again.stdout
+    assert f"step-00000010; --resume={train.runs / 'first'} began it and is not read again" in again.stdout
     assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
 
 
@@ -295,6 +295,24 @@ def test_config_toml_has_a_number_for_every_choice_and_a_longer_run_has_no_secon
     done = train("long", steps=500, max_minutes=1e-4, status=75, **flags)
     assert resolved("steps") == 500 and resolved("warmup_steps") == 1 and "changed: warmup" not in done.stdout
     assert [r["lr"] for r in train.metrics("long") if r["step"] == 6 and "lr" in r] == [pytest.approx(1e-2, rel=1e-3)]
+    train("long", steps=5000, max_minutes=1e-4, status=75, **(flags | {"warmup_steps": 100}))
+    step = checkpoint.load_state(train.latest("long")).step
+    train("long", steps=step + 3, **flags)  # a shorter one does not end in a warmup that was meant for a longer
+    assert resolved("warmup_steps") == 1 and train.metrics("long")[-2]["lr"] < 5e-3
+
+
+def test_a_complete_run_that_is_started_again_loses_no_checkpoint(train):
+    train("done", keep_last=0)
+    kept = sorted(path.name for path in (train.runs / "done" / "checkpoints").iterdir())
+    assert len(kept) == 6
+    assert "is complete" in train("done", keep_last=1).stdout
+    assert kept == sorted(path.name for path in (train.runs / "done" / "checkpoints").iterdir())
+
+
+def test_wandb_online_without_an_account_is_refused(train):
+    env = {"WANDB_API_KEY": "", "NETRC": "/nowhere", "HOME": "/nowhere", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    refused = train("online", steps=2, wandb="online", status=2, env=env).stderr
+    assert "error: --wandb=online: " in refused and "--wandb=offline needs no account" in refused
 
 
 def test_the_console_says_what_runs_and_what_to_type_next(train):
@@ -368,6 +386,7 @@ def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
     done = train("foreign", tokens=tmp_path, steps=3, vocab_size=64)
     assert "bits per byte" not in done.stdout and "validation loss" in done.stdout
     assert "outside the vocabulary" in train("bad", tokens=tmp_path, vocab_size=32, status=2).stderr
+    assert "is a file; give the directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
 
 
 def test_tokens_beyond_the_end_of_an_epoch(train):
