@@ -29,7 +29,7 @@ LABEL_GAP = 0.075  # between the validation values written at the lines, as a fr
 ANSI = (34, 33, 32, 35, 36, 31, 37)  # the same order of colours in a terminal
 MARKS = {
     "continued": dict(linestyle="", marker="^", markersize=5),
-    "updates left out": dict(linestyle="", marker="x", markersize=6, markeredgewidth=1.6),
+    "left out": dict(linestyle="", marker="x", markersize=6, markeredgewidth=1.6),
 }
 # The eight dots of a braille character, U+2800, by row and column.
 DOTS = np.array(((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)))
@@ -152,7 +152,8 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     marks = [mark for mark, there in zip(MARKS.items(), present, strict=True) if there]
     handles += [Line2D([], [], color="0.35", label=name, **mark) for name, mark in marks]
     # Beside the title, where no curve and no number is.
-    axis.legend(handles=handles, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=len(handles))
+    place = dict(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=len(handles))
+    axis.legend(handles=handles, frameon=False, fontsize=9.5, handlelength=1, handletextpad=0.5, columnspacing=1, **place)
 
 
 def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:
