@@ -315,7 +315,11 @@ def load_command(args: list[str], description: str) -> Command:
     if not config.run.name:
         config = replace(config, name=preset.stem)
     refuse(number_problems(plan))
-    check(config, plan.plan_world_size if plan.plan else read_ranks()[1])
+    try:
+        check(config, plan.plan_world_size if plan.plan else read_ranks()[1])
+    except UserError as error:
+        note = f"\n       (a plan for --plan_world_size={plan.plan_world_size})" if plan.plan else ""
+        raise UserError(f"{error}{note}") from None
     return Command(config, plan)
 
 

@@ -88,6 +88,11 @@ def test_epochs_and_vocabulary_are_those_of_the_dataset(tokens):
     assert found["parameters"]["token embedding"] == 384 * 768  # 257 tokens, padded to a multiple of 128
 
 
+def test_an_error_says_how_many_ranks_the_plan_is_for():
+    with pytest.raises(settings.UserError, match=r"x 8 ranks; try .*\n .*--plan_world_size=8\)"):
+        facts("--tokens_per_update=5000", "--seq_len=256")
+
+
 def test_ranks_on_a_cpu_share_its_cores():
     found = facts("--plan_gpu=cpu", "--plan_world_size=4", "--micro_batch_size=1")
     assert found["scaling"][1] == 1 and found["scaling"][4] < 0.26
