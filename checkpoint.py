@@ -40,6 +40,7 @@ from world import World
 # How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
 MANIFEST = "manifest.json"
+SMALL = 1 << 26  # bytes of a checkpoint that is hashed sooner than threads would be started for it
 # What a checkpoint always has besides its tensors, and what it has where the dataset has a tokenizer.
 FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
@@ -267,8 +268,12 @@ def fault(directory: Path) -> str | None:
             size = (directory / name).stat().st_size
             if size != record["size"]:
                 return f"{name} has {size} bytes instead of {record['size']}"
-        with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter's lock
-            digests = list(pool.map(files.sha256, (directory / name for name in manifest)))
+        paths = [directory / name for name in manifest]
+        if sum(record["size"] for record in manifest.values()) < SMALL:
+            digests = map(files.sha256, paths)
+        else:
+            with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter's lock
+                digests = list(pool.map(files.sha256, paths))
         for (name, record), digest in zip(manifest.items(), digests, strict=True):
             if digest != record["sha256"]:
                 return f"{name} does not match its sha256"
