@@ -135,7 +135,8 @@ def prepare(config: Config, world: World) -> Run:
     changed = lookup.check_changes(state, config, dataset, continues)
     peak_flops = peak_flops_of_all(world, config.train.dtype)
     trains = state.step < config.train.steps
-    retention = config if trains else settings.from_record(state.settings, str(start))  # a complete run loses no checkpoint
+    keeps = {name: state.settings[name] for name in ("keep_last", "keep_best") if continues and not trains}
+    retention = settings.replace(config, **keeps)  # a complete run that is started again loses no checkpoint
     if world.is_master:
         introduction = [choices.introduce(config, dataset, world, state.step, peak_flops)] if trains else []
         for line in [*introduction, *notes, *(changed if trains else [])]:

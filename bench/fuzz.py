@@ -343,7 +343,8 @@ def work(target: Target, folder: Path, numbers: range, seed: int, done: mmap.mma
     """In a new process: read files with these numbers, and write down what failed."""
     gc.freeze()  # what was imported need not be collected
     signal.signal(signal.SIGPROF, give_up)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()  # data and stack
+    resource.setrlimit(resource.RLIMIT_DATA, (in_use + MEMORY,) * 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tiktoken and tokenizers print when they panic
     rng, failures = random.Random(f"{target.name}{seed}{numbers.start}"), {}
     for number in numbers:
