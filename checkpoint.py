@@ -77,6 +77,11 @@ class TrainState:
     origins: list[Origin] = field(default_factory=list)  # of the run, last; before it those of the run that it came from
 
     @property
+    def config(self) -> Config:
+        """The settings so far, with defaults for those that an older version lacks."""
+        return settings.from_record(self.settings, "trainer_state.json")
+
+    @property
     def best_val_loss(self) -> float | None:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None

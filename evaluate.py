@@ -160,7 +160,7 @@ def trained_on(directory: Path) -> str:
         return settings.read_preset(directory / "config.toml").data.tokens
     if not (directory / "trainer_state.json").exists():
         raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
-    return settings.from_record(checkpoint.load_state(directory).settings, str(directory)).data.tokens
+    return checkpoint.load_state(directory).config.data.tokens
 
 
 if __name__ == "__main__":

@@ -113,27 +113,24 @@ class Log:
         import wandb
 
         try:
-            self.wandb = self._init_wandb(wandb, config, run_id, more)
+            self.wandb = wandb.init(
+                project=config.log.wandb_project,
+                name=config.run.name,
+                group=config.log.wandb_group or None,
+                tags=[tag.strip() for tag in config.log.wandb_tags.split(",") if tag.strip()],
+                dir=self.directory,
+                config=flat_values(config) | more,
+                mode=config.log.wandb,
+                id=run_id or None,
+                resume="allow",
+                settings=wandb.Settings(console="off", quiet=True),
+            )
         except wandb.Error as error:
             raise UserError(f"--wandb={config.log.wandb}: {error}; --wandb=offline needs no account") from None
         self.wandb.define_metric("*", step_metric="step")
         for name in ("loss", "val_loss", "val_bpb"):
             self.wandb.define_metric(name, step_metric="step", summary="min,last")
         return self.wandb.id
-
-    def _init_wandb(self, wandb, config: Config, run_id: str, more: dict):
-        return wandb.init(
-            project=config.log.wandb_project,
-            name=config.run.name,
-            group=config.log.wandb_group or None,
-            tags=[tag.strip() for tag in config.log.wandb_tags.split(",") if tag.strip()],
-            dir=self.directory,
-            config=flat_values(config) | more,
-            mode=config.log.wandb,
-            id=run_id or None,
-            resume="allow",
-            settings=wandb.Settings(console="off", quiet=True),
-        )
 
     def start_bar(self, steps: int, step: int) -> None:
         """Show a progress bar if the console is a terminal."""

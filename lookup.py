@@ -50,7 +50,7 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
         start, damaged = newest(run / "checkpoints")
         if start is None:
             raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
-        ignored = f"; --resume={resume} began it and is not read again" if resume != "auto" else ""
+        ignored = f"; --resume={resume} is for a new run and is not read" if resume != "auto" else ""
         return start, None, [*damaged, f"continuing from {start}{ignored}"]
     if resume not in ("auto", "off"):
         start, notes = find(resume)
@@ -65,11 +65,11 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
 
 def check_origin(state: TrainState, config: Config, dataset: Mixture) -> None:
     """Raise UserError if a run that continues has other tokens, or other first weights, than it began with."""
-    refused, before = [], state.settings.get("init_from", "scratch")
+    refused, before = [], state.config.model.init_from
     if config.model.init_from != before:
         refused.append(f"--init_from={config.model.init_from}, and the run began with {before}")
     if state.dataset != dataset.identity:
-        tokens = state.settings["tokens"]
+        tokens = state.config.data.tokens
         refused.append(f"--tokens={config.data.tokens} is not the same tokens in the same shares as {tokens} was")
     if refused:
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config)}"]))
@@ -89,8 +89,7 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
     changed = [name for name in now if name in before and now[name] != before[name]]
     fixed = FIXED if own else [*settings.flat_fields(ModelConfig), "optimizer"]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
-    before_settings = settings.from_record(before, "the checkpoint") if before else config
-    seen_otherwise = seen_by(state.step, before_settings.skipped_batches) != seen_by(state.step, config.skipped_batches)
+    seen_otherwise = seen_by(state.step, state.config.skipped_batches) != seen_by(state.step, config.skipped_batches)
     skip = f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw"
     if own and seen_otherwise:
         run = Path(config.run.out_dir, config.run.name)
@@ -105,7 +104,7 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
     if seen_otherwise and state.dataset == dataset.identity:
         lines.append(f"warning: {skip}: from here on the steps see other batches than they would have seen without it")
     if state.dataset not in ("", dataset.identity):
-        lines.append(f"changed: tokens {before['tokens']} -> {config.data.tokens}")
+        lines.append(f"changed: tokens {state.config.data.tokens} -> {config.data.tokens}")
     if "steps" in changed and config.optim.schedule != "constant":
         lines.append(f"from here on the learning rate is that of a run of {config.train.steps} steps")
     return lines

@@ -16,10 +16,11 @@ import footprint
 import settings
 from cli import survive_closed_pipe
 from cluster import Hardware
+from dataset import GPT2_VOCAB_SIZE
 from log import read_records
 from settings import Config, DataConfig, PlanConfig, UserError, plural
 
-VOCABULARIES = {"bytes": 257, "gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
+VOCABULARIES = {"bytes": 257, "gpt2": GPT2_VOCAB_SIZE, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
 CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
 # bench/results/save_stall.json: 0.74 GB were copied in 0.13 to 0.37 s, and written and flushed in 0.5 to 1.0 s.
 COPY_RATE, WRITE_RATE = 3e9, 1e9
@@ -37,16 +38,19 @@ def main(config: Config, options: PlanConfig) -> None:
 def make(config: Config, options: PlanConfig) -> dict:
     """The plan, as nested dictionaries of bytes, seconds and counts."""
     world_size, device = options.plan_world_size, "cpu" if options.plan_gpu == "cpu" else "cuda"
-    hardware = cluster.this_cpu(world_size) if device == "cpu" else cluster.GPUS[options.plan_gpu]
+
+    def machine(ranks: int) -> Hardware:
+        return cluster.this_cpu(ranks) if device == "cpu" else cluster.GPUS[options.plan_gpu]
+
+    hardware = machine(world_size)
     config, once, source = resolve(config, options, hardware)
     sizes = footprint.parameters(config.model)
     memory = describe_memory(config, world_size, device, hardware)
     tokens = config.train.steps * config.train.tokens_per_update
     small = sum(sizes.values()) < SMALL and device == "cuda"
     mfu = options.plan_mfu or hardware.mfu * (SMALL_MFU if small else 1)
-    machines = {n: cluster.this_cpu(n) if device == "cpu" else hardware for n in {1, *worlds(config, world_size)}}
-    speeds = {world: cluster.speed(config, world, machines[world], mfu) for world in worlds(config, world_size)}
-    alone = cluster.speed(config, 1, machines[1], mfu)["step_s"]
+    speeds = {world: cluster.speed(config, world, machine(world), mfu) for world in worlds(config, world_size)}
+    alone = cluster.speed(config, 1, machine(1), mfu)["step_s"]
     flops = footprint.flops_per_token(config.model) * tokens
     seconds = config.train.steps * speeds[world_size]["step_s"]
     dollars = seconds / 3600 * world_size * options.dollars_per_gpu_hour if device == "cuda" else 0.0
@@ -142,7 +146,7 @@ def vocabulary(config: DataConfig) -> tuple[int, str]:
     size = VOCABULARIES.get(name, int(name[6:]) if re.fullmatch(r"train:\d{1,7}", name) else 0)
     if size and f"--out={config.tokens}" in words:
         return size, f"--tokenizer={name}, which makes {config.tokens}"
-    return VOCABULARIES["gpt2"], "nobody, so GPT-2's is taken"
+    return GPT2_VOCAB_SIZE, "nobody, so GPT-2's is taken"
 
 
 def describe_memory(config: Config, world_size: int, device: str, hardware: Hardware) -> dict:

@@ -86,7 +86,7 @@ def main(config: ReplayConfig) -> int:
     directory = Path(config.run)
     newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
-    world = train.join(settings.from_record(state.settings, str(newest)))
+    world = train.join(state.config)
     if config.verify:
         if config.step:
             raise UserError("--verify looks at all kept checkpoints; leave --step out")
@@ -124,13 +124,13 @@ def open_before(
         begins = state.history[0]["step"]
         raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
     era = eras.pop()
-    while eras and era["settings"]["strategy"] == "exact" and {**era, **ANY_RANKS} == {**eras[-1], **ANY_RANKS}:
+    training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
+    while eras and training.parallel.strategy == "exact" and {**era, **ANY_RANKS} == {**eras[-1], **ANY_RANKS}:
         era = eras.pop()
     for path in reversed(checkpoint.published(directory / "checkpoints")) if start is None else ():
         if path.name < checkpoint.step_directory(path.parent, step).name and checkpoint.fault(path) is None:
             start = path
             break
-    training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
     if config.tokens:
         training = settings.replace(training, tokens=config.tokens)
     pretrained = None

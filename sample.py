@@ -86,7 +86,7 @@ def advice(directory: Path) -> str:
 
     if not (directory / "trainer_state.json").exists():
         return "--tokenizer=FILE gives the one that made its tokens"
-    tokens = settings.from_record(checkpoint.load_state(directory).settings, str(directory)).data.tokens
+    tokens = checkpoint.load_state(directory).config.data.tokens
     return dataset.tokenizer_advice(Path(data.parse_mixture(tokens)[0][0]))
 
 

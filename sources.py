@@ -233,9 +233,10 @@ def read_pieces(path: Path, form: TextFormat) -> Iterator[Piece]:
 def is_utf8(data: bytes) -> bool:
     """Whether `data` is text in UTF-8."""
     try:
-        return data.decode() is not None
+        data.decode()
     except UnicodeDecodeError:
         return False
+    return True
 
 
 Position = tuple[int, int]  # of a unit: the file it was counted from, and its number since

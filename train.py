@@ -127,7 +127,7 @@ def prepare(config: Config, world: World) -> Run:
     if continues:
         lookup.check_origin(state, config, dataset)
     shape = start or pretrained if config.model.init_from != "scratch" else None  # also when the run continues
-    threads, began_from = config.train.threads, state.settings.get("resume", "auto") if continues else str(start)
+    threads, began_from = config.train.threads, state.config.run.resume if continues else str(start)
     if start and began_from not in ("auto", "off"):
         config = settings.replace(config, resume=began_from)  # config.toml names the very checkpoint
     config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
@@ -135,8 +135,8 @@ def prepare(config: Config, world: World) -> Run:
     changed = lookup.check_changes(state, config, dataset, continues)
     peak_flops = peak_flops_of_all(world, config.train.dtype)
     trains = state.step < config.train.steps
-    keeps = {name: state.settings[name] for name in ("keep_last", "keep_best") if continues and not trains}
-    retention = settings.replace(config, **keeps)  # a complete run that is started again loses no checkpoint
+    kept = config.checkpoint if trains or not continues else state.config.checkpoint  # a complete run loses no checkpoint
+    retention = settings.replace(config, keep_last=kept.keep_last, keep_best=kept.keep_best)
     if world.is_master:
         introduction = [choices.introduce(config, dataset, world, state.step, peak_flops)] if trains else []
         for line in [*introduction, *notes, *(changed if trains else [])]:

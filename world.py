@@ -68,7 +68,7 @@ class World:
         return values
 
     def require_same(self, facts: dict[str, Any]) -> None:
-        """Raise UserError on every rank, naming the first difference, unless all ranks have the same `facts`, by name."""
+        """Raise UserError on every rank, naming the first that differs, unless all ranks have the same `facts`, by name."""
         expected = self.from_master(facts)
         different = [
             f"{name} is {facts.get(name)} on rank {self.rank} and {expected.get(name)} on rank 0"

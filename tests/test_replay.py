@@ -164,6 +164,20 @@ def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_c
     assert "step-00000004, which is gone or has changed since" in gone
 
 
+def test_a_record_that_lacks_settings_has_their_defaults(train):
+    train("older", **FLAGS)
+    latest = train.latest("older").resolve()
+    record = json.loads((latest / "trainer_state.json").read_text())
+    for name in ("keep_last", "keep_best", "resume", "init_from", "strategy"):
+        del record["settings"][name]
+        record["history"][0]["settings"].pop(name, None)
+    (latest / "trainer_state.json").write_text(json.dumps(record))
+    (latest / "manifest.json").unlink()
+    checkpoint.write_manifest(latest)
+    assert "is complete" in train("older", **FLAGS).stdout
+    assert "bit for bit" in replay(train.runs / "older", "--step=20")
+
+
 def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):
     flags = dict(strategy="exact", eval_every=0, save_every=2, keep_last=1, steps=30)
     process = train.start("moved", ranks=2, **flags)

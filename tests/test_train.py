@@ -250,7 +250,7 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     few = train("few", steps=3, resume=train.runs / "first", status=2).stderr
     assert "--steps=5 is the least" in few and "--init_from=PATH, or leave --resume out" in few
     again = train("branch", steps=12, resume=train.runs / "first")
-    assert f"step-00000010; --resume={train.runs / 'first'} began it and is not read again" in again.stdout
+    assert f"step-00000010; --resume={train.runs / 'first'} is for a new run and is not read" in again.stdout
     assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
 
 
