@@ -135,7 +135,7 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
         case "scratch_reduce_scatter":
             return [(all_reduce, 2, world_size, ""), *updates]
         case "zero1":
-            return [(all_reduce, buckets, world_size, "backward"), (4.0 * P, 2 * SHAPES, world_size, "")]
+            return [(all_reduce, buckets, world_size, "backward"), (all_reduce / 2, buckets, world_size, "")]
         case "fsdp":
             copies = config.parallel.replicate
             shards = world_size // copies

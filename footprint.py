@@ -200,7 +200,7 @@ def optimizer_state(config: Config) -> float:
 def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) -> float:
     """The bytes that Muon takes for the matrices of one shape: iterates and updates, in bfloat16, and the updates in float32.
 
-    zero1 gathers the updated weights instead; fsdp has rows that are sent and received besides.
+    zero1 has them for a rank's own matrices only; fsdp has rows that are sent and received besides.
     """
     if config.optim.optimizer != "muon":
         return 0.0
@@ -210,7 +210,7 @@ def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) ->
 
     def size(a: int, b: int) -> float:
         iterates = 4 * (4.0 * a * b + 4.0 * min(a, b) ** 2)  # of four matrices at a time
-        kept = {"fsdp": 10 / shards, "zero1": 4 + 4 / world_size}.get(strategy, 6)  # bytes an element of all matrices
+        kept = {"fsdp": 10 / shards, "zero1": 6 / world_size}.get(strategy, 6)  # bytes an element of all matrices
         return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
 
     return max(size(a, b) for a, b in set(shapes))

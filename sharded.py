@@ -30,6 +30,8 @@ from model import GPT
 from optim import Muon, Optimizers, local
 from world import World
 
+GATHERED = 1 << 23  # elements that every rank receives at once: 32 MB
+
 
 class FullyShard(nn.Module):
     """torch's FSDP2 with the interface of DDP. Each block of `module` is gathered as a unit; the other parameters are one more.
@@ -127,7 +129,7 @@ class Divided:
 class ShardedOptimizers(Optimizers):
     """`Optimizers` where each rank updates only the rows that it owns, and holds only their state.
 
-    Gradients must be equal on all ranks. After the step the updated rows are gathered, all those of one shape at once.
+    Gradients must be equal on all ranks. After the step the updated rows are gathered, GATHERED elements at a time.
     """
 
     rows: list[Rows]  # of one parameter after another, each from its first row to its last
@@ -145,21 +147,24 @@ class ShardedOptimizers(Optimizers):
         super().step()
         for rows in self.owned:
             rows.values.grad = None
-        for shape in dict.fromkeys(rows.values.shape for rows in self.rows):
-            self.gather_updated([rows for rows in self.rows if rows.values.shape == shape])
+        by_owner = [[rows.values for rows in self.rows if rows.owner == rank] for rank in range(self.world.size)]
+        limit = GATHERED // self.world.size
+        # All owners have the largest first and as much as each other. So what they send together is of like size.
+        for batch_by_owner in itertools.zip_longest(*(batches(values, limit) for values in by_owner), fillvalue=[]):
+            self.gather(batch_by_owner)
 
-    def gather_updated(self, same: list[Rows]) -> None:
-        """Give every rank what the owners of these `rows`, which have one shape, have updated."""
-        by_owner = [[rows.values for rows in same if rows.owner == rank] for rank in range(self.world.size)]
-        most, mine = max(map(len, by_owner)), by_owner[self.world.rank]
-        sent = same[0].values.new_zeros(most, *same[0].values.shape)
-        if mine:
-            torch.stack(mine, out=sent[: len(mine)])
-        received = [torch.empty_like(sent) for _ in by_owner]
-        dist.all_gather(received, sent)
-        for values, updated in zip(by_owner, received, strict=True):
-            if values:
-                torch._foreach_copy_(values, updated[: len(values)].unbind())
+    def gather(self, values_by_owner: tuple[list[Tensor], ...]) -> None:
+        """Copy what each owner has of its `values` to all other ranks."""
+        sizes = [[values.numel() for values in owned] for owned in values_by_owner]
+        sent = self.rows[0].values.new_zeros(max(map(sum, sizes)))
+        if mine := values_by_owner[self.world.rank]:
+            torch.cat([values.flatten() for values in mine], out=sent[: sum(sizes[self.world.rank])])
+        received = sent.new_empty(self.world.size, len(sent))
+        dist.all_gather(list(received), sent)
+        for owned, each, flat in zip(values_by_owner, sizes, received, strict=True):
+            if owned:
+                updated = flat[: sum(each)].split(each)
+                torch._foreach_copy_(owned, [new.view_as(old) for old, new in zip(owned, updated, strict=True)])
 
     def state(self) -> Iterator[tuple[Tensor, str, "Divided"]]:
         """As in `Optimizers`, with tensors that are divided among the ranks. All ranks must call it."""
@@ -180,6 +185,18 @@ class ShardedOptimizers(Optimizers):
         for rows in self.owned:
             whole = state.get(rows.parameter, {})
             super().load_state({rows.values: {key: rows.select(value) for key, value in whole.items()}})
+
+
+def batches(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Divide `tensors`, in their order, into lists of at most `limit` elements, or of one tensor."""
+    batch, size = [], 0
+    for tensor in tensors:
+        if batch and size + tensor.numel() > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.numel()
+    yield batch
 
 
 def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:

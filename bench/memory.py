@@ -47,6 +47,7 @@ SETTINGS = {
     "ddp, one micro-batch": (2, 1, dict(strategy="ddp")),
     "ddp, accumulating": (2, 2, dict(strategy="ddp", dtype="float32", micro_batch_size=1)),
     "zero1, accumulating": (2, 2, dict(strategy="zero1")),
+    "zero1, Muon": (2, 2, dict(strategy="zero1", architecture="qwen3", optimizer="muon")),
     "fsdp, one micro-batch": (2, 1, dict(strategy="fsdp", architecture="llama")),
     "fsdp, accumulating, checkpointing": (2, 2, dict(strategy="fsdp", activation_checkpointing=True)),
     "fsdp, four ranks, two copies": (4, 2, dict(strategy="fsdp", replicate=2, dtype="float32", micro_batch_size=1)),

@@ -94,6 +94,39 @@ def test_every_matrix_is_orthogonalized_once_in_the_world(train, tmp_path, ranks
     assert sum(held) == copies * matrices and max(held) <= 1.2 * copies * matrices / ranks
 
 
+# Rank 0 writes how many elements it has sent in each exchange of updated weights.
+SENT = """
+import sharded
+import torch.distributed as dist
+sharded.GATHERED, sent = {gathered}, []
+def counted(received, mine, original=dist.all_gather):
+    sent.append(mine.numel())
+    return original(received, mine)
+dist.all_gather = counted
+def written(run, original=train.train):
+    status = original(run)
+    if run.world.is_master:
+        with open("{folder}/sent", "w") as file:
+            file.write(" ".join(map(str, sent)))
+    return status
+train.train = written
+"""
+
+
+def test_zero1_sends_little_more_than_the_weights_whatever_it_gathers_at_once(train, tmp_path):
+    exchanges = []
+    for gathered in (1 << 23, 6000):
+        train.changed(
+            SENT.format(folder=tmp_path, gathered=gathered), f"at_{gathered}", 3, **dict(MUON, steps=2, strategy="zero1")
+        )
+        sent = [int(number) for number in (tmp_path / "sent").read_text().split()]
+        exchanges.append(len(sent))
+        parameters = sum(value.numel() for value in train.weights(f"at_{gathered}").values())
+        assert parameters <= 3 / 2 * sum(sent) <= 1.2 * parameters  # in two steps, a third by each rank
+    assert exchanges[0] == 2 and exchanges[1] > 10
+    assert train.files("at_6000") == train.files(f"at_{1 << 23}")
+
+
 # After the last step every rank writes how many bytes it holds.
 MEASURED = """
 import json
