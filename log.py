@@ -103,6 +103,17 @@ class Log:
         self._metrics.open(path)
         return evaluation
 
+    def check_wandb(self, config: Config) -> None:
+        """Raise UserError if --wandb=online has no key, before a run leaves any file. A terminal is asked for it."""
+        if not self.is_master or config.log.wandb != "online":
+            return
+        import wandb
+
+        try:
+            wandb.login(verify=False)
+        except wandb.Error as error:
+            raise UserError(f"--wandb=online: {error}; --wandb=offline needs no account") from None
+
     def start_wandb(self, config: Config, run_id: str, more: dict) -> str:
         """Start wandb if it is on, and continue its run `run_id` if there is one. Returns the id of the run.
 

@@ -57,10 +57,18 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
         notes.append(f"starting from {start}")
     elif config.model.init_from != "scratch":
         pretrained, notes = find_model(config.model.init_from)
-        notes.append(f"starting with the weights of {pretrained}, which say the model's shape, too")
+        notes.append(f"starting with the weights of {pretrained}{other_shape(config.model, hf.read_config(pretrained))}")
     if start or pretrained:
         notes += hf.check_tokenizer(start or pretrained, dataset.tokenizer)
     return start, pretrained, notes
+
+
+def other_shape(ours: ModelConfig, theirs: ModelConfig) -> str:
+    """Which settings of a model's shape are not taken, because it starts with the weights of another. See `choices.resolve`."""
+    now, wanted = settings.flat_values(theirs), settings.flat_values(settings.resolve_model(ours, theirs.vocab_size))
+    kept = ("seq_len", "dropout", "init_from")
+    changed = [f"{name} {wanted[name]} -> {now[name]}" for name in now if name not in kept and now[name] != wanted[name]]
+    return f", in their shape: {', '.join(changed)}" if changed else ""
 
 
 def check_origin(state: TrainState, config: Config, dataset: Mixture) -> None:

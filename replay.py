@@ -14,7 +14,8 @@ import sys
 import settings
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as train.py does
+    with settings.user_errors():
+        os.environ.setdefault("GOMP_SPINCOUNT", str(settings.spin_count()))
 
 import json
 import shutil

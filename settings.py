@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,6 +55,20 @@ MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
 def cores() -> int:
     """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def spin_count() -> int:
+    """How often a thread of GNU OpenMP should look for work before it sleeps: less often if other programs compute here, too.
+
+    A small model waits often and briefly, and waking a thread takes as long as one of its products (bench/LOG.md). But a
+    thread that looks for work takes a core from others.
+    """
+    running, stat = [], Path("/proc/stat")
+    for _ in range(5 if stat.exists() else 0):  # a program that computes is running every time
+        running.append(int(stat.read_text().partition("procs_running")[2].split()[0]))
+        time.sleep(0.002)
+    others = min(running, default=0) - read_ranks()[3]
+    return 1_000 if others > (os.cpu_count() or 1) - cores() else 10_000
 
 
 def memory_bytes() -> int:

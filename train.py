@@ -25,9 +25,8 @@ if __name__ == "__main__":  # --help and bad flags are answered before torch, wh
 
             plan.main(CONFIG, COMMAND.plan)
             raise SystemExit(0)
-    # Read when torch is imported. Threads wait for each other some microseconds before they sleep: small models need that
-    # speed. By default they wait for milliseconds, which takes the cores that other ranks and programs need.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Read when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", str(settings.spin_count()))
 
 import math
 import time
@@ -151,6 +150,7 @@ def prepare(config: Config, world: World) -> Run:
     run.log = log
     run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
     run.checkpoints = Checkpoints(directory / "checkpoints", retention, dataset, world, log, start_step=state.step)
+    log.check_wandb(config)
     if evaluation := world.from_master(log.begin(state.step)):  # all is checked: from here on there are files
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)

@@ -145,6 +145,8 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(here, c
     folder = foreign(here / "other", "nanoGPT", ours.encode(text)[:3000])
     status, out, _ = run(capsys, "--check", folder, "--tokenizer=bytes")
     assert status == 0 and "'Document 0: the na" in out and "2,000 bytes of text, 1.00 per token" in out
+    ours.save(folder / "tokenizer.json")
+    assert run(capsys, "--check", folder)[1] == out  # also where it lies beside them
     (here / "other" / "val.bin").write_bytes(np.array([256, 257], np.uint16).tobytes())
     status, _, errors = run(capsys, "--check", folder, "--tokenizer=bytes")
     assert status == 2 and "val.bin: token 257 is outside the vocabulary of 257" in errors

@@ -313,6 +313,7 @@ def test_wandb_online_without_an_account_is_refused(train):
     env = {"WANDB_API_KEY": "", "NETRC": "/nowhere", "HOME": "/nowhere", "WANDB_BASE_URL": "http://127.0.0.1:9"}
     refused = train("online", steps=2, wandb="online", status=2, env=env).stderr
     assert "error: --wandb=online: " in refused and "--wandb=offline needs no account" in refused
+    assert not (train.runs / "online").exists()
 
 
 def test_the_console_says_what_runs_and_what_to_type_next(train):
@@ -368,7 +369,7 @@ def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
     source = [ROOT / "train.py", f"--out={other_tokens}", "--tokenizer=train:257", "--val_fraction=0.1"]
     execute([sys.executable, "prepare_data.py", *source])
     done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
-    assert "2 layers" in done.stdout  # the shape is the directory's
+    assert f"starting with the weights of {start}, in their shape: n_layer 7 -> 2" in done.stdout and "2 layers" in done.stdout
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
     done = train("tuned", init_from=start, steps=3, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
     assert "continuing from" in done.stdout and "2 layers" in done.stdout

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import plan
 import settings
 import train as trainer
 import world
+from test_train import wait_for
 
 
 @pytest.fixture
@@ -167,3 +170,15 @@ def test_every_rank_chooses_the_attention_kernel_also_in_a_replay(train):
     replayed = note + "\nimport replay\ntrain.main = lambda config: replay.main(replay.ReplayConfig("
     replayed += "config.run.out_dir + '/two', step=2))"
     assert "chosen by 0" in train.changed(replayed, "replayed", steps=2).stdout
+
+
+def test_threads_look_for_work_less_often_beside_a_program_that_computes(monkeypatch):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
+    try:
+        wait_for(lambda: settings.spin_count() == 1_000)
+        monkeypatch.setattr(os, "cpu_count", lambda: 1000)  # there are cores enough for all
+        assert settings.spin_count() == 10_000
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
