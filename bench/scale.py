@@ -7,7 +7,7 @@ startup: one rank of 1,024 that share a 70-billion-parameter Llama under fsdp, o
 scaling: the alpha-beta model of cluster.py against throughputs that others have published. The model's compute rate is set
   where a series begins; the rest of the series is predicted.
 
-Two minutes on one core. Writes bench/results/scale.json.
+Half a minute on one core. Writes bench/results/scale.json.
 """
 
 import math
