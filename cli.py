@@ -46,6 +46,7 @@ NO_FLAGS = {
     "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
     "backend": "nccl on GPUs and gloo on CPUs are chosen",
 }
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as a shell reports it
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 
@@ -83,8 +84,8 @@ def survive_closed_pipe():
 def user_errors():
     """Print an error that the user can act on as `error: ...`, without a traceback, and exit.
 
-    The status is 2 for bad input (a UserError, or a path that is not what it has to be), and 1 where the run cannot go on
-    (a RunError, or a full disk). --debug prints the traceback, too.
+    The status is 2 for bad input (a UserError, or a path that is not what it has to be), 1 where the run cannot go on
+    (a RunError, or a full disk), and 130 after Ctrl-C. --debug prints the traceback of an error, too.
     """
     for console in (sys.stdout, sys.stderr):  # a character that the terminal does not have must not end the program
         console.reconfigure(errors="backslashreplace")
@@ -97,6 +98,9 @@ def user_errors():
         message, status = str(error), 2
     except RunError as error:
         message, status = str(error), 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         full = error.errno in FULL_DISK
         if not full and error.filename is None:
@@ -199,8 +203,10 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     except SystemExit as stop:
         if not stop.code:
             raise
-        # All other mistakes are collected here. So what is missing is the one argument without --, which is a run.
-        raise UserError(f"name a run: {run_example()}") from None
+        # All other mistakes are collected here. So what is missing is the one argument without --.
+        what = next(iter(flags))
+        example = f"python {os.path.relpath(sys.argv[0])} {what.upper()}; --help says what it is"
+        raise UserError(f"name a run: {run_example()}" if what in ("run", "model") else f"name the {what}: {example}") from None
     for before, argument in pairwise(["", *unknown]):
         if argument.startswith("--"):
             name = argument[2:].partition("=")[0]

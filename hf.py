@@ -26,6 +26,8 @@ from tokenizer import Definition
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+CONVERTER = "python tools/convert_nanogpt.py {} --out=DIR makes a model of it"
+
 # The values of config.json that our models compute. Any other value means another arithmetic. A missing key means the first.
 ONLY = {
     "gpt2": {
@@ -359,10 +361,11 @@ def find_model(name: str) -> Path:
         if (path / "config.json").exists():
             return path
         what = f"it has no config.json, only {listing(path)}"
-        raise UserError(f"{name} is neither a run nor a model directory: {what}{similar_runs(name)}")
+        near = f"; {CONVERTER.format(path / 'ckpt.pt')}" if (path / "ckpt.pt").exists() else similar_runs(name)
+        raise UserError(f"{name} is neither a run nor a model directory: {what}{near}")
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
         parent = next(p for p in path.absolute().parents if p.is_dir())
-        converter = "; python tools/convert_nanogpt.py makes one of it" if path.suffix in (".pt", ".pth") else ""
+        converter = f"; {CONVERTER.format(path)}" if path.suffix in (".pt", ".pth") else ""
         raise UserError(f"{name} is not a directory{converter}; {parent} has {listing(parent)}{similar_runs(name)}")
     try:
         from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address

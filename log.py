@@ -1,6 +1,7 @@
 """What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -110,9 +111,12 @@ class Log:
         import wandb
 
         try:
-            wandb.login(verify=False)
+            if wandb.login(verify=False):
+                return
+            reason = f"WANDB_MODE={os.environ.get('WANDB_MODE', '')} forbids it"
         except wandb.Error as error:
-            raise UserError(f"--wandb=online: {error}; --wandb=offline needs no account") from None
+            reason = str(error).rstrip(".")
+        raise UserError(f"--wandb=online: {reason}; --wandb=offline needs no account")
 
     def start_wandb(self, config: Config, run_id: str, more: dict) -> str:
         """Start wandb if it is on, and continue its run `run_id` if there is one. Returns the id of the run.

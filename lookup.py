@@ -68,7 +68,7 @@ def other_shape(ours: ModelConfig, theirs: ModelConfig) -> str:
     now, wanted = settings.flat_values(theirs), settings.flat_values(settings.resolve_model(ours, theirs.vocab_size))
     kept = ("seq_len", "dropout", "init_from")
     changed = [f"{name} {wanted[name]} -> {now[name]}" for name in now if name not in kept and now[name] != wanted[name]]
-    return f", in their shape: {', '.join(changed)}" if changed else ""
+    return f"; their shape wins over settings and flags: {', '.join(changed)}" if changed else ""
 
 
 def check_origin(state: TrainState, config: Config, dataset: Mixture) -> None:
@@ -108,7 +108,7 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
         way_out = "take only the weights with --init_from=PATH, or leave --resume out"
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))
     silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
-    lines = [f"changed: {name} {before[name]} -> {now[name]}" for name in changed if name not in silent]
+    lines = [f"changed: {name} {before[name] or 'none'} -> {now[name] or 'none'}" for name in changed if name not in silent]
     if seen_otherwise and state.dataset == dataset.identity:
         lines.append(f"warning: {skip}: from here on the steps see other batches than they would have seen without it")
     if state.dataset not in ("", dataset.identity):
@@ -138,8 +138,10 @@ def find_origin(run: Path, origin: Origin) -> Path:
         whole = not (path / MANIFEST).exists() or fault(path) is None
         if whole and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
             return path
+    looked = ", nor is it at ".join(map(str, dict.fromkeys([places[0], places[-1]])))
     raise UserError(
-        f"{run} began with the weights of {places[0]}, which is gone or has changed since; nor is it at {places[-1]}"
+        f"{run} began with the weights of {looked}: it is gone or has changed since; put it back, or take a later step, which "
+        "a checkpoint of this run's own comes before"
     )
 
 

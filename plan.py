@@ -22,7 +22,7 @@ from settings import Config, DataConfig, PlanConfig, UserError, plural
 
 VOCABULARIES = {"bytes": 257, "gpt2": GPT2_VOCAB_SIZE, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
 CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
-# bench/results/save_stall.json: 0.74 GB were copied in 0.13 to 0.37 s, and written and flushed in 0.5 to 1.0 s.
+# bench/results/save_stall.json: 0.74 GB were copied in 0.11 to 0.25 s, and written and flushed in 0.5 to 0.9 s.
 COPY_RATE, WRITE_RATE = 3e9, 1e9
 SMALL, SMALL_MFU = 300e6, 0.8  # below so many parameters the kernels are short and keep a GPU less busy
 

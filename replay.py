@@ -32,15 +32,15 @@ import data
 import lookup
 import tokenizer
 import train
-from checkpoint import TrainState
+from checkpoint import Era, TrainState
 from dataset import read_windows
 from log import Record, read_records
 from parallel import whole
-from settings import UserError
+from settings import UserError, plural
 from snapshot import take_snapshot
 from world import World
 
-ANY_RANKS = {"step": 0, "world_size": 0}  # what may differ between two parts of a run under exact
+CHANGED = "settings, versions or the number of ranks changed"
 OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
 SHOWN = 8  # sequences, and tensors
 
@@ -97,11 +97,15 @@ def main(config: ReplayConfig) -> int:
     last = step + config.steps - 1
     if step < 1 or last > max(records, default=0):
         raise UserError(f"--step={step} --steps={config.steps}: {directory} has steps 1 to {max(records, default=0)}")
-    run = open_before(config, directory, state, world, step)
-    if world.is_master and not config.json:
-        for line in [*warnings, f"replaying steps {run.state.step + 1} to {last}"]:
-            print(line, flush=True)
-    replayed = replay(run, last, range(step, last + 1), records)
+    replayed, first = [], step
+    while first <= last:  # each part of the run with its own settings
+        run = open_before(config, directory, state, world, first)
+        end = min([last, *(era["step"] for era in parts(state) if era["step"] >= first)])
+        if world.is_master and not config.json:
+            for line in [*warnings, f"replaying steps {run.state.step + 1} to {end}"]:
+                print(line, flush=True)
+        replayed += replay(run, end, range(first, end + 1), records)
+        first, warnings = end + 1, []
     if world.is_master:
         if config.json:
             print(json.dumps({"run": str(directory), "steps": [asdict(r) | {"same": r.same} for r in replayed]}))
@@ -116,18 +120,30 @@ def recorded_steps(path: Path) -> dict[int, Record]:
     return {record["step"]: record for _, record in read_records(path) if record and "loss" in record and "grad_norm" in record}
 
 
+def parts(state: TrainState) -> list[Era]:
+    """The parts of a run whose steps were computed alike, each from its `step` on. What changes no bit begins none."""
+    found = []
+    for era in state.history:
+        config = settings.from_record(era["settings"], f"its settings from step {era['step']} on")
+        same = settings.replace(config, check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
+        ranks = 0 if same.parallel.strategy == "exact" else era["world_size"]
+        order = config.run.seed, config.data.order, config.skipped_batches
+        computed = same.model, same.optim, same.train, same.parallel, order, ranks, era["versions"]
+        if not found or computed != found[-1][1]:
+            found.append((era, computed))
+    return [era for era, _ in found]
+
+
 def open_before(
     config: ReplayConfig, directory: Path, state: TrainState, world: World, step: int, start: Path | None = None
 ) -> train.Run:
     """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning."""
-    eras = [era for era in state.history if era["step"] < step]
+    eras = [era for era in parts(state) if era["step"] < step]
     if not eras:
         begins = state.history[0]["step"]
         raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
-    era = eras.pop()
+    era = eras[-1]
     training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
-    while eras and training.parallel.strategy == "exact" and {**era, **ANY_RANKS} == {**eras[-1], **ANY_RANKS}:
-        era = eras.pop()
     for path in reversed(checkpoint.published(directory / "checkpoints")) if start is None else ():
         if path.name < checkpoint.step_directory(path.parent, step).name and checkpoint.fault(path) is None:
             start = path
@@ -141,10 +157,7 @@ def open_before(
         start, pretrained = (None, source) if began.resume in ("auto", "off") else (source, None)
     before = checkpoint.load_state(start) if start else TrainState()
     if before.step < era["step"]:
-        raise UserError(
-            f"settings, versions or the number of ranks changed at step {era['step']}, and no intact checkpoint between it and "
-            f"step {step} is left"
-        )
+        raise UserError(f"{CHANGED} at step {era['step']}, and no intact checkpoint between it and step {step} is left")
     if training.parallel.strategy != "exact" and world.size != era["world_size"]:
         raise UserError(
             f"step {step} was computed on {era['world_size']} ranks, and its bits depend on that; use torchrun --standalone "
@@ -251,7 +264,8 @@ def verdict(replayed: list[Replayed]) -> list[str]:
     if not compared:
         return ["metrics.jsonl has no record of these steps to compare with"]
     if not different:
-        return [f"{len(compared)} recorded steps: loss and gradient norm are the recorded ones, bit for bit; look at the data"]
+        recorded = plural(len(compared), "recorded step")
+        return [f"{recorded}: loss and gradient norm are the recorded ones, bit for bit; look at the data"]
     first = different[0]
     lines = [
         f"step {first.step} is the first that differs: loss {first.loss!r}, recorded {first.recorded['loss']!r}; "
@@ -284,7 +298,8 @@ def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
     ratio = {name: r.norms[name] / usual[name] if usual.get(name) else 1.0 for name in r.norms}
     striking = [name for name in sorted(r.norms, key=lambda n: (-ratio[n], -r.norms[n])) if ratio[name] > OUT_OF_LINE]
     if before:
-        print(f"\ntensors whose gradient norm is more than {OUT_OF_LINE:g} times the median of {len(before)} steps before")
+        steps = plural(len(before), "step")
+        print(f"\ntensors whose gradient norm is more than {OUT_OF_LINE:g} times the median of {steps} before")
     else:
         print("\ntensors by gradient norm; no step before was replayed to compare with")
     names = sorted(r.norms, key=lambda n: -ratio[n] if before else -r.norms[n]) if everything or not before else striking
@@ -307,8 +322,13 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
     for start, end in zip(kept, kept[1:], strict=False):
         problem = checkpoint.fault(start) or checkpoint.fault(end)
         if problem is None:
-            run = open_before(config, directory, state, world, checkpoint.load_state(start).step + 1, start)
-            replay(run, checkpoint.load_state(end).step, range(0), {})
+            first, last = (checkpoint.load_state(path).step for path in (start, end))
+            if change := [era["step"] for era in parts(state) if first < era["step"] < last]:
+                if world.is_master:
+                    print(f"{end.name} cannot be checked: {CHANGED} at step {change[0]}, which has no checkpoint any more")
+                continue
+            run = open_before(config, directory, state, world, first + 1, start)
+            replay(run, last, range(0), {})
             snapshot, again = take_snapshot(run.engine, run.optimizers, run.config, world), {}
             with tempfile.TemporaryDirectory() as temporary:
                 for records in world.all_gather(snapshot.write(Path(temporary))):

@@ -58,7 +58,8 @@ def main(config: SampleConfig) -> None:
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
     prompt = text.encode(read_prompt(config.prompt)).tolist() or [text.eot_token]
     if max(prompt) >= model.config.vocab_size:
-        what = repr(text.decode([max(prompt)])) if config.prompt else "the start of a document"
+        unknown = [c for c in read_prompt(config.prompt) if max(text.encode(c)) >= model.config.vocab_size]
+        what = repr((unknown or [text.decode([max(prompt)])])[0]) if config.prompt else "the start of a document"
         raise UserError(
             f"{directory}: {what} is token {max(prompt)}, and the model's vocabulary is {model.config.vocab_size}; give it a "
             "--prompt of text like that it was trained on"

@@ -330,6 +330,8 @@ def load_command(args: list[str], description: str) -> Command:
     if not config.run.name:
         config = replace(config, name=preset.stem)
     refuse(number_problems(plan))
+    if not plan.plan:
+        refuse(f"--{name} needs --plan" for name, value in flat_values(plan).items() if value != getattr(PlanConfig, name))
     try:
         check(config, plan.plan_world_size if plan.plan else read_ranks()[1])
     except UserError as error:
@@ -344,7 +346,11 @@ def read_preset(path: Path) -> Config:
         presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
         meant = {preset.stem: f"; perhaps you meant {preset}" for preset in presets}
         near = [meant[stem] for stem in difflib.get_close_matches(path.stem, meant, n=1)]
+        if (path / "metrics.jsonl").exists():
+            near = [f"; it is a run: --name={path.name} continues it, and {path}/config.toml with another --name repeats it"]
         raise UserError(f"no preset {path}{''.join(near)}; there are {', '.join(map(str, presets))}")
+    if path.suffix == ".py":
+        raise UserError(f"{path} is Python, which is not executed; docs/from_nanogpt.md has the counterpart of each setting")
     try:
         content = tomllib.loads(files.read_text(path, 1 << 20))
     except ValueError as error:
@@ -496,6 +502,8 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     unequal = replace(config, strategy="exact")
     works = not exact and not [*strategy_problems(unequal, world_size), *share_problems(unequal, world_size)]
     other = "; or --strategy=exact, which takes it as it is" if works else ""
+    if micro != "auto" and not [*share_problems(replace(config, micro_batch_size="auto"), world_size)]:
+        other = f"; or --micro_batch_size=auto, which takes it as it is{other.replace('; or', ', or')}"
     values = nearest(tokens, unit, smallest)
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {values}{other}"
 

@@ -110,7 +110,9 @@ def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
     """The files of a source on the hub, in order. `downloads` is where they will be. Raises UserError."""
     found = hub.list_files(source, commit, HUB_SUFFIXES, downloads)
     if not found:
-        raise UserError(f"{source}: no file of that name or pattern ends in {' '.join(HUB_SUFFIXES)}")
+        raise UserError(
+            f"{source}: no file of that name or pattern ends in {' '.join(HUB_SUFFIXES)}; download others and give their paths"
+        )
     return [SourceFile(file.local, file.path, file.size, remote=file) for file in found]
 
 

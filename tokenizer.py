@@ -140,6 +140,9 @@ def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer
         return load(spec)
     if spec.endswith(".tiktoken"):
         return load_ranks(Path(spec))
+    near = f"{spec}/tokenizer.json"
+    if Path(near).is_file():
+        raise UserError(f"--tokenizer={spec} is a directory; perhaps you meant {near}")
     raise UserError(f"--tokenizer={spec} is none of train:N, bytes, {', '.join(NAMED)}, a tokenizer.json and a .tiktoken file")
 
 

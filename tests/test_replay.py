@@ -161,7 +161,7 @@ def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_c
     moved.rename(train.runs)
     shutil.rmtree(train.runs / "first" / "checkpoints" / "step-00000004")
     gone = execute([sys.executable, "replay.py", train.runs / "second", "--step=7"], status=2).stderr
-    assert "step-00000004, which is gone or has changed since" in gone
+    assert "step-00000004: it is gone or has changed since; put it back" in gone
 
 
 def test_a_record_that_lacks_settings_has_their_defaults(train):
@@ -176,6 +176,30 @@ def test_a_record_that_lacks_settings_has_their_defaults(train):
     checkpoint.write_manifest(latest)
     assert "is complete" in train("older", **FLAGS).stdout
     assert "bit for bit" in replay(train.runs / "older", "--step=20")
+
+
+def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train):
+    flags = dict(save_every=4, log_every=1, keep_best=0)
+    for more in (dict(steps=8, keep_last=0), dict(steps=12, keep_last=0), dict(steps=20, keep_last=0), dict(steps=22, lr=1e-3)):
+        train("changed", eval_every=0, **flags, **more)
+    run = train.runs / "changed"  # of its checkpoints the last two are left
+    out = replay(run, "--step=21", "--steps=2")
+    assert "replaying steps 21 to 22" in out and "2 recorded steps: loss and gradient norm are the recorded ones" in out
+    for range_ in (["--step=11", "--steps=4"], ["--step=14"]):
+        lost = execute([sys.executable, "replay.py", run, *range_], status=2).stderr
+        assert "changed at step " in lost and "no intact checkpoint between it and step 1" in lost
+    assert "step-00000022 follows from step-00000020" in replay(run, "--verify")
+
+    train("kept", steps=8, eval_every=0, **flags)
+    train("kept", steps=12, eval_every=0, **flags | dict(keep_last=0, log_every=2))  # an extension, and what changes no bit
+    train("kept", steps=12, eval_every=0, **flags)
+    kept = train.runs / "kept"
+    out = replay(kept, "--step=7", "--steps=4", "--json")
+    same = {step["step"]: step["same"] for step in json.loads(out)["steps"]}
+    assert [same[step] for step in range(7, 11)] == [True, True, None, True]
+    shutil.rmtree(kept / "checkpoints" / "step-00000008")
+    out = replay(kept, "--verify")
+    assert "step-00000012 cannot be checked: settings, versions or the number of ranks changed at step 8" in out
 
 
 def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):

@@ -72,7 +72,7 @@ def test_booleans(word, value):
         (["laptop"], "no preset laptop; perhaps you meant config/laptop.toml; there are config/gpt2_124m.toml, "),
         (["config/laptop.py"], "no preset config/laptop.py; perhaps you meant config/laptop.toml; there are "),
         (["gpt2_124.toml"], "perhaps you meant config/gpt2_124m.toml"),
-        (["train.py"], "train.py is not a preset in TOML: "),
+        (["train.py"], "train.py is Python, which is not executed; docs/from_nanogpt.md"),
         (["--lr=1", "config/laptop.toml"], "before all flags"),
         (
             ["--n_embd=256", "--n_head=5"],
@@ -90,6 +90,7 @@ def test_booleans(word, value):
         (["--rope_scaling=8,1,4"], "--rope_scaling=8,1,4 must be four numbers"),
         (["--rope_scaling=8,4,1,8192"], "such as Llama 3.1's 8,1,4,8192"),
         (["--rope_scaling=llama3"], "such as Llama 3.1's 8,1,4,8192"),
+        (["--plan_json"], "--plan_json needs --plan"),
         (["--wandb_artifact"], "--wandb_artifact needs --wandb=online or --wandb=offline"),
         (["--name=a/b"], "--out_dir"),
         (["--init_from=resume"], "the same command again continues a run"),
@@ -112,6 +113,9 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=r"3 ranks; try 7680 or 8448; or --strategy=exact"):
         load("--tokens_per_update=8192")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"; or --micro_batch_size=auto, which takes it as it is, or --strategy=exact"):
+        load("--tokens_per_update=3072", "--micro_batch_size=4")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +187,8 @@ def test_what_a_refusal_suggests_passes_every_check(tokens, seq_len, micro, rank
         for line in str(error).split("\n"):
             if suggested := re.search(r"--(\w+)=.*; try (?:--n_embd=|one of )?([\d, or]+)", line):
                 changes[suggested[1]] = suggested[2]
+            if "or --micro_batch_size=auto" in line:
+                settings.check(settings.replace(config, micro_batch_size="auto", n_embd=768, n_head=12, n_kv_head=0), ranks)
             if "or --strategy=exact" in line:
                 exact = settings.replace(config, strategy="exact", n_embd=768, n_head=12, n_kv_head=0)
                 settings.check(exact, ranks)

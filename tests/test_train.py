@@ -356,6 +356,16 @@ def test_a_run_directory_in_use_is_refused(train):
     assert kill_when(process, lambda: True, signal.SIGINT) == 75
 
 
+def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
+    early = train.changed("train.choices.resolve = lambda *_: os.kill(os.getpid(), 2)", "early", status=130)
+    assert early.stderr == "interrupted\n" and not (train.runs / "early").exists()
+    during = "original = train.update\n"
+    during += "train.update = lambda run, *more: (run.state.step or os.kill(os.getpid(), 2), original(run, *more))[1]"
+    stopped = train.changed(during, "during", status=75, save_every=0)
+    assert "stopping after this update or the next; Ctrl-C ends at once" in stopped.stderr
+    assert "(SIGINT), saved; the same command goes on" in stopped.stdout
+
+
 def test_max_minutes_saves_and_exits_75(train, shared):
     train("slow", steps=20, max_minutes=0.0001, status=75, eval_every=0, save_every=0)
     state = checkpoint.load_state(train.latest("slow"))
@@ -369,7 +379,9 @@ def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
     source = [ROOT / "train.py", f"--out={other_tokens}", "--tokenizer=train:257", "--val_fraction=0.1"]
     execute([sys.executable, "prepare_data.py", *source])
     done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
-    assert f"starting with the weights of {start}, in their shape: n_layer 7 -> 2" in done.stdout and "2 layers" in done.stdout
+    assert (
+        f"of {start}; their shape wins over settings and flags: n_layer 7 -> 2\n" in done.stdout and "2 layers" in done.stdout
+    )
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
     done = train("tuned", init_from=start, steps=3, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
     assert "continuing from" in done.stdout and "2 layers" in done.stdout

@@ -32,6 +32,8 @@ class CharConfig:
 def main(config: CharConfig) -> None:
     """Write the tokenizer.json. Raises UserError."""
     source = Path(config.source)
+    if source.is_dir():
+        raise UserError(f"{source} is a directory; give meta.pkl in it, or the text that it was made from")
     try:
         characters = read_meta(source) if source.suffix == ".pkl" else sorted(set(source.read_text(encoding="utf-8")))
         if "\0" in characters:  # such as a train.bin, whose small ids are UTF-8 by chance

@@ -51,6 +51,9 @@ def main(config: ConvertConfig) -> None:
         )
     content = read_checkpoint(Path(config.checkpoint))
     model = read_config(content)
+    if config.tokenizer.endswith(".pkl"):
+        maker = f"python tools/char_tokenizer.py {config.tokenizer}"
+        raise UserError(f"--tokenizer={config.tokenizer}: {maker} makes a tokenizer.json of it")
     if config.tokenizer:
         eot_token = tokenizer.load(config.tokenizer).eot_token
     elif model.vocab_size >= GPT2_VOCAB_SIZE:
