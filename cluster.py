@@ -14,6 +14,7 @@ from settings import Config
 NODE = 8  # GPUs that share NVLink
 SHAPES = 4  # of a model's matrices, about
 BUCKET_BYTES = 25 * 2**20  # of gradients, sent together by DDP
+GATHERED_BYTES = 2**27  # of weights, received together by zero1
 # Seconds of a ring's start and of a hop between nodes, as NCCL counts them (src/graph/tuning.cc).
 START, NETWORK_HOP = 8.4e-6, 14.0e-6
 # Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A name fits if it has all the words of an entry.
@@ -135,7 +136,10 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
         case "scratch_reduce_scatter":
             return [(all_reduce, 2, world_size, ""), *updates]
         case "zero1":
-            return [(all_reduce, buckets, world_size, "backward"), (all_reduce / 2, buckets, world_size, "")]
+            return [
+                (all_reduce, buckets, world_size, "backward"),
+                (all_reduce / 2, math.ceil(4 * P / GATHERED_BYTES), world_size, ""),
+            ]
         case "fsdp":
             copies = config.parallel.replicate
             shards = world_size // copies

@@ -101,14 +101,15 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
 
 
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
-    """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else the best of matrix products for `seconds`."""
+    """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else the best of ten or more matrix products."""
     if known := known_peak_flops(device, dtype):
         return known
     # Large enough that starting and awaiting a product, some 30 microseconds, does not count.
     size = {"cpu": 512, "cuda": 8192}.get(device.type, 4096)
     a = torch.randn(size, size, device=device).to(DTYPES[dtype])
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
+    best, deadline, products = float("inf"), time.perf_counter() + seconds, 0
+    while products < 10 or time.perf_counter() < deadline:  # on a busy machine the first one may wait for all of them
+        products += 1
         began = time.perf_counter()
         product = a @ a
         if device.type != "cpu":

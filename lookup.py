@@ -26,6 +26,8 @@ def find(name: str) -> tuple[Path, list[str]]:
         return path, []
     found, damaged = newest(path / "checkpoints")
     if found is None:
+        if (path / "metrics.jsonl").exists() and not damaged:
+            raise UserError(f"{path} has no checkpoint yet; the first one comes at step --save_every, or when the run stops")
         near = settings.similar_runs(name)
         if path.suffix in (".pt", ".pth"):
             near = "; --init_from takes what python tools/convert_nanogpt.py makes of it"
@@ -151,7 +153,7 @@ def find_model(name: str) -> tuple[Path, list[str]]:
     Raises UserError.
     """
     path = Path(name)
-    if (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
+    if (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
         return find(name)
     return hf.find_model(name), []
 

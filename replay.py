@@ -157,7 +157,9 @@ def open_before(
         start, pretrained = (None, source) if began.resume in ("auto", "off") else (source, None)
     before = checkpoint.load_state(start) if start else TrainState()
     if before.step < era["step"]:
-        raise UserError(f"{CHANGED} at step {era['step']}, and no intact checkpoint between it and step {step} is left")
+        raise UserError(
+            f"{CHANGED} at step {era['step']}, and no intact checkpoint between it and step {step} is left (--keep_last)"
+        )
     if training.parallel.strategy != "exact" and world.size != era["world_size"]:
         raise UserError(
             f"step {step} was computed on {era['world_size']} ranks, and its bits depend on that; use torchrun --standalone "
@@ -323,9 +325,9 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
         problem = checkpoint.fault(start) or checkpoint.fault(end)
         if problem is None:
             first, last = (checkpoint.load_state(path).step for path in (start, end))
-            if change := [era["step"] for era in parts(state) if first < era["step"] < last]:
+            if reason := obstacle(directory, state, world, first, last):
                 if world.is_master:
-                    print(f"{end.name} cannot be checked: {CHANGED} at step {change[0]}, which has no checkpoint any more")
+                    print(f"{end.name} cannot be checked {reason}")
                 continue
             run = open_before(config, directory, state, world, first + 1, start)
             replay(run, last, range(0), {})
@@ -341,6 +343,16 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
             print(f"{end.name} {verdict}")
         wrong += problem is not None
     return int(wrong > 0)
+
+
+def obstacle(directory: Path, state: TrainState, world: World, first: int, last: int) -> str:
+    """Why the steps after `first` up to `last` cannot be computed again from the checkpoint of `first`. Empty if they can."""
+    if change := [era["step"] for era in parts(state) if first < era["step"] < last]:
+        return f"from the one before: {CHANGED} at step {change[0]}, which has no checkpoint any more"
+    era = [era for era in parts(state) if era["step"] <= first][-1]
+    if era["settings"].get("strategy") == "exact" or era["world_size"] == world.size:
+        return ""
+    return f"here; it can by torchrun --standalone --nproc_per_node={era['world_size']} replay.py {directory} --verify"
 
 
 if __name__ == "__main__":

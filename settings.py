@@ -39,8 +39,11 @@ RANGES = [
     ("save_every keep_last keep_best eval_tokens", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12),
     ("max_shard_bytes", "greater than 0 and at most 2^62", lambda x: 0 < x <= 1 << 62),
     ("threads", "at least 0 and at most 4096", lambda x: 0 <= x <= 1 << 12),
-    ("rope_theta norm_eps lr", "greater than 0", lambda x: x > 0),
-    ("max_minutes weight_decay grad_clip dollars_per_gpu_hour", "at least 0", lambda x: x >= 0),
+    ("rope_theta", "greater than 0 and at most 10^12", lambda x: 0 < x <= 1e12),
+    ("norm_eps", "greater than 0 and at most 1", lambda x: 0 < x <= 1),
+    ("lr", "greater than 0 and at most 1000", lambda x: 0 < x <= 1000),
+    ("weight_decay", "at least 0 and at most 1000", lambda x: 0 <= x <= 1000),
+    ("max_minutes grad_clip dollars_per_gpu_hour", "at least 0", lambda x: x >= 0),
     ("plan_mfu", "at least 0 and at most 1", lambda x: 0 <= x <= 1),
     ("dropout beta1 beta2 momentum", "at least 0 and less than 1", lambda x: 0 <= x < 1),
     ("cooldown_fraction", "greater than 0 and at most 1", lambda x: 0 < x <= 1),
@@ -422,7 +425,8 @@ def range_problems(config: Config) -> Iterator[str]:
     except ValueError:
         valid = False
     if not valid:
-        yield f"--skip_steps={config.data.skip_steps} must be steps and ranges of steps, such as 812-815,990"
+        wanted = f"steps from 1 on and ranges of them, such as 812-815,990, at most {MOST_SKIPPED:,} in all"
+        yield f"--skip_steps={config.data.skip_steps} must be {wanted}"
     try:
         factors = config.model.rope_factors
         valid = not factors or len(factors) == 4 and min(factors) > 0 and factors[1] < factors[2] and max(factors) < math.inf

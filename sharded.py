@@ -30,7 +30,7 @@ from model import GPT
 from optim import Muon, Optimizers, local
 from world import World
 
-GATHERED = 1 << 23  # elements that every rank receives at once: 32 MB
+GATHERED = 1 << 25  # elements that every rank receives at once: 128 MB
 
 
 class FullyShard(nn.Module):

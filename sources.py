@@ -95,7 +95,8 @@ def local_files(source: str) -> tuple[list[SourceFile], Counter[str]]:
     paths = [path for path in (root.rglob("*") if root.is_dir() else [root]) if path.is_file()]
     found = listed(root, filter(text_format, paths))
     if not found:
-        raise UserError(f"{source}: wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
+        special = "" if root.is_dir() or root.is_file() else "it is no regular file; "
+        raise UserError(f"{source}: {special}wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
     others = (path.suffixes[-2:] if path.suffix in OPENERS else [path.suffix] for path in paths if not text_format(path))
     return found, Counter(sorted("".join(suffixes) or "no suffix" for suffixes in others))
 

@@ -329,9 +329,10 @@ def note_skipped(run: Run, in_a_row: int) -> None:
     )
     if in_a_row > limit:
         run.checkpoints.finish(state)
+        newest = f"the checkpoint of step {run.checkpoints.saved_at} is the newest"
         raise RunError(
-            f"{in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); the checkpoint of step "
-            f"{run.checkpoints.saved_at} is the newest; lower --lr, or try --dtype=float32"
+            f"{in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); "
+            f"{newest if run.checkpoints.saved_at else 'there is no checkpoint yet'}; lower --lr, or try --dtype=float32"
         )
 
 

@@ -126,6 +126,11 @@ def foreign(folder, kind, tokens):
     return folder
 
 
+def reheader(path, magic, version):
+    """Change the first two numbers of llm.c's header."""
+    path.write_bytes(np.array([magic, version], "<i4").tobytes() + path.read_bytes()[8:])
+
+
 KINDS = ["llm.c", "nanoGPT", "build-nanogpt"]
 
 
@@ -156,6 +161,12 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(here, c
     ("kind", "damage", "message"),
     [
         ("llm.c", lambda d: (d / "fineweb_val_000001.bin").write_bytes(b"\xff" * 2000), "outside the vocabulary"),
+        (
+            "llm.c",
+            lambda d: reheader(d / "fineweb_train_000001.bin", 5, 1),
+            "with magic 5 and version 1; wanted 20240520 and 1 or",
+        ),
+        ("llm.c", lambda d: reheader(d / "fineweb_train_000001.bin", 20240520, 2), "with magic 20240520 and version 2; wanted"),
         ("nanoGPT", lambda d: (d / "train.bin").write_bytes(b"odd"), "3 bytes are not whole uint16 tokens"),
         ("nanoGPT", lambda d: (d / "val.bin").unlink(), "has neither dataset.json nor"),
         ("build-nanogpt", lambda d: np.save(d / "edufineweb_val_000001.npy", np.array([1, -1])), "token -1 is outside"),

@@ -198,8 +198,11 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     same = {step["step"]: step["same"] for step in json.loads(out)["steps"]}
     assert [same[step] for step in range(7, 11)] == [True, True, None, True]
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
+    lost = "step-00000012 cannot be checked from the one before: settings, versions or the number of ranks changed at step 8,"
+    assert lost in replay(kept, "--verify")
+    train("kept", ranks=2, steps=14, eval_every=0, **flags | dict(keep_last=0))
     out = replay(kept, "--verify")
-    assert "step-00000012 cannot be checked: settings, versions or the number of ranks changed at step 8" in out
+    assert "step-00000014 cannot be checked here; it can by torchrun --standalone --nproc_per_node=2 replay.py" in out
 
 
 def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):

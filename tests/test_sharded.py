@@ -11,6 +11,7 @@ import torch
 import choices
 import parallel
 import settings
+import sharded
 from conftest import largest_difference
 from model import GPT, initialize
 from parallel import Engine
@@ -115,7 +116,7 @@ train.train = written
 
 def test_zero1_sends_little_more_than_the_weights_whatever_it_gathers_at_once(train, tmp_path):
     exchanges = []
-    for gathered in (1 << 23, 6000):
+    for gathered in (sharded.GATHERED, 6000):
         train.changed(
             SENT.format(folder=tmp_path, gathered=gathered), f"at_{gathered}", 3, **dict(MUON, steps=2, strategy="zero1")
         )
@@ -124,7 +125,7 @@ def test_zero1_sends_little_more_than_the_weights_whatever_it_gathers_at_once(tr
         parameters = sum(value.numel() for value in train.weights(f"at_{gathered}").values())
         assert parameters <= 3 / 2 * sum(sent) <= 1.2 * parameters  # in two steps, a third by each rank
     assert exchanges[0] == 2 and exchanges[1] > 10
-    assert train.files("at_6000") == train.files(f"at_{1 << 23}")
+    assert train.files("at_6000") == train.files(f"at_{sharded.GATHERED}")
 
 
 # After the last step every rank writes how many bytes it holds.

@@ -359,6 +359,10 @@ def test_a_run_directory_in_use_is_refused(train):
 def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
     early = train.changed("train.choices.resolve = lambda *_: os.kill(os.getpid(), 2)", "early", status=130)
     assert early.stderr == "interrupted\n" and not (train.runs / "early").exists()
+    empty = train.runs / "empty"
+    empty.mkdir(parents=True)
+    (empty / "metrics.jsonl").touch()
+    assert "has no checkpoint yet" in execute([sys.executable, "sample.py", empty], status=2).stderr
     during = "original = train.update\n"
     during += "train.update = lambda run, *more: (run.state.step or os.kill(os.getpid(), 2), original(run, *more))[1]"
     stopped = train.changed(during, "during", status=75, save_every=0)

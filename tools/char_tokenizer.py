@@ -38,6 +38,8 @@ def main(config: CharConfig) -> None:
         characters = read_meta(source) if source.suffix == ".pkl" else sorted(set(source.read_text(encoding="utf-8")))
         if "\0" in characters:  # such as a train.bin, whose small ids are UTF-8 by chance
             raise UserError(f"{source} is not text; give nanoGPT's meta.pkl or the input.txt that it was made from")
+        if not characters:
+            raise UserError(f"{source} holds no text")
         ranks = {character.encode(): i for i, character in enumerate(characters)}
     except UnicodeError:
         raise UserError(f"{source} is not text in UTF-8") from None
