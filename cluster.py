@@ -73,7 +73,7 @@ def this_cpu(world_size: int) -> Hardware:
     """A rank's share of this machine.
 
     A core multiplies 32 float32 a cycle with AVX2, at 3 GHz, and twice as many bfloat16 where it is fast at them. With a matrix
-    unit it does 1 TFLOP/s in bfloat16 (measured: bench/results/tokens_per_second.json, which also has the MFU). gloo sends
+    unit it does 1 TFLOP/s in bfloat16 (measured: bench/results/tokens_per_second_epyc.json, which also has the MFU). gloo sends
     about 1 GB/s.
     """
     core = 1e12 if has_matrix_unit() else 192e9 if fast_at_bfloat16() else 96e9
