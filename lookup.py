@@ -110,7 +110,9 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
         way_out = "take only the weights with --init_from=PATH, or leave --resume out"
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))
     silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
-    lines = [f"changed: {name} {before[name] or 'none'} -> {now[name] or 'none'}" for name in changed if name not in silent]
+    lines = [
+        f"changed: {name} {str(before[name]) or 'none'} -> {str(now[name]) or 'none'}" for name in changed if name not in silent
+    ]
     if seen_otherwise and state.dataset == dataset.identity:
         lines.append(f"warning: {skip}: from here on the steps see other batches than they would have seen without it")
     if state.dataset not in ("", dataset.identity):
