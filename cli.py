@@ -274,8 +274,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def similar_runs(name: str) -> str:
-    """`; perhaps you meant runs/mine` where there are runs in `name`, or beside it or in runs/ with a similar name."""
+    """`; perhaps you meant runs/mine` where there are runs in `name`, or beside it or in runs/ something of a similar name."""
     path, known = Path(name), sorted({*Path("runs").glob("*/checkpoints"), *Path(name).parent.glob("*/checkpoints")})
+    known = [*sorted(path.parent.glob("*/config.json")), *known]  # of models, and of runs
     runs = {str(directory.parent): directory.parent.name for directory in known}
     near = [str(found.parent) for found in sorted(path.glob("*/checkpoints"))]
     near += [run for run in runs if run != name and difflib.get_close_matches(path.name, [runs[run]])]

@@ -290,6 +290,8 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     if directory.is_file():
         raise UserError(f"--tokens={directory} is a file; give the directory that it is in")
     if not directory.is_dir():
+        if (Path("tokens") / directory.name).is_dir():
+            raise UserError(f"--tokens={directory} does not exist; perhaps you meant tokens/{directory.name}")
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
         raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")

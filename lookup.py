@@ -103,7 +103,8 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
     skip = f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw"
     if own and seen_otherwise:
         run = Path(config.run.out_dir, config.run.name)
-        refused.append(f"{skip}; an earlier checkpoint may begin a run without: --name=... --resume={run}/checkpoints/step-...")
+        without = f"{run}/config.toml --name=... --resume={run}/checkpoints/step-... --skip_steps={config.data.skip_steps}"
+        refused.append(f"{skip}; an earlier checkpoint may begin a run without: python train.py {without}")
     if state.step > config.train.steps:
         refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={state.step} is the least")
     if refused:

@@ -162,8 +162,8 @@ def open_before(
         )
     if training.parallel.strategy != "exact" and world.size != era["world_size"]:
         raise UserError(
-            f"step {step} was computed on {era['world_size']} ranks, and its bits depend on that; use torchrun --standalone "
-            f"--nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
+            f"step {step} was computed on {plural(era['world_size'], 'rank')}, and its bits depend on that; use torchrun "
+            f"--standalone --nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
         )
     where = "--tokens says where they are now, of a mixture each with its weight"
     try:
@@ -287,7 +287,8 @@ def verdict(replayed: list[Replayed]) -> list[str]:
 def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
     """Print one step: its sequences, worst first, and the tensors whose gradients are out of line."""
     width = max(60, shutil.get_terminal_size().columns)
-    print(f"\nstep {r.step}  loss {r.loss:.4f}  gradient norm {r.grad_norm:.3f}\n\nsequences, worst loss first")
+    compared = "" if r.recorded else "  (not logged, so not compared; see --log_every)"
+    print(f"\nstep {r.step}  loss {r.loss:.4f}  gradient norm {r.grad_norm:.3f}{compared}\n\nsequences, worst loss first")
     for row in r.sequences if everything else r.sequences[:SHOWN]:
         begins = f"; documents begin at {', '.join(map(str, row['documents_begin'][:6]))}" if row["documents_begin"] else ""
         place = f"{row['dataset']}/{row['shard']} from token {row['position']:,}"

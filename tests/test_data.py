@@ -340,6 +340,13 @@ def test_a_mixture_without_weights_is_refused(tokens):
         data.open_mixture(tokens)
 
 
+def test_a_dataset_without_its_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens" / "mine").mkdir(parents=True)
+    with pytest.raises(UserError, match="--tokens=mine does not exist; perhaps you meant tokens/mine"):
+        data.open_mixture("mine")
+
+
 def test_datasets_that_do_not_go_together_are_refused(tmp_path):
     for name, vocab_size in (("a", 300), ("b", 301), ("c", 300)):
         make(tmp_path / name, vocab_size)
