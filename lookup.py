@@ -115,7 +115,7 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
         f"changed: {name} {str(before[name]) or 'none'} -> {str(now[name]) or 'none'}" for name in changed if name not in silent
     ]
     if seen_otherwise and state.dataset == dataset.identity:
-        lines.append(f"warning: {skip}: from here on the steps see other batches than they would have seen without it")
+        lines.append(f"warning: {skip}, which is in these weights; an earlier checkpoint begins without it")
     if state.dataset not in ("", dataset.identity):
         lines.append(f"changed: tokens {state.config.data.tokens} -> {config.data.tokens}")
     if "steps" in changed and config.optim.schedule != "constant":
