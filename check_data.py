@@ -31,7 +31,8 @@ def check(directory: Path, spec: str = "") -> None:
         origin = ", ".join(source["path"] for source in metadata["source"])
     elif not spec and dataset.tokenizer:
         tokenizer = load(dataset.tokenizer)
-        dataset = open_dataset(directory, min(tokenizer.vocab_size, dataset.vocab_size))
+        if tokenizer.vocab_size < dataset.vocab_size:
+            dataset = open_dataset(directory, tokenizer.vocab_size)
     has_eot = dataset.eot_token < dataset.vocab_size  # characters have none
     eot = f", end-of-text is token {dataset.eot_token}" if has_eot else ""
     lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}{eot}"]

@@ -275,11 +275,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def similar_runs(name: str) -> str:
     """`; perhaps you meant runs/mine` where there are runs in `name`, or beside it or in runs/ something of a similar name."""
-    path, known = Path(name), sorted({*Path("runs").glob("*/checkpoints"), *Path(name).parent.glob("*/checkpoints")})
-    known = [*sorted(path.parent.glob("*/config.json")), *known]  # of models, and of runs
-    runs = {str(directory.parent): directory.parent.name for directory in known}
+    path = Path(name)
+    runs = sorted({*Path("runs").glob("*/checkpoints"), *path.parent.glob("*/checkpoints")})
+    known = {str(found.parent): found.parent.name for found in [*sorted(path.parent.glob("*/config.json")), *runs]}
     near = [str(found.parent) for found in sorted(path.glob("*/checkpoints"))]
-    near += [run for run in runs if run != name and difflib.get_close_matches(path.name, [runs[run]])]
+    near += [place for place in known if place != name and difflib.get_close_matches(path.name, [known[place]])]
     return f"; perhaps you meant {' or '.join(near[:4])}" if near else ""
 
 

@@ -119,11 +119,11 @@ def open_shard(path: Path) -> np.ndarray:
             size, header = os.fstat(file.fileno()).st_size, file.read(HEADER_INTS * 4)
             magic, version, count = struct.unpack_from("<3i", header) if len(header) == HEADER_INTS * 4 else (0, 0, 0)
             dtype = MAGICS.get((magic, version))
-            counted = count > 0 and size - len(header) in (2 * count, 4 * count)
-            if dtype is None and (counted or magic in {known for known, _ in MAGICS}):
-                known = " or ".join(f"{magic} and {version}" for magic, version in MAGICS)
-                raise UserError(f"{path}: llm.c's header, with magic {magic} and version {version}; wanted {known}")
             if dtype is None:
+                counted = count > 0 and size - len(header) in (2 * count, 4 * count)
+                if counted or magic in {known for known, _ in MAGICS}:
+                    wanted = " or ".join(f"{known} and {its_version}" for known, its_version in MAGICS)
+                    raise UserError(f"{path}: llm.c's header, with magic {magic} and version {version}; wanted {wanted}")
                 if size % 2 or not size:
                     raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
                 return map_tokens(file, np.dtype("<u2"), 0, size // 2)

@@ -101,7 +101,10 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
 
 
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
-    """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else the best of ten or more matrix products."""
+    """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else that of the best matrix product.
+
+    Ten products are made, or more for `seconds`.
+    """
     if known := known_peak_flops(device, dtype):
         return known
     # Large enough that starting and awaiting a product, some 30 microseconds, does not count.

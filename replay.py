@@ -348,9 +348,10 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
 
 def obstacle(directory: Path, state: TrainState, world: World, first: int, last: int) -> str:
     """Why the steps after `first` up to `last` cannot be computed again from the checkpoint of `first`. Empty if they can."""
-    if change := [era["step"] for era in parts(state) if first < era["step"] < last]:
+    eras = parts(state)
+    if change := [era["step"] for era in eras if first < era["step"] < last]:
         return f"from the one before: {CHANGED} at step {change[0]}, which has no checkpoint any more"
-    era = [era for era in parts(state) if era["step"] <= first][-1:]
+    era = [era for era in eras if era["step"] <= first][-1:]
     if not era or era[0]["settings"].get("strategy") == "exact" or era[0]["world_size"] == world.size:
         return ""
     return f"here; it can by torchrun --standalone --nproc_per_node={era[0]['world_size']} replay.py {directory} --verify"

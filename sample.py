@@ -56,9 +56,10 @@ def main(config: SampleConfig) -> None:
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
-    prompt = text.encode(read_prompt(config.prompt)).tolist() or [text.eot_token]
+    asked = read_prompt(config.prompt)
+    prompt = text.encode(asked).tolist() or [text.eot_token]
     if max(prompt) >= model.config.vocab_size:
-        unknown = [c for c in read_prompt(config.prompt) if max(text.encode(c)) >= model.config.vocab_size]
+        unknown = [c for c in asked if max(text.encode(c)) >= model.config.vocab_size]
         what = repr((unknown or [text.decode([max(prompt)])])[0]) if config.prompt else "the start of a document"
         raise UserError(
             f"{directory}: {what} is token {max(prompt)}, and the model's vocabulary is {model.config.vocab_size}; give it a "

@@ -503,13 +503,13 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     if world_size > 1 and (not exact or tokens % unit == 0):
         factors.append(f"{world_size} ranks")
     wrong = "not a multiple of" if tokens % unit else "less than"
-    unequal = replace(config, strategy="exact")
-    works = not exact and not [*strategy_problems(unequal, world_size), *share_problems(unequal, world_size)]
-    other = "; or --strategy=exact, which takes it as it is" if works else ""
+    others, unequal = [], replace(config, strategy="exact")
     if micro != "auto" and not [*share_problems(replace(config, micro_batch_size="auto"), world_size)]:
-        other = f"; or --micro_batch_size=auto, which takes it as it is{other.replace('; or', ', or')}"
-    values = nearest(tokens, unit, smallest)
-    yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {values}{other}"
+        others.append("--micro_batch_size=auto, which takes it as it is")
+    if not exact and not [*strategy_problems(unequal, world_size), *share_problems(unequal, world_size)]:
+        others.append("--strategy=exact, which takes it as it is")
+    other = f"; or {', or '.join(others)}" if others else ""
+    yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 
 def nearest(value: int, unit: int, smallest: int) -> str:

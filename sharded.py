@@ -26,11 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from cluster import GATHERED_BYTES
 from model import GPT
 from optim import Muon, Optimizers, local
 from world import World
 
-GATHERED = 1 << 25  # elements that every rank receives at once: 128 MB
+GATHERED = GATHERED_BYTES // 4  # elements that every rank receives at once
 
 
 class FullyShard(nn.Module):
