@@ -24,6 +24,7 @@ import torch.distributed as dist
 from msgspec import Meta
 from torch import Tensor
 
+import device
 import files
 import footprint
 import hf
@@ -96,7 +97,7 @@ class TrainState:
         if not continues:
             self.best = []  # of checkpoints that are not in this run
         self.dataset, self.settings = dataset.identity, settings.flat_values(config)
-        self.versions = versions()
+        self.versions = versions(world.device)
         self.history = list(self.history) if continues else []
         now = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **now} != self.history[-1]:
@@ -119,9 +120,10 @@ def origin(config: Config, source: Path) -> Origin:
     return found
 
 
-def versions() -> dict[str, str]:
-    """What the bits of a run depend on besides its settings and the hardware."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+def versions(own: torch.device) -> dict[str, str]:
+    """What the bits of a run depend on besides its settings."""
+    packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return packages | {"hardware": device.describe(own)}
 
 
 class Checkpoints:

@@ -15,12 +15,9 @@ import device
 import footprint
 import hf
 import settings
-from log import duration
 from model import attention_kernel
 from settings import Config, ModelConfig, ParallelConfig, UserError, cores, plural
 from world import World
-
-USUAL_MFU = 0.35  # of large models: cluster.py has the sources
 
 
 def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | None, previous: dict) -> Config:
@@ -39,27 +36,34 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, vocab_size)
     check_memory(model, config.parallel, world)
-    optim, dtype = config.optim, train.dtype
+    optim, precision = config.optim, choose_precision(config, world, previous)
     if optim.warmup_steps < 0 and "warmup_steps" in previous:  # a longer run has no second warmup
         warmup = min(previous["warmup_steps"], settings.resolve_schedule(optim, train.steps).warmup_steps)
         optim = dataclasses.replace(optim, warmup_steps=warmup)
-    if dtype == "auto" and previous.get("device") == world.device.type:
-        dtype = previous.get("dtype", dtype)
-    dtypes = world.all_gather(device.choose_dtype(dtype, world.device))
     run_flops = footprint.flops_per_token(model) * train.steps * train.tokens_per_update
-    compiles = world.all_gather(device.choose_compile(train.compile, world.device, run_flops))
+    compiles = world.all_gather(device.choose_compile(train.compile, world.device, precision["dtype"], run_flops))
     train = dataclasses.replace(
         train,
         device=world.device.type,
-        dtype=min(dtypes, key=list(device.DTYPES).index),
         compile="off" if "off" in compiles else "on",
         threads=torch.get_num_threads(),
     )
     config = dataclasses.replace(config, model=model, train=train, optim=settings.resolve_schedule(optim, train.steps))
+    config = settings.replace(config, **precision)
     config = settings.replace(config, micro_batch_size=fit_micro_batch(config, previous.get("micro_batch_size"), world))
     settings.check(config, world.size)
     check_saving(config)
     return config
+
+
+def choose_precision(config: Config, world: World, previous: dict) -> dict[str, str]:
+    """dtype and muon_dtype by name: as set, or as `previous` on such a device, or what every rank's hardware is fast at."""
+    kept = settings.BEFORE | previous if previous.get("device") == world.device.type else {}
+    dtypes = world.all_gather(device.choose_dtype("auto", world.device))
+    fast = all(world.all_gather(device.fast_at_bfloat16(world.device)))
+    chosen = {"dtype": min(dtypes, key=list(device.DTYPES).index), "muon_dtype": "bfloat16" if fast else "float32"}
+    given = {"dtype": config.train.dtype, "muon_dtype": config.optim.muon_dtype}
+    return {name: kept.get(name, chosen[name]) if given[name] == "auto" else given[name] for name in given}
 
 
 def check_memory(model: ModelConfig, parallel: ParallelConfig, world: World) -> None:
@@ -125,7 +129,6 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     compiled = "compiled" if train.compile == "on" else "not compiled"
     kernel = attention_kernel(model, device.DTYPES[train.dtype], world.device)
     memory = sum(footprint.of_rank(config, world.size, world.device.type).values())
-    flops = footprint.flops_per_token(model) * train.tokens_per_update * (train.steps - step)
     source = "by its datasheet" if device.known_peak_flops(world.device, train.dtype) else "measured here by matrix products"
     parts = zip(mixture.datasets, mixture.shares, batches.streams, batches.epochs(train.steps), strict=True)
     is_mixed = len(mixture.datasets) > 1
@@ -142,10 +145,26 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
         f"device  {hardware}, {train.dtype}, {compiled}, attention by {kernel}",
         f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for the tensors of a rank",
-        f"time    {duration(flops / peak_flops)} at the peak of {peak_flops / 1e12:.3g} TFLOP/s, {source}; about "
-        f"{duration(flops / peak_flops / USUAL_MFU)} at the usual mfu of {USUAL_MFU:.0%} of a large model",
+        f"peak    {peak_flops / 1e12:.3g} TFLOP/s of all ranks, {source}",
     ]
+    rows += precision_remarks(config, world.device, step)
     remarks = [dataset.remark for dataset in mixture.datasets if dataset.remark]
     rows += [remark if remark.startswith("warning:") else f"note    {remark}" for remark in remarks]
     begins = f"from step {step}" if step else "from its beginning"
     return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])
+
+
+def precision_remarks(config: Config, own: torch.device, step: int) -> list[str]:
+    """What to say of a precision that this CPU is slow in: one that was set, or that the run began with elsewhere."""
+    if own.type != "cpu":
+        return []
+    rates, fast = device.product_rates(), device.fast_at_bfloat16(own)
+    flags = {"dtype": config.train.dtype}
+    if config.optim.optimizer == "muon":
+        flags["muon_dtype"] = config.optim.muon_dtype
+    slower, faster = ("float32", "bfloat16") if fast else ("bfloat16", "float32")
+    slow = [f"--{name}={faster}" for name, dtype in flags.items() if dtype == slower]
+    if not slow or (fast and not step):
+        return []
+    times = f"{rates[faster] / rates[slower]:.3g} times as fast in {faster} as in {slower}"
+    return [f"{'note   ' if fast else 'warning:'} this processor is {times}; {' '.join(slow)} takes it, and changes the bits"]

@@ -5,7 +5,6 @@ A collective takes a latency (alpha) and a time for each byte (1 / beta). Source
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import footprint
 import settings
@@ -69,36 +68,9 @@ GPUS = {
 }
 
 
-def this_cpu(world_size: int) -> Hardware:
-    """A rank's share of this machine.
-
-    A core multiplies 32 float32 a cycle with AVX2, at 3 GHz, and twice as many bfloat16 where it is fast at them. With a matrix
-    unit it does 1 TFLOP/s in bfloat16 (measured: bench/results/tokens_per_second_epyc.json, which also has the MFU). gloo sends
-    about 1 GB/s.
-    """
-    core = 1e12 if has_matrix_unit() else 192e9 if fast_at_bfloat16() else 96e9
-    return Hardware(settings.cores() * core / world_size, settings.memory_bytes() / world_size, 1e9, 50e-6, 1e9, 0.35)
-
-
-def has_matrix_unit() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware (Intel's AMX), as Linux says."""
-    return "amx_bf16" in cpu_words()
-
-
-def fast_at_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones.
-
-    With a matrix unit it does. With the instructions of AVX512 alone AMD's are 2.1 to 2.8 times as fast, and Intel's are slower
-    (bench/LOG.md, "Tokens per second"). Products that are timed on a busy machine now and then say otherwise, and then the
-    same command would not give the same bits.
-    """
-    return has_matrix_unit() or cpu_words() >= {"AuthenticAMD", "avx512_bf16"}
-
-
-def cpu_words() -> set[str]:
-    """The words with which Linux describes the CPU: its vendor, its instructions. Empty elsewhere."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+def this_cpu(world_size: int, core_flops: float) -> Hardware:
+    """A rank's share of this machine, of whose cores each multiplies at `core_flops`. gloo sends about 1 GB/s."""
+    return Hardware(settings.cores() * core_flops / world_size, settings.memory_bytes() / world_size, 1e9, 50e-6, 1e9, 0.35)
 
 
 def speed(config: Config, world_size: int, hardware: Hardware, mfu: float) -> dict:
@@ -125,8 +97,8 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
     if world_size == 1:
         return []
     all_reduce = 2 * (world_size - 1) / world_size * 4.0 * P
-    # Muon's updates, in bfloat16: gathered once for each shape, or for fsdp's rows sent and sent back.
-    matrices = 2.0 * footprint.blocks_size(config.model) if config.optim.optimizer == "muon" else 0.0
+    # Muon's updates: gathered once for each shape, or for fsdp's rows sent and sent back.
+    matrices = float(footprint.muon_element(config)) * footprint.blocks_size(config.model)
     updates = [((world_size - 1) / world_size * matrices, SHAPES, world_size, "")] if matrices else []
     match strategy:
         case "exact":

@@ -372,7 +372,8 @@ class Prefetcher:
         self.wait_seconds += time.perf_counter() - began
         if isinstance(item, BaseException):
             raise item
-        tokens = item.to(self.device, non_blocking=True)
+        # From pinned memory. Other memory may be freed before a device that is not awaited has read it (pytorch#189690).
+        tokens = item.to(self.device, non_blocking=self.device.type == "cuda")
         return tokens[:, :-1], tokens[:, 1:]
 
     def close(self) -> None:

@@ -1,69 +1,115 @@
-"""The hardware of one rank: which device, precision and compiler it gets, its peak rate, its memory, its determinism."""
+"""The hardware of one rank: which device, precision and compiler it gets, its peak rate, its memory, its determinism.
+
+What a processor is fast at is measured, because names do not tell: two processors with the same instructions for bfloat16
+may be twice as fast with them as without, or slower (bench/LOG.md, "Classes of processors").
+"""
 
 import contextlib
 import ctypes
+import functools
 import logging
+import math
 import os
+import platform
 import re
 import shutil
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 
-import cluster
 from cluster import GPU_PEAK_FLOPS
-from settings import UserError
+from settings import UserError, cores
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
-COMPILE_PAYS_FLOPS = 4e13  # compiling for a CPU takes 20 s, which a shorter run does not win back
+FASTER = 1.25  # how much faster than in float32 products in bfloat16 must be to be chosen
+# Compiling for a CPU takes COMPILE_SECONDS more than not compiling, and saves COMPILE_SAVES of the time of training, which is
+# about that of the run's operations at these FLOP/s of a core. These are round numbers of three classes of processors, not
+# measurements of now: those would choose otherwise on a busy day, and the same command would give other bits.
+COMPILE_SECONDS, COMPILE_SAVES = 20.0, 0.2
+EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 
 # What is less than the whole GPU of the datasheet: a slice of it, a virtual one, or one with fewer units and watts.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
 
 
 def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
-    """The device of this rank. auto: a GPU if there is one, then Metal, then the CPU.
+    """The device of this rank. auto: the accelerator that torch finds (CUDA, Intel's xpu or Apple's mps), else the CPU.
 
     share_gpus: more ranks than GPUs may share them (gloo only: NCCL refuses). Raises UserError where the device is missing.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device=mps: this torch finds no Metal device; --device=cpu works everywhere")
-    if name != "cuda":
+        name = next((kind for kind in ("cuda", "xpu", "mps") if getattr(torch, kind).is_available()), "cpu")
+    if name == "cpu":
         return torch.device(name)
-    count = torch.cuda.device_count()
+    count = getattr(torch, name).device_count()
     if share_gpus and count:
         local_rank %= count
     if local_rank >= count:
         raise UserError(
-            f"--device=cuda: rank {local_rank} of this node needs a GPU of its own and torch sees {count}; start "
+            f"--device={name}: rank {local_rank} of this node needs a GPU of its own and torch sees {count}; start "
             "torchrun with --nproc_per_node of at most that, or use --device=cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(name, local_rank)
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on GPUs.
+    """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on CUDA.
 
     It depends on the hardware alone, so the same command takes the same precision.
     """
     if name != "auto":
         return name
+    if fast_at_bfloat16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" else "float32"
+
+
+def fast_at_bfloat16(device: torch.device) -> bool:
+    """Whether `device` multiplies bfloat16 matrices clearly faster than float32 ones. mps: no, nobody has measured it."""
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return "bfloat16" if device.type == "cpu" and cluster.fast_at_bfloat16() else "float32"
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        rates = product_rates()
+        return rates["bfloat16"] > FASTER * rates["float32"]
+    return device.type == "xpu"
 
 
-def choose_compile(name: str, device: torch.device, run_flops: float) -> str:
-    """on or off. auto compiles where it pays: on GPUs, and on CPUs for runs of more than COMPILE_PAYS_FLOPS.
+@functools.cache
+def product_rates(dtype: str = "bfloat16") -> dict[str, float]:
+    """FLOP/s of matrix products in float32 and in `dtype` on one thread of this CPU: the best of ten in each, in turns.
 
-    Where no compiler works it is off, with a warning.
+    What counts is the time that the processor works for this thread, because other programs add nothing to it. A dtype that is
+    much slower is tried only twice: where bfloat16 is emulated, a product takes 10 ms.
     """
-    pays = device.type == "cuda" or (device.type == "cpu" and run_flops >= COMPILE_PAYS_FLOPS)
-    if name == "off" or (name == "auto" and not pays):
+    size, best, threads = 256, {"float32": math.inf, dtype: math.inf}, torch.get_num_threads()
+    matrices = {name: torch.ones(size, size, dtype=DTYPES[name]) for name in best}
+    coarse = time.get_clock_info("thread_time").resolution > 1e-6  # on Windows
+    clock = time.perf_counter if coarse else time.thread_time
+    torch.set_num_threads(1)
+    for turn in range(10):
+        for name, matrix in matrices.items():
+            if turn < 2 or best[name] < 10 * min(best.values()):
+                began = clock()
+                matrix @ matrix
+                best[name] = min(best[name], clock() - began)
+    torch.set_num_threads(threads)
+    return {name: 2 * size**3 / seconds for name, seconds in best.items()}
+
+
+def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
+    """Whether a run is long enough to win back the time of compiling. On a GPU it always is; on mps it is not tried."""
+    if device.type != "cpu":
+        return device.type in ("cuda", "xpu")
+    seconds = run_flops / (cores() * EAGER_FLOPS["bfloat16" if dtype == "bfloat16" else "float32"])
+    return COMPILE_SAVES * seconds > COMPILE_SECONDS
+
+
+def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float) -> str:
+    """on or off. auto compiles where it pays. Where no compiler works it is off, with a warning."""
+    if name == "off" or (name == "auto" and not compiling_pays(device, dtype, run_flops)):
         return "off"
     for module in ("torch", "ctx_manager"):  # they warn of the profiler hooks in optimizers and DDP, which cost nothing
         logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
@@ -103,22 +149,36 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
     """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else that of the best matrix product.
 
-    Ten products are made, or more for `seconds`.
+    Ten products are made, or more for `seconds`. A CPU has the rate of one thread times the threads, which other programs
+    hardly lower; threads that share a core reach less together.
     """
     if known := known_peak_flops(device, dtype):
         return known
-    # Large enough that starting and awaiting a product, some 30 microseconds, does not count.
-    size = {"cpu": 512, "cuda": 8192}.get(device.type, 4096)
+    if device.type == "cpu":
+        return product_rates(dtype)[dtype] * torch.get_num_threads()
+    size = 8192 if device.type == "cuda" else 4096  # so large that starting and awaiting a product does not count
     a = torch.randn(size, size, device=device).to(DTYPES[dtype])
     best, deadline, products = float("inf"), time.perf_counter() + seconds, 0
     while products < 10 or time.perf_counter() < deadline:  # on a busy machine the first one may wait for all of them
         products += 1
         began = time.perf_counter()
-        product = a @ a
-        if device.type != "cpu":
-            product[0, 0].item()  # waits for the device
+        (a @ a)[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best
+
+
+def describe(device: torch.device) -> str:
+    """The hardware on which bits may depend: a GPU's name, or a CPU's with the vector instructions that torch uses."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def cpu_name() -> str:
+    """The CPU as Linux calls it, or its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def known_peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -135,9 +195,9 @@ def datasheet_flops(name: str) -> float | None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory in GB that this process has held: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+    """The most memory in GB that this process has held: allocated on the GPU, or resident on a CPU and on mps."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).max_memory_allocated(device) / 1e9
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024

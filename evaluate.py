@@ -72,7 +72,7 @@ class EvaluateConfig:
     lm-eval runs the code that a task file names."""
     task_data: str = ""
     """A file of JSON lines to take as the data of a single task by name (empty: what the task names, mostly a download)."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 

@@ -197,20 +197,27 @@ def optimizer_state(config: Config) -> float:
     return 8.0 * (sum(parameters(config.model).values()) - muon) + 4.0 * muon
 
 
+def muon_element(config: Config) -> int:
+    """The bytes of an element of Muon's iterates and updates. 0: there are none."""
+    return {"float32": 4}.get(config.optim.muon_dtype, 2) if config.optim.optimizer == "muon" else 0
+
+
 def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) -> float:
-    """The bytes that Muon takes for the matrices of one shape: iterates and updates, in bfloat16, and the updates in float32.
+    """The bytes that Muon takes for the matrices of one shape: iterates and updates, and the updates in float32.
 
     zero1 has them for a rank's own matrices only; fsdp has rows that are sent and received besides.
     """
-    if config.optim.optimizer != "muon":
+    s = muon_element(config)
+    if not s:
         return 0.0
     model = config.model
     C, F, Q, K = model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
 
     def size(a: int, b: int) -> float:
-        iterates = 4 * (4.0 * a * b + 4.0 * min(a, b) ** 2)  # of four matrices at a time
-        kept = {"fsdp": 10 / shards, "zero1": 6 / world_size}.get(strategy, 6)  # bytes an element of all matrices
+        iterates = 4 * 2 * s * (a * b + min(a, b) ** 2)  # of four matrices at a time
+        wide = 4 if s == 2 else 0  # the updates in float32, where they are not
+        kept = {"fsdp": (3 * s + wide) / shards, "zero1": (s + wide) / world_size}.get(strategy, s + wide)  # bytes an element
         return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
 
     return max(size(a, b) for a, b in set(shapes))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ try:
 except ImportError:  # not on Windows, where two runs in one directory are not noticed
     fcntl = None
 
+FEW = 5  # updates that are measured before the time of a run is told
 LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
@@ -212,13 +214,14 @@ class Lines:
 class Meter:
     """The speed of training since the last report.
 
-    The first update is left out: it allocates memory, warms caches and may compile. `peak_flops` of all ranks is raised to
-    whatever is reached: a measured peak may have been taken while the machine was busy.
+    The first update is left out: it allocates memory, warms caches and may compile. `peak_flops` is of all ranks, and raised to
+    whatever is reached.
     """
 
     def __init__(self, flops_per_token: float, peak_flops: float, tokens_per_update: int):
         self.flops_per_token, self.peak_flops, self.tokens_per_update = flops_per_token, peak_flops, tokens_per_update
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
+        self.first: list[float] | None = []  # seconds of the first FEW updates; None once they were used
 
     def add(self, seconds: float, waited: float) -> None:
         """Count an update of `seconds`, in which training waited for data for `waited` seconds."""
@@ -226,6 +229,15 @@ class Meter:
         if self.updates:
             self.seconds += seconds
             self.waited += waited
+            if self.first is not None:
+                self.first.append(seconds)
+
+    def first_estimate(self, steps: int) -> float:
+        """Seconds that `steps` more updates will take, once FEW were measured; 0 before and after that."""
+        if self.first is None or len(self.first) < FEW:
+            return 0.0
+        seconds, self.first = steps * statistics.median(self.first), None
+        return seconds
 
     def report(self) -> dict:
         """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and waiting for data.

@@ -52,14 +52,14 @@ class AdamW:
 
 
 BATCH = 4  # matrices that are multiplied together: one that is small does not keep a processor busy, many leave a CPU's cache
-# Returns the matrices [N, rows, columns] nearest to N matrices of one shape, in bfloat16. Sharded matrices: this rank's rows.
-Orthogonalize = Callable[[list[Tensor]], Tensor]
+# Returns the matrices [N, rows, columns] nearest to N matrices of one shape, in a dtype. Sharded matrices: this rank's rows.
+Orthogonalize = Callable[[list[Tensor], torch.dtype], Tensor]
 
 
-def orthogonalize(matrices: list[Tensor]) -> Tensor:
-    """Approximate the nearest (semi-)orthogonal matrix to each of N `matrices` of one shape, as bfloat16 [N, rows, columns]."""
+def orthogonalize(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Approximate the nearest (semi-)orthogonal matrix to each of N `matrices` of one shape: [N, rows, columns] in `dtype`."""
     batches = [matrices[i : i + BATCH] for i in range(0, len(matrices), BATCH)]
-    return torch.cat([newton_schulz(torch.stack([matrix.bfloat16() for matrix in batch])) for batch in batches])
+    return torch.cat([newton_schulz(torch.stack([matrix.to(dtype) for matrix in batch])) for batch in batches])
 
 
 def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -78,7 +78,7 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 def orthogonalize_shares(
-    matrices: list[Tensor], group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
+    matrices: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
 ) -> Tensor:
     """`orthogonalize` shared out over the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
@@ -87,15 +87,15 @@ def orthogonalize_shares(
     """
     each = math.ceil(len(matrices) / multiple / group.size()) * multiple  # the last ranks may have fewer, or none
     mine = matrices[group.rank() * each :][:each]
-    share = torch.zeros(each, *local(matrices[0]).shape, dtype=torch.bfloat16, device=matrices[0].device)
+    share = torch.zeros(each, *local(matrices[0]).shape, dtype=dtype, device=matrices[0].device)
     if mine:
-        share[: len(mine)] = orthogonalize(mine)
+        share[: len(mine)] = orthogonalize(mine, dtype)
     shares = share.new_empty(group.size() * each, *share.shape[1:])
     dist.all_gather(list(shares.split(each)), share, group=group)
     return shares[: len(matrices)]
 
 
-def orthogonalize_by_owners(matrices: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+def orthogonalize_by_owners(matrices: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """`orthogonalize` where each rank of `group` holds some rows of each matrix, divided as torch.chunk does.
 
     One exchange brings the rows of each matrix to its owner, which orthogonalizes it, and another brings the rows of the result
@@ -105,14 +105,14 @@ def orthogonalize_by_owners(matrices: list[Tensor], group: dist.ProcessGroup) ->
     each, most = math.ceil(len(matrices) / group.size()), math.ceil(rows / group.size())
     held = len(local(matrices[0]))
     owned = max(0, min(each, len(matrices) - group.rank() * each))
-    pieces = torch.zeros(group.size() * each, most, columns, dtype=torch.bfloat16, device=matrices[0].device)
+    pieces = torch.zeros(group.size() * each, most, columns, dtype=dtype, device=matrices[0].device)
     for piece, matrix in zip(pieces, matrices, strict=False):
         piece[:held] = local(matrix)
     exchanged = torch.empty_like(pieces)
     dist.all_to_all_single(exchanged, pieces, group=group)  # from [owners x each, most, columns] to [holders x each, ...]
     whole = exchanged.unflatten(0, (-1, each)).transpose(0, 1).flatten(1, 2)  # [each, holders x most, columns]
     if owned:
-        whole[:owned, :rows] = orthogonalize(whole[:owned, :rows].unbind())
+        whole[:owned, :rows] = orthogonalize(whole[:owned, :rows].unbind(), dtype)
     dist.all_to_all_single(pieces, whole.unflatten(1, (-1, most)).transpose(0, 1).flatten(0, 1), group=group)
     return pieces[: len(matrices), :held]
 
@@ -127,8 +127,8 @@ class Muon:
 
     STATE = {"momentum_buffer"}
 
-    def __init__(self, groups: list[dict], momentum: float, orthogonalize: Orthogonalize = orthogonalize):
-        self.param_groups, self.momentum, self.orthogonalize = groups, momentum, orthogonalize
+    def __init__(self, groups: list[dict], momentum: float, dtype: torch.dtype, orthogonalize: Orthogonalize = orthogonalize):
+        self.param_groups, self.momentum, self.dtype, self.orthogonalize = groups, momentum, dtype, orthogonalize
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class Muon:
                 momenta = [local(self.state[p]["momentum_buffer"]) for p in matrices]
                 torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
                 torch._foreach_lerp_(gradients, momenta, self.momentum)  # Nesterov's momentum
-                updates = self.orthogonalize([p.grad for p in matrices]).to(weights[0].dtype)
+                updates = self.orthogonalize([p.grad for p in matrices], self.dtype).to(weights[0].dtype)
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(weights, updates.unbind(), alpha=-0.2 * group["lr"] * max(shape) ** 0.5)
 
@@ -224,7 +224,8 @@ def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = 
     parts: list[AdamW | Muon] = [AdamW(groups, (config.beta1, config.beta2))]
     if matrices:
         group = {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay}
-        parts.append(Muon([group], config.momentum, orthogonalize))
+        dtype = torch.float32 if config.muon_dtype == "float32" else torch.bfloat16
+        parts.append(Muon([group], config.momentum, dtype, orthogonalize))
     return Optimizers(parts)
 
 

@@ -40,7 +40,7 @@ def make(config: Config, options: PlanConfig) -> dict:
     world_size, device = options.plan_world_size, "cpu" if options.plan_gpu == "cpu" else "cuda"
 
     def machine(ranks: int) -> Hardware:
-        return cluster.this_cpu(ranks) if device == "cpu" else cluster.GPUS[options.plan_gpu]
+        return cluster.this_cpu(ranks, max(cpu_rates().values())) if device == "cpu" else cluster.GPUS[options.plan_gpu]
 
     hardware = machine(world_size)
     config, once, source = resolve(config, options, hardware)
@@ -126,9 +126,9 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
         source = "--vocab_size" if model.init_from == "scratch" else model.init_from
         vocab_size = vocab_size if once else model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
-    fast = device == "cuda" or cluster.fast_at_bfloat16()
-    chosen = {"dtype": "bfloat16" if fast else "float32", "compile": "on" if device == "cuda" else "off"}
-    chosen = {name: value for name, value in chosen.items() if getattr(config.train, name) == "auto"}
+    dtype = "bfloat16" if device == "cuda" else max(cpu_rates(), key=cpu_rates().get)
+    chosen = {"dtype": dtype, "muon_dtype": dtype, "compile": "on" if device == "cuda" else "off"}
+    chosen = {name: value for name, value in chosen.items() if settings.flat_values(config)[name] == "auto"}
     config = dataclasses.replace(config, model=settings.resolve_model(model, vocab_size))
     config = settings.replace(config, device=device, **chosen)
     if config.train.micro_batch_size == "auto":
@@ -200,6 +200,13 @@ def problems(config: Config, world_size: int) -> bool:
     except UserError:
         return True
     return False
+
+
+def cpu_rates() -> dict[str, float]:
+    """FLOP/s of a core of this machine by dtype. It imports torch."""
+    import device
+
+    return device.product_rates()
 
 
 def worlds(config: Config, world_size: int) -> list[int]:

@@ -40,7 +40,7 @@ from settings import UserError, plural
 from snapshot import take_snapshot
 from world import World
 
-CHANGED = "settings, versions or the number of ranks changed"
+CHANGED = "settings, versions, the hardware or the number of ranks changed"
 OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
 SHOWN = 8  # sequences, and tensors
 
@@ -174,7 +174,7 @@ def open_before(
         raise UserError(f"{dataset} holds other tokens, or other shares of them, than the run was trained on; {where}")
     model = settings.resolve_model(training.model, dataset.vocab_size)  # the run may be an old one
     training = replace(training, model=model, optim=settings.resolve_schedule(training.optim, training.train.steps))
-    ours = checkpoint.versions()
+    ours = checkpoint.versions(world.device)
     if world.is_master and ours != era["versions"]:
         print(f"warning: the step was computed with {era['versions']}; here are {ours}", file=sys.stderr)
     run = train.build(training, world, dataset, before, start, pretrained)

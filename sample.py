@@ -34,7 +34,7 @@ class SampleConfig:
     """Draw from so many likeliest tokens (0: all)."""
     seed: int = 1
     num_samples: int = 1
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     tokenizer: str = ""
     """For a model without tokenizer.json: a tokenizer.json, gpt2, or what else prepare_data.py's --tokenizer names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -51,6 +51,7 @@ RANGES = [
     ("seed", "at least 0 and less than 2^63", lambda x: 0 <= x < 1 << 63),
 ]
 FINITE = ("a finite number", lambda x: abs(x) < 1 << 63)
+BEFORE = {"muon_dtype": "bfloat16"}  # what a run did whose version did not have the setting
 MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
 
@@ -164,6 +165,8 @@ class OptimConfig:
     beta2: float = 0.95
     momentum: float = 0.95
     """Of Muon."""
+    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the products in which Muon orthogonalizes its updates. auto: bfloat16 where that is fast."""
     grad_clip: float = 1.0
     """Largest global gradient norm (0: no clipping)."""
 
@@ -176,7 +179,7 @@ class TrainConfig:
     """Global batch in tokens, whatever the number of ranks."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences in one forward pass of one rank; auto fits it to memory."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where that is fast.
     float32 products on CUDA are in TF32 (float32 with a mantissa of 10 bits). They repeat their bits, too."""
@@ -390,6 +393,7 @@ def typed(kind, value) -> tuple[Any, str]:
 
 def from_record(values: dict[str, Any], where: str) -> Config:
     """The `Config` whose settings a run has recorded as `values`. Unknown ones are left out. Raises UserError."""
+    values = BEFORE | values
     kinds = {name: item.type for name, item in flat_fields(Config).items()}
     found = {name: typed(kinds[name], value) for name, value in values.items() if name in kinds}
     refuse(f"{where}: settings.{name} {mistake}" for name, (_, mistake) in found.items() if mistake)

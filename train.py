@@ -56,6 +56,7 @@ from settings import Config, RunError, UserError, plural
 from world import Stop, World, connect, unheard
 
 EX_TEMPFAIL = 75
+WORTH_TELLING = 10  # seconds
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
 
@@ -208,6 +209,8 @@ def train(run: Run) -> int:
         began, waited = time.perf_counter(), prefetcher.wait_seconds
         loss, grad_norm = update(run, prefetcher)
         run.meter.add(time.perf_counter() - began, prefetcher.wait_seconds - waited)
+        if (seconds := run.meter.first_estimate(steps - state.step)) > WORTH_TELLING:
+            log.say(f"about {duration(seconds)} for {plural(steps - state.step, 'more step')}; evaluations come on top")
         log.progress(state.step)
         skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
         if skipped_in_a_row:
@@ -302,8 +305,6 @@ def validate(run: Run) -> None:
     run.checkpoints.evaluated(state, val_loss)
     if not run.world.is_master:
         return
-    peak = peak_flops_of_all(run.world, config.train.dtype)
-    run.meter.peak_flops = max(run.meter.peak_flops, peak)  # measured again: the machine may have been busy before
     log.metrics({"step": state.step, "tokens": state.tokens, **validation})
     line = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
     line += f"  {bits:.4f} bits per byte" if bits else ""

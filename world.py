@@ -141,17 +141,23 @@ def connect(
 ) -> World:
     """Join the world that RANK and WORLD_SIZE describe (torchrun sets them), or be a world of one.
 
-    device_name: auto, cpu, cuda or mps; each rank takes cuda:LOCAL_RANK. threads: CPU threads of each rank (0: cores // local
-    ranks). timeout_minutes: how long a rank waits for another. deterministic, integers_only: see `device.make_deterministic`.
-    Raises UserError where the device is not there.
+    device_name: auto, cpu, cuda, xpu or mps; each rank takes the accelerator LOCAL_RANK. threads: CPU threads of each rank
+    (0: cores // local ranks). timeout_minutes: how long a rank waits for another. deterministic, integers_only: see
+    `device.make_deterministic`. Raises UserError where the device is not there.
     """
     rank, size, local_rank, local_size = read_ranks()
     share_gpus = os.environ.get("LOCKSTEP_SHARE_GPU") == "1"  # to try several ranks on one GPU
     own = device.find_device(device_name, local_rank, share_gpus)
     torch.set_num_threads(threads or max(1, cores() // local_size))
+    if own.type == "mps" and size > 1:
+        raise UserError("--device=mps: ranks cannot exchange tensors of Metal devices; start one process, or use --device=cpu")
+    if own.type == "mps" and integers_only:
+        raise UserError("--strategy=exact needs float64, which Metal devices do not have; use --device=cpu")
     if own.type == "cuda":
         torch.cuda.set_device(own)
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
+    elif own.type == "xpu":
+        torch.xpu.set_device(own)
     elif sys.platform == "linux":
         device.keep_freed_memory()
     if deterministic:
@@ -166,7 +172,8 @@ def connect(
             )
         store = meet(rank, size, os.environ["MASTER_ADDR"], int(port), timedelta(minutes=timeout_minutes))
         # CPU tensors, which carry what is about the run and not the model, go through gloo: no GPU is waited for.
-        backend, device_id = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" and not share_gpus else ("gloo", None)
+        ours = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(own.type) if not share_gpus else None
+        backend, device_id = (ours, own) if ours else ("gloo", None)
         timeout = timedelta(minutes=timeout_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return World(rank, size, local_rank, local_size, own, store)

@@ -49,8 +49,18 @@ def parameters(shapes: list[tuple[int, ...]]) -> tuple[list[nn.Parameter], list[
 def test_muon_in_batches_is_torchs_muon(shapes):
     mine, others = parameters(shapes)
     theirs = torch.optim.Muon(others, lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    ours = optim.Muon([{"params": mine, "lr": 0.02, "weight_decay": 0.1}], momentum=0.9)
+    ours = optim.Muon([{"params": mine, "lr": 0.02, "weight_decay": 0.1}], momentum=0.9, dtype=torch.bfloat16)
     follow(ours, theirs, mine, others, atol=1e-4)  # an update is 0.016, and orthogonal in bfloat16
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 0), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_muons_iteration_is_as_near_to_the_same_matrix_as_its_precision_allows(dtype, error):
+    matrices = list(torch.randn(5, 24, 40, generator=torch.Generator().manual_seed(0)))
+    exact = optim.orthogonalize(matrices, torch.float64)
+    found = optim.orthogonalize(matrices, dtype)
+    assert found.dtype is dtype and (found - exact).abs().max() <= error
+    singular = torch.linalg.svdvals(exact)
+    assert singular.min() > 0.5 and singular.max() < 1.3  # its polynomial ends near 1, not at it
 
 
 def test_adamw_is_torchs_adamw_bit_for_bit():

@@ -199,7 +199,7 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     assert [same[step] for step in range(7, 11)] == [True, True, None, True]
     assert "step 9  loss" in (out := replay(kept, "--step=9")) and "(not logged, so not compared; see --log_every)" in out
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
-    lost = "step-00000012 cannot be checked from the one before: settings, versions or the number of ranks changed at step 8,"
+    lost = "step-00000012 cannot be checked from the one before: settings, versions, the hardware or the number of ranks changed at"
     assert lost in replay(kept, "--verify")
     train("kept", ranks=2, steps=14, eval_every=0, **flags | dict(keep_last=0))
     out = replay(kept, "--verify")

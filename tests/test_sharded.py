@@ -62,9 +62,9 @@ def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
 COUNTED = """
 import optim
 counts = []
-def counted(matrices, original=optim.orthogonalize):
+def counted(matrices, dtype, original=optim.orthogonalize):
     counts.append(len(matrices))
-    return original(matrices)
+    return original(matrices, dtype)
 optim.orthogonalize = counted
 def written(run, original=train.train):
     status = original(run)

@@ -6,12 +6,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import cluster
+import choices
 import device
 import plan
 import settings
@@ -79,22 +80,55 @@ def test_without_deterministic_nothing_is_set(gpu_node):
     assert not {"CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "TORCHINDUCTOR_DETERMINISTIC"} & gpu_node.keys()
 
 
-@pytest.mark.parametrize(
-    "cpu, dtype",
-    [
-        ("GenuineIntel avx512f avx512_bf16 amx_bf16 amx_tile", "bfloat16"),
-        ("AuthenticAMD avx512f avx512_bf16", "bfloat16"),
-        ("GenuineIntel avx512f avx512_bf16", "float32"),
-        ("AuthenticAMD avx2", "float32"),
-        ("", "float32"),
-    ],
-)
-def test_auto_takes_the_precision_that_the_cpu_is_fast_at_and_the_plan_does_too(monkeypatch, cpu, dtype):
-    monkeypatch.setattr(cluster, "cpu_words", lambda: set(cpu.split()))
+@pytest.mark.parametrize("times, dtype", [(7.0, "bfloat16"), (1.9, "bfloat16"), (0.8, "float32"), (0.03, "float32")])
+def test_auto_takes_the_precision_that_the_cpu_is_fast_at_and_the_plan_does_too(monkeypatch, times, dtype):
+    monkeypatch.setattr(device, "product_rates", lambda: {"float32": 1e11, "bfloat16": times * 1e11})
     assert device.choose_dtype("auto", torch.device("cpu")) == dtype
     assert device.choose_dtype("float16", torch.device("cpu")) == "float16"
+    config = settings.load(["--optimizer=muon"], "")
+    alone = world.World(0, 1, 0, 1, torch.device("cpu"))
+    assert choices.choose_precision(config, alone, {}) == {"dtype": dtype, "muon_dtype": dtype}
     options = settings.PlanConfig(plan_gpu="cpu", plan_world_size=1)
-    assert plan.make(settings.load([], ""), options)["setting"]["dtype"] == dtype
+    assert plan.make(config, options)["setting"]["dtype"] == dtype
+
+
+def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
+    monkeypatch.setattr(device, "product_rates", lambda: {"float32": 1e11, "bfloat16": 3e9})
+    config, alone = settings.load([], ""), world.World(0, 1, 0, 1, torch.device("cpu"))
+    elsewhere = {"device": "cpu", "dtype": "bfloat16", "muon_dtype": "bfloat16"}
+    kept = choices.choose_precision(config, alone, elsewhere)
+    assert kept == {"dtype": "bfloat16", "muon_dtype": "bfloat16"}
+    remark = choices.precision_remarks(settings.replace(config, **kept), alone.device, step=5)
+    assert len(remark) == 1 and "--dtype=float32 --muon_dtype=float32 takes it" in remark[0]
+    # A version without the setting had Muon in bfloat16.
+    older = {"device": "cpu", "dtype": "float32"}
+    assert choices.choose_precision(config, alone, older) == {"dtype": "float32", "muon_dtype": "bfloat16"}
+    # What was on a GPU says nothing about a CPU, and a flag wins.
+    assert choices.choose_precision(config, alone, elsewhere | {"device": "cuda"})["dtype"] == "float32"
+    assert choices.choose_precision(settings.replace(config, dtype="float16"), alone, elsewhere)["dtype"] == "float16"
+
+
+def test_what_a_processor_is_fast_at_is_found_beside_other_programs():
+    """The rate of a thread is of the time that the processor works for it. Threads that all want the cores do not lower it."""
+    cpu = torch.device("cpu")
+    quiet = device.fast_at_bfloat16(cpu)
+    stop = threading.Event()
+
+    def compute():
+        while not stop.is_set():
+            torch.ones(512, 512) @ torch.ones(512, 512)
+
+    others = [threading.Thread(target=compute) for _ in range(2 * settings.cores())]
+    for thread in others:
+        thread.start()
+    try:
+        for _ in range(5):
+            device.product_rates.cache_clear()
+            assert device.fast_at_bfloat16(cpu) == quiet
+    finally:
+        stop.set()
+        for thread in others:
+            thread.join()
 
 
 def test_ranks_that_share_cores_share_their_peak_rate(monkeypatch):
