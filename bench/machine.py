@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 sys.path.append(str(Path(__file__).parent.parent))
 
@@ -31,6 +31,13 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 # Metrics that differ between equal runs.
 MEASURED = {"time", "tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
+# What holds a processor to fewer instructions, so that it does as an older one: in torch, in oneDNN and in Intel's MKL.
+PROCESSORS = {
+    "native": {},
+    "bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},  # no matrix unit
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+Processor = Literal["native", "bfloat16", "avx2"]
 # A model of 30 thousand parameters that still has every part, trained alike on every machine.
 TINY = dict(
     architecture="qwen3",
@@ -226,6 +233,16 @@ def workspace():
         yield Path(directory)
 
 
+def act_as(processor: Processor) -> None:
+    """Hold this process, before it imports torch, and those that it starts to the instructions of `processor`."""
+    os.environ.update(PROCESSORS[processor])
+
+
+def acted_as() -> Processor:
+    """The processor that `act_as` has set."""
+    return next(name for name in reversed(PROCESSORS) if PROCESSORS[name].items() <= os.environ.items())
+
+
 def describe() -> dict:
     """This machine, its load, and the versions of what runs on it."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -235,6 +252,7 @@ def describe() -> dict:
     return {
         "machine": {
             "cpu": (models or [platform.processor()])[0],
+            "instructions": acted_as(),
             "cores": cores(),
             "memory_gib": round(memory_bytes() / 2**30, 1),
             "gpus": gpus,
@@ -253,9 +271,9 @@ def output_of(command: list[str]) -> str:
 
 
 def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
-    """Publish `result` and the machine as DIRECTORY/NAME.json. Returns the path."""
+    """Publish `result` and the machine as DIRECTORY/NAME.json, NAME_avx2.json where it acted as avx2. Returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}.json"
+    path = directory / f"{name}{'' if acted_as() == 'native' else '_' + acted_as()}.json"
     record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
     return path

@@ -30,12 +30,15 @@ class TimeToLossConfig:
     text: str
     """tiny Shakespeare's input.txt, or another ASCII text."""
     pairs: int = 3
+    processor: machine.Processor = "native"
+    """Hold the processor to the instructions of a lesser one."""
     target_loss: float = 1.8857
     """The loss that our run must reach, in nats a character."""
 
 
 def main(config: TimeToLossConfig) -> None:
     """Run both in turns. Print and write the times, losses, sizes and the ratio of the times."""
+    machine.act_as(config.processor)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", Path(config.text).read_text())

@@ -2,7 +2,8 @@
 
 Trains nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and ours of the same
 architecture on the same tokens, in turns, each by its own train.py. Reads the milliseconds of a step that the programs report,
-without the first steps. Also measures the fastest bfloat16 matrix product, to tell which share of it our model FLOPs reach.
+without the first steps. Also measures the matrix products of such a step alone, to tell how near our step comes to them, and
+the fastest product, to tell which share of it our model FLOPs reach. All of ours is in the precision that --dtype=auto chooses.
 """
 
 import re
@@ -34,12 +35,17 @@ class TokensPerSecondConfig:
     """Steps of each run."""
     warmup_steps: int = 8
     """Steps of each run that are not counted."""
+    processor: machine.Processor = "native"
+    """Hold the processor to the instructions of a lesser one."""
     compile: bool = True
     """Also measure both programs compiled. (nanoGPT's README turns compiling off on a CPU.)"""
 
 
 def main(config: TokensPerSecondConfig) -> None:
     """Measure all in turns. Print and write tokens/s, the shares of the peak and the ratios."""
+    machine.act_as(config.processor)
+    dtype = in_fresh_process(chosen_dtype)
+    matmul, products = f"{dtype} matmul, FLOP/s", f"the products of a step alone, {dtype}, tokens/s"
     with tempfile.TemporaryDirectory() as folder:
         peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", random_text(2_000_000))
 
@@ -52,14 +58,17 @@ def main(config: TokensPerSecondConfig) -> None:
         def nanogpt(mode: str) -> float:
             return speed(nanogpt_steps(peer, config.steps, mode))
 
-        contenders = {"bfloat16 matmul, FLOP/s": lambda: in_fresh_process(matmul_peak, "bfloat16", "cpu")}
+        contenders = {
+            matmul: lambda: in_fresh_process(matmul_peak, dtype, "cpu"),
+            products: lambda: in_fresh_process(products_alone, dtype),
+        }
         for mode in ("on", "off") if config.compile else ("off",):
             contenders[f"ours, compile {mode}, tokens/s"] = lambda mode=mode: ours(mode)
             contenders[f"nanoGPT, compile {mode}, tokens/s"] = lambda mode=mode: nanogpt(mode)
         measured = in_turns(config.rounds, contenders)
 
     flops = in_fresh_process(flops_of_a_token)
-    peaks = measured["bfloat16 matmul, FLOP/s"]
+    peaks = measured[matmul]
     best = f"ours, compile {'on' if config.compile else 'off'}, tokens/s"
     ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in contenders if name.startswith("nanoGPT")}
     shares = {
@@ -67,11 +76,12 @@ def main(config: TokensPerSecondConfig) -> None:
         for name in contenders
         if name.startswith("ours")
     }
-    result = {name: spread(values) for name, values in measured.items()} | shares | ratios | {"flops_per_token": flops}
+    times = {f"a step / its products, {best}": ratio(measured[products], measured[best])}
+    result = {name: spread(values) for name, values in measured.items()} | shares | ratios | times | {"flops_per_token": flops}
     print(machine.write("tokens_per_second", result))
     for name, value in shares.items():
         print(f"{name}: {value:.1%}")
-    for name, value in ratios.items():
+    for name, value in (ratios | times).items():
         print(f"{name}: {value:.2f}")
 
 
@@ -86,7 +96,7 @@ def random_text(characters: int) -> str:
 def our_steps(tokens: Path, steps: int, mode: str) -> list[float]:
     """Milliseconds of each step of our train.py."""
     batch = {"tokens_per_update": BATCH * SEQ_LEN, "micro_batch_size": BATCH, "seq_len": SEQ_LEN, "vocab_size": 128}
-    flags = {"architecture": "gpt2", "optimizer": "adamw", "lr": 1e-3, "device": "cpu", "dtype": "bfloat16", "compile": mode}
+    flags = {"architecture": "gpt2", "optimizer": "adamw", "lr": 1e-3, "device": "cpu", "compile": mode}
     lines = run_until(steps, "config/laptop.toml", tokens=tokens, steps=10 * steps, **SHAPE, **batch, **flags)[1]
     return [line["step_ms"] for line in lines if "step_ms" in line]  # the first step has none
 
@@ -120,6 +130,31 @@ def matmul_peak(dtype: str, device: str) -> float:
             products += 1
         best = max(best, products * 2 * size**3 / seconds)
     return best
+
+
+def chosen_dtype() -> str:
+    """What --dtype=auto is here."""
+    import torch
+
+    import device
+
+    return device.choose_dtype("auto", torch.device("cpu"))
+
+
+def products_alone(dtype: str) -> float:
+    """Tokens/s of the products of a step with the weights and nothing else: outputs, gradients of inputs and of weights."""
+    import torch
+
+    width, rows = SHAPE["n_embd"], BATCH * SEQ_LEN
+    shapes = [*[(width, width)] * 4, (width, 4 * width), (4 * width, width)] * SHAPE["n_layer"] + [(width, 128)]
+    kind, seconds = getattr(torch, dtype), []
+    tensors = [[torch.randn(a, b).to(kind) for a, b in ((rows, i), (o, i), (rows, o))] for i, o in shapes]
+    for _ in range(12):
+        began = time.perf_counter()
+        for x, weight, grad in tensors:
+            x @ weight.T, grad @ weight, grad.T @ x
+        seconds.append(time.perf_counter() - began)
+    return rows / statistics.median(seconds[2:])
 
 
 def flops_of_a_token() -> int:
