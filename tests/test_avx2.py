@@ -75,4 +75,4 @@ def test_muon_costs_little_more_than_adamw(train):
     shape = dict(n_layer=1, n_head=2, n_embd=192, seq_len=64, micro_batch_size=32, tokens_per_update=2048, threads=1)
     flags = train.arguments("updates", **shape, steps=4, dtype="auto")[1:]
     seconds = json.loads(execute([sys.executable, "-c", UPDATES, *flags], env=AVX2).stdout)
-    assert seconds["muon"] < 1.6 * seconds["adamw"], seconds  # in emulated bfloat16 it takes 20 times as long
+    assert seconds["muon"] < 1.6 * seconds["adamw"], seconds  # in emulated bfloat16 it takes six times as long
