@@ -102,15 +102,15 @@ def killed_while(checkpoints: Path) -> str:
 
 def examine(checkpoints: Path, step_before: int) -> list[str]:
     """What is unusable in the state that a kill has left. An empty list means that the run loses no checkpoint."""
-    import checkpoint
+    import retention
 
-    problems = [f"{path.name}: {why}" for path in checkpoint.published(checkpoints) if (why := checkpoint.fault(path))]
-    newest, _ = checkpoint.newest(checkpoints)
+    problems = [f"{path.name}: {why}" for path in retention.published(checkpoints) if (why := retention.fault(path))]
+    newest, _ = retention.newest(checkpoints)
     step = int(newest.name[5:]) if newest else 0
     if step < step_before:
         problems.append(f"the newest intact checkpoint was of step {step_before} and is now of step {step}")
     links = [path for path in (checkpoints / "latest", checkpoints / "best") if path.is_symlink()]
-    return problems + [f"{link.name}: {why}" for link in links if (why := checkpoint.fault(link))]
+    return problems + [f"{link.name}: {why}" for link in links if (why := retention.fault(link))]
 
 
 def kill_again_and_again(config: HardKillsConfig, training: Config, directory: Path) -> dict:
