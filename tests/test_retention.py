@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 
 import pytest
 
@@ -78,3 +79,30 @@ def test_checkpoints_that_is_not_a_directory_is_refused_at_the_start(train, what
     done = train("run", status=2)
     assert done.stderr == f"error: {path} is not a directory; move it elsewhere\n"
     assert names(train.runs / "run") == ["checkpoints"]
+
+
+# The directory of checkpoints can be changed by nobody from step 7 to step 17.
+IMMUTABLE = """
+import subprocess
+def update(run, *args, original=train.update):
+    if run.state.step in (7, 17):
+        subprocess.run(["chattr", "+i" if run.state.step == 7 else "-i", run.checkpoints.directory], check=True)
+    return original(run, *args)
+train.update = update
+"""
+
+
+def test_a_directory_that_becomes_unwritable_is_a_warning_and_training_goes_on(train):
+    checkpoints = train.runs / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    if subprocess.run(["chattr", "+i", checkpoints], capture_output=True).returncode:
+        pytest.skip("this user or file system has no immutable files")
+    try:
+        refused = train("run", status=2, steps=20)
+        assert f"error: {checkpoints}: no checkpoint could be saved here: [Errno 1]" in refused.stderr
+    finally:
+        subprocess.run(["chattr", "-i", checkpoints], check=True)
+    done = train.changed(IMMUTABLE, "run", steps=20, keep_last=1, save_every=3, eval_every=3, keep_best=0)
+    for message in ("the checkpoint of step 9 could not be written", "step-00000003 could not be removed"):
+        assert message in done.stdout, done.stdout
+    assert names(checkpoints) == ["latest", "step-00000020"]
