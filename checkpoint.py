@@ -33,7 +33,7 @@ import store
 from data import Mixture
 from dataset import Count, FileName, Sha256
 from log import Log
-from retention import MANIFEST, Retention, newest, set_aside, step_directory, write_manifest
+from retention import MANIFEST, Retention, set_aside, step_directory, write_manifest
 from settings import Config, RunError, UserError
 from snapshot import Snapshot, take_snapshot, write_together
 from world import World
@@ -188,8 +188,8 @@ class Checkpoints:
         if not self.world.is_master:
             return
         if error:
-            intact, _ = newest(self.directory)
-            message = f"the checkpoint of step {self.saved_at} could not be written: {error}; the newest intact one is {intact}"
+            message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
+            message += f"; the newest intact one is {self.retention.newest}"
             if final:
                 raise RunError(f"{message}; make room there and run the same command again")
             self.log.warn(f"{message}; training goes on to the next save")
@@ -205,14 +205,14 @@ class Checkpoints:
         """Point `best` at the best evaluated checkpoint and remove those that are neither new nor good enough to keep."""
         if not self.world.is_master:
             return
-        best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
-        if best and self.config.checkpoint.keep_best:
-            try:
+        try:
+            best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
+            for warning in self.retention.prune(best):
+                self.log.warn(warning)
+            if best and self.config.checkpoint.keep_best:
                 files.link(self.directory / "best", best[0])
-            except OSError as error:  # such as a full disk: the run can go on
-                self.log.warn(f"{self.directory / 'best'} could not be set: {error}")
-        for warning in self.retention.prune(best):
-            self.log.warn(warning)
+        except OSError as error:  # such as a full disk: the run can go on
+            self.log.warn(f"{self.directory}: what is kept could not be brought up to date: {error}")
 
 
 def write(

@@ -141,6 +141,11 @@ class Retention:
         # What counts as intact, as long as it looks like this. It was written and read back by this process, or verified.
         self._intact = {self.start: stamp(self.start)} if self.start.is_dir() else {}
 
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint that counts."""
+        return max(list(self._intact), key=step_of, default=None)
+
     def begin(self) -> list[str]:
         """Remove leftovers, move damaged checkpoints newer than the start aside and point `latest` at it. Returns notes.
 
@@ -179,12 +184,12 @@ class Retention:
 
         What the run continued from stays until two newer ones are intact. Returns a warning for each that cannot be removed.
         """
-        existing, known = published(self.directory), sorted(list(self._intact), key=step_of)
-        existing = [path for path in existing if known and step_of(path) <= step_of(known[-1])]  # one may just be appearing
+        existing, newest = published(self.directory), self.newest
+        existing = [path for path in existing if newest and step_of(path) <= step_of(newest)]  # one may just be appearing
         if not self.keep_last or len(existing) <= self.keep_last:
             return []
         stay, warnings, intact = {*list(best)[: self.keep_best]}, [], 0
-        if sum(path in known and self._is_intact(path) for path in existing if step_of(path) > step_of(self.start)) < 2:
+        if sum(path in self._intact and self._is_intact(path) for path in existing if step_of(path) > step_of(self.start)) < 2:
             stay.add(self.start)
         for path in reversed(existing):
             if intact < self.keep_last:

@@ -44,6 +44,7 @@ from world import World
 DATASET = SimpleNamespace(identity="0" * 64, tokenizer=None, eot_token=0)
 MODEL = settings.replace(Config(), architecture="gpt2", vocab_size=8, n_layer=1, n_head=1, n_embd=2, seq_len=4)
 MODEL = settings.replace(Config(), **settings.flat_values(settings.resolve_model(MODEL.model, 8)))
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # flushing takes no time there
 EXPECTED = (UserError, RunError)  # how a command ends that cannot go on, without a traceback
 
 
@@ -101,7 +102,6 @@ class Saves:
     max_shard_bytes: int = 10**9
 
     def prepare(self, root: Path) -> None:
-        root.joinpath("checkpoints").mkdir()
         for step in sorted(self.intact + self.damaged):
             Miniature(root / "checkpoints", keep_last=0, keep_best=1).save(step, float(step))  # the first one is the best
         for step in self.damaged:
@@ -112,11 +112,15 @@ class Saves:
         keep = dict(keep_last=self.keep_last, keep_best=self.keep_best, max_shard_bytes=self.max_shard_bytes)
         run = Miniature(root / "checkpoints", **keep)
         for step in self.saves:
-            if run.save(step, 100.0 - step):
+            try:
+                saved = run.save(step, 100.0 - step)
+            except (OSError, *EXPECTED) as error:
+                raise AssertionError(f"training ended: {error}") from error
+            if saved:
                 promise(step)
 
-    def problems(self, root: Path, promised: int) -> list[str]:
-        checkpoints = root / "checkpoints"
+    def problems(self, root: Path, promised: int | None) -> list[str]:
+        checkpoints, promised = root / "checkpoints", promised or max(self.intact, default=0)
         found, _ = retention.newest(checkpoints)
         step = retention.step_of(found) if found else 0
         if step < promised:
@@ -288,7 +292,7 @@ class PowerCutConfig:
 def main(config: PowerCutConfig) -> int:
     """The command."""
     rows, scenarios = [], [scenario for scenario in SCENARIOS if config.only in scenario.name]
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
         for scenario in scenarios:
             began, cases = time.perf_counter(), Cases(scenario, Path(directory, "root"))
             cases.fail_each(config.every)
