@@ -205,14 +205,21 @@ class Checkpoints:
         """Point `best` at the best evaluated checkpoint and remove those that are neither new nor good enough to keep."""
         if not self.world.is_master:
             return
+        best, link = [step_directory(self.directory, step) for _, step in state.best], self.directory / "best"
         try:
-            best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
-            for warning in self.retention.prune(best):
-                self.log.warn(warning)
+            best = [path for path in best if path.exists()]
             if best and self.config.checkpoint.keep_best:
-                files.link(self.directory / "best", best[0])
+                files.link(link, best[0])
+            else:
+                files.remove(link)
         except OSError as error:  # such as a full disk: the run can go on
-            self.log.warn(f"{self.directory}: what is kept could not be brought up to date: {error}")
+            self.log.warn(f"{link} could not be set: {error}")
+        try:
+            warnings = self.retention.prune(best)
+        except OSError as error:
+            warnings = [f"nothing could be removed: {error}"]
+        for warning in warnings:
+            self.log.warn(warning)
 
 
 def write(

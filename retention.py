@@ -170,7 +170,8 @@ class Retention:
                     if (reason := fault(path)) is None:  # saved by another process, or a disk has recovered
                         raise UserError(f"{path} was not intact and now is; the same command continues from there")
                     notes.append(f"{path} is damaged, and is now {set_aside(path).name}: {reason}")
-            self._point(self.start)
+            if self.start.is_dir():
+                files.link(self.directory / "latest", self.start)
         except OSError as error:
             raise UserError(f"{self.directory}: no checkpoint could be saved here: {error}") from None
         return notes
@@ -211,10 +212,3 @@ class Retention:
                 return False
             self._intact[path] = now
         return True
-
-    def _point(self, path: Path) -> None:
-        """Point `latest` at `path` if it is there, and remove a `best` that points nowhere."""
-        if path.is_dir():
-            files.link(self.directory / "latest", path)
-        if not (self.directory / "best").exists():
-            files.remove(self.directory / "best")

@@ -24,7 +24,6 @@ from typing import NoReturn
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import retention
 from files import publish_directory, publish_text, sha256
 from settings import Config, RunError, cores, memory_bytes
 
@@ -207,6 +206,8 @@ def digests(run: Path) -> dict[str, str]:
 
 def fake_checkpoint(checkpoints: Path, step: int) -> Path:
     """Publish a checkpoint of a few bytes that is intact by its manifest."""
+    import retention  # and torch, which `prepare_to_fork` must come before
+
     with publish_directory(retention.step_directory(checkpoints, step)) as directory:
         for name in (*retention.FILES, "model.safetensors", "optimizer.safetensors"):
             (directory / name).write_text(json.dumps({"step": step}))

@@ -82,7 +82,7 @@ def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(
     files.link(tmp_path / "latest", tmp_path / "step-00000003")
     assert hard_kills.killed_while(tmp_path) == "between publishing and `latest`"
 
-    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"weighty")
+    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b'{"step": 4}')
     problems = hard_kills.examine(tmp_path, 4)
     assert problems == [f"{name}: model.safetensors does not match its sha256" for name in ("step-00000003", "latest")]
     shutil.rmtree(tmp_path / "step-00000003")
