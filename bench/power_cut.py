@@ -298,11 +298,12 @@ def main(config: PowerCutConfig) -> int:
             cases.fail_each(config.every)
             cases.cut_each(config.every)
             facts = {"scenario": scenario.name, "operations": cases.operations, **cases.count, "broken": len(cases.broken)}
+            facts |= {"lost": sum("was saved, and" in problem for problem in cases.broken)}
             rows.append(facts | {"examples": cases.broken[:5], "seconds": round(time.perf_counter() - began, 1)})
             print(facts, *cases.broken[:5], sep="\n    ", flush=True)
     total = Counter()
     for row in rows:
-        total += Counter({key: row[key] for key in ("faults", "crash cases", "crash states", "cases", "broken")})
+        total += Counter({key: row[key] for key in ("faults", "crash cases", "crash states", "cases", "broken", "lost")})
         total["operations"] += sum(row["operations"].values())
     print(machine.write("power_cut", {"every": config.every, "total": dict(total), "scenarios": rows}, Path(config.out)))
     head = ["scenario", "operations", "faults", "crash cases", "states", "broken"]
