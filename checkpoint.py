@@ -7,12 +7,12 @@ checkpoint or the new one, complete. Large tensors are in several files, as `sto
 
 import json
 import math
+import os
 import platform
 import shlex
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,17 +34,13 @@ import store
 from data import Mixture
 from dataset import Count, FileName, Sha256
 from log import Log
+from retention import MANIFEST, Retention, set_aside, step_directory, write_manifest
 from settings import Config, RunError, UserError
-from snapshot import FileRecord, Snapshot, record, take_snapshot, write_together
+from snapshot import Snapshot, take_snapshot, write_together
 from world import World
 
 # How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
-MANIFEST = "manifest.json"
-SMALL = 1 << 26  # bytes of a checkpoint that is hashed sooner than threads would be started for it
-# What a checkpoint always has besides its tensors, and what it has where the dataset has a tokenizer.
-FILES = {"config.json", "generation_config.json", "trainer_state.json"}
-TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 Ranks = Annotated[int, Meta(ge=1, le=1 << 20)]
 # How a run went on from a step.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
@@ -134,12 +130,18 @@ class Checkpoints:
 
     def __init__(self, directory: Path, config: Config, dataset: Mixture, world: World, log: Log, start_step: int):
         self.directory, self.config, self.dataset, self.world, self.log = directory, config, dataset, world, log
+        self.retention = Retention(directory, config.checkpoint.keep_last, config.checkpoint.keep_best, start_step)
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._writers = range(footprint.writers(config, world.size))
         # The writers tell each other in the background what they have written, while training communicates otherwise.
         self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo") if len(self._writers) > 1 else None
+
+    def begin(self) -> None:
+        """Make the directory fit for saving, before the first step. Raises UserError where nothing could be saved."""
+        for note in self.retention.begin() if self.world.is_master else ():
+            self.log.warn(note)
 
     def save(self, state: TrainState, engine, optimizers, now: bool) -> None:
         """Save a checkpoint if one is due at this step, or if `now`; a step is saved once.
@@ -168,6 +170,7 @@ class Checkpoints:
     def _write(self, state: TrainState, snapshot: Snapshot) -> None:
         try:
             write(self.directory, state, snapshot, self.dataset, self.world.rank, self._group)
+            self.retention.saved(step_directory(self.directory, state.step))
         except Exception as error:  # a full disk, a directory that may not be written, ...: the run can go on
             self._error = error
 
@@ -187,8 +190,8 @@ class Checkpoints:
         if not self.world.is_master:
             return
         if error:
-            intact, _ = newest(self.directory)
-            message = f"the checkpoint of step {self.saved_at} could not be written: {error}; the newest intact one is {intact}"
+            message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
+            message += f"; the newest intact one is {self.retention.newest}"
             if final:
                 raise RunError(f"{message}; make room there and run the same command again")
             self.log.warn(f"{message}; training goes on to the next save")
@@ -204,27 +207,21 @@ class Checkpoints:
         """Point `best` at the best evaluated checkpoint and remove those that are neither new nor good enough to keep."""
         if not self.world.is_master:
             return
-        best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
-        if best and self.config.checkpoint.keep_best:
-            try:
-                files.link(self.directory / "best", best[0])
-            except OSError as error:  # such as a full disk: the run can go on
-                self.log.warn(f"{self.directory / 'best'} could not be set: {error}")
-        if self.config.checkpoint.keep_last:
-            existing = published(self.directory)  # listed once: a save that is published meanwhile must not look old
-            for path in existing[: -self.config.checkpoint.keep_last]:
-                if path not in best[: self.config.checkpoint.keep_best]:
-                    files.retire(path)
-
-
-def step_directory(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
-    return checkpoints / f"step-{step:08d}"
-
-
-def published(checkpoints: Path) -> list[Path]:
-    """The published checkpoints, oldest first, intact or not."""
-    return sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
+        best, link = [step_directory(self.directory, step) for _, step in state.best], self.directory / "best"
+        try:
+            best = [path for path in best if path.exists()]
+            if best and self.config.checkpoint.keep_best:
+                files.link(link, best[0])
+            else:
+                files.remove(link)
+        except OSError as error:  # such as a full disk: the run can go on
+            self.log.warn(f"{link} could not be set: {error}")
+        try:
+            warnings = self.retention.prune(best)
+        except OSError as error:
+            warnings = [f"nothing could be removed: {error}"]
+        for warning in warnings:
+            self.log.warn(warning)
 
 
 def write(
@@ -238,6 +235,8 @@ def write(
     if rank > 0:
         write_together(files.hidden(path), snapshot, group)
         return
+    if os.path.lexists(path):  # somebody else's, put there since the start
+        set_aside(path)
     with files.publish_directory(path, make=False) as directory:
         records = write_together(directory, snapshot, group)
         for layout in snapshot.layouts:
@@ -247,58 +246,6 @@ def write(
         (directory / "trainer_state.json").write_text(json.dumps(content, indent=2) + "\n")
         write_manifest(directory, records)
     files.link(checkpoints / "latest", path)
-
-
-def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) -> None:
-    """Write the size and sha256 of every file in `directory`. Those of some files may be known already."""
-    known, names = known or {}, sorted(path.name for path in directory.iterdir())
-    if missing := known.keys() - set(names):
-        raise OSError(f"{min(missing)} was written on another node and is not here; all nodes need a common --out_dir")
-    manifest = {name: known.get(name) or record(directory / name) for name in names}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """The records of a checkpoint's files. Raises UserError."""
-    return files.read_json(directory / MANIFEST, dict[FileName, FileRecord])
-
-
-def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if it has all files and each one matches its manifest."""
-    try:
-        manifest = read_manifest(directory)
-        present = {name for name in TOKENIZER_FILES if (directory / name).exists()}
-        tensors = {path.name for stem in ("model", "optimizer") for path in store.files_of(directory, stem)}
-        if unlisted := (FILES | present | tensors) - manifest.keys():
-            return f"{MANIFEST} does not list {', '.join(sorted(unlisted))}"
-        for name, record in manifest.items():
-            size = (directory / name).stat().st_size
-            if size != record["size"]:
-                return f"{name} has {size} bytes instead of {record['size']}"
-        paths = [directory / name for name in manifest]
-        if sum(record["size"] for record in manifest.values()) < SMALL:
-            digests = map(files.sha256, paths)
-        else:
-            with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter's lock
-                digests = list(pool.map(files.sha256, paths))
-        for (name, record), digest in zip(manifest.items(), digests, strict=True):
-            if digest != record["sha256"]:
-                return f"{name} does not match its sha256"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, UserError) as error:
-        return str(error)
-    return None
-
-
-def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and a line for each newer one that is damaged."""
-    damaged = []
-    for path in reversed(published(checkpoints)):
-        if (reason := fault(path)) is None:
-            return path, damaged
-        damaged.append(f"passed over {path}: {reason}")
-    return None, damaged
 
 
 def load_state(directory: Path) -> TrainState:

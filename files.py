@@ -86,6 +86,7 @@ def retire(directory: Path) -> None:
     doomed = directory.with_name(f".{directory.name}.old.tmp")
     remove(doomed)
     os.rename(directory, doomed)
+    sync(directory.parent)
     remove(doomed)
 
 

@@ -5,7 +5,6 @@ Joining copies them into new shards, because one machine's shards begin and end 
 gigabyte, and the dataset does not depend on the number of parts.
 """
 
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +37,7 @@ def part_files(source_files: list[SourceFile], number: int, count: int) -> range
 
 def join(directory: Path) -> None:
     """Make one dataset of the parts in `directory`, and remove them. Raises UserError."""
+    files.remove_unfinished(directory)
     if (directory / "dataset.json").exists() and not list(directory.glob("part-*")):
         print(f"{directory} already holds this dataset")
         return
@@ -67,11 +67,11 @@ def join(directory: Path) -> None:
         writer.finish()
         print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
     for part, _ in parts:
-        shutil.rmtree(part)
+        files.retire(part)
 
 
 def read_parts(directory: Path) -> list[tuple[Path, Metadata]]:
-    """The directory and dataset.json of each part, in order.
+    """The directory and dataset.json of each part, in order. Beside the joined dataset some may be removed already.
 
     Raises UserError if a part is missing or there twice, or if the parts are not of one dataset.
     """
@@ -96,6 +96,8 @@ def read_parts(directory: Path) -> list[tuple[Path, Metadata]]:
             values = [without_names(m.get(key)) for m in (first, metadata)]
             if values[0] != values[1]:
                 raise UserError(f"{path} does not belong to {first_path}: {key} {values[1]}, not {values[0]}")
+    if (directory / "dataset.json").exists():
+        return list(found.values())
     if missing := [name for name in names if name not in found]:
         raise UserError(f"{directory} lacks {len(missing)} of {count} parts: {', '.join(missing[:8])}")
     documents = sum(record["documents"] for _, metadata in found.values() for record in metadata["shards"])

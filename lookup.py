@@ -1,13 +1,15 @@
 """Which checkpoint or model a command starts from, and which settings a run that goes on may change."""
 
+import os
 from pathlib import Path
 
 import files
 import hf
 import settings
-from checkpoint import MANIFEST, Origin, TrainState, fault, newest, published
+from checkpoint import Origin, TrainState
 from data import Mixture
 from model import GPT
+from retention import MANIFEST, fault, newest, published, strangers
 from settings import Config, ModelConfig, UserError
 
 # Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
@@ -44,22 +46,26 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
     """
     if dataset.tokenizer:  # a save needs it, and the first one may be hours away
         hf.token_text(dataset.tokenizer, dataset.eot_token)
-    start = pretrained = None
-    notes, resume, existing = [], config.run.resume, published(run / "checkpoints")
+    checkpoints, resume, start, pretrained = run / "checkpoints", config.run.resume, None, None
+    if os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        raise UserError(f"{checkpoints} is not a directory; move it elsewhere")
+    existing, others = published(checkpoints), strangers(checkpoints)
+    notes = [f"left alone in {checkpoints}: {', '.join(others[:8])}{', ...' * (len(others) > 8)}"] if others else []
     if resume == "off" and existing:
         raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
     if existing:
-        start, damaged = newest(run / "checkpoints")
+        start, damaged = newest(checkpoints)
         if start is None:
             raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
         ignored = f"; --resume={resume} is for a new run and is not read" if resume != "auto" else ""
-        return start, None, [*damaged, f"continuing from {start}{ignored}"]
+        return start, None, [*notes, *damaged, f"continuing from {start}{ignored}"]
     if resume not in ("auto", "off"):
-        start, notes = find(resume)
-        notes.append(f"starting from {start}")
+        start, damaged = find(resume)
+        notes += [*damaged, f"starting from {start}"]
     elif config.model.init_from != "scratch":
-        pretrained, notes = find_model(config.model.init_from)
-        notes.append(f"starting with the weights of {pretrained}{other_shape(config.model, hf.read_config(pretrained))}")
+        pretrained, damaged = find_model(config.model.init_from)
+        shape = other_shape(config.model, hf.read_config(pretrained))
+        notes += [*damaged, f"starting with the weights of {pretrained}{shape}"]
     if start or pretrained:
         notes += hf.check_tokenizer(start or pretrained, dataset.tokenizer)
     return start, pretrained, notes

@@ -30,6 +30,7 @@ import tyro
 import checkpoint
 import data
 import lookup
+import retention
 import tokenizer
 import train
 from checkpoint import Era, TrainState
@@ -144,8 +145,8 @@ def open_before(
         raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
     era = eras[-1]
     training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
-    for path in reversed(checkpoint.published(directory / "checkpoints")) if start is None else ():
-        if path.name < checkpoint.step_directory(path.parent, step).name and checkpoint.fault(path) is None:
+    for path in reversed(retention.published(directory / "checkpoints")) if start is None else ():
+        if retention.step_of(path) < step and retention.fault(path) is None:
             start = path
             break
     if config.tokens:
@@ -318,12 +319,12 @@ def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
 
 def verify(config: ReplayConfig, directory: Path, state: TrainState, world: World) -> int:
     """Compute each kept checkpoint from the one before it and compare sha256. Returns 1 if one does not follow."""
-    kept = checkpoint.published(directory / "checkpoints")
+    kept = retention.published(directory / "checkpoints")
     if len(kept) < 2:
         raise UserError(f"{directory} has {len(kept)} checkpoint; --verify compares each with the one before (see --keep_last)")
     wrong = 0
     for start, end in zip(kept, kept[1:], strict=False):
-        problem = checkpoint.fault(start) or checkpoint.fault(end)
+        problem = retention.fault(start) or retention.fault(end)
         if problem is None:
             first, last = (checkpoint.load_state(path).step for path in (start, end))
             if reason := obstacle(directory, state, world, first, last):
@@ -336,7 +337,7 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
             with tempfile.TemporaryDirectory() as temporary:
                 for records in world.all_gather(snapshot.write(Path(temporary))):
                     again |= records
-            kept_files = checkpoint.read_manifest(end)
+            kept_files = retention.read_manifest(end)
             different = [name for name in sorted(again) if again[name] != kept_files.get(name)]
             problem = f"{', '.join(different)} would be others" if different else None
         if world.is_master:

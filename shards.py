@@ -252,7 +252,8 @@ def read_progress(directory: Path, request: dict, ignore: str) -> Progress | Non
     """
     path = directory / "progress.json"
     if not path.exists():
-        if directory.exists() and any(not p.match(".*") and not p.match(ignore) for p in directory.iterdir()):
+        ours = (".*", "*.partial", ignore)  # a kill at the very beginning leaves a .partial alone
+        if directory.exists() and any(not any(map(p.match, ours)) for p in directory.iterdir()):
             raise UserError(f"{directory} holds other files; choose another --out, or remove it")
         return None
     progress = files.read_json(path, Progress)

@@ -152,11 +152,12 @@ def prepare(config: Config, world: World) -> Run:
     run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
     run.checkpoints = Checkpoints(directory / "checkpoints", retention, dataset, world, log, start_step=state.step)
     log.check_wandb(config)
-    if evaluation := world.from_master(log.begin(state.step)):  # all is checked: from here on there are files
+    evaluation = world.from_master(log.begin(state.step))  # all is checked: from here on there are files
+    run.checkpoints.begin()
+    if evaluation:
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)
     if world.is_master:
-        files.remove_unfinished(directory / "checkpoints")
         if trains:  # a complete run keeps the settings that it was trained with
             files.publish_text(directory / "config.toml", settings.dumps(config))
         facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}

@@ -42,6 +42,7 @@ import checkpoint
 import dataset
 import hf
 import plot
+import retention
 import settings
 import shards
 import sources
@@ -261,7 +262,7 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
     era = {"step": 0, "world_size": 1, "settings": recorded, "versions": {"torch": "2"}}
     trainer = {"step": 4, "tokens": 9, "best": [[2.5, 4]], "settings": recorded, "history": [era], "best_val_loss": 2.5}
     (folder / "trainer_state.json").write_text(json.dumps(trainer))
-    checkpoint.write_manifest(folder)
+    retention.write_manifest(folder)
     contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
     def target(name, file, read, seeds=(), is_json=True):
@@ -272,7 +273,7 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
     configs = [json.dumps(hf.config_json(c, 0)).encode() for c in (config, gpt2)]
     index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(hf.to_hf(state, config), "model.safetensors")}).encode()
     parameters = dict(model.named_parameters())
-    yield target("manifest", "manifest.json", checkpoint.fault)
+    yield target("manifest", "manifest.json", retention.fault)
     yield target("trainer_state", "trainer_state.json", checkpoint.load_state)
     yield target("config", "config.json", hf.read_config, configs)
     yield target("index", "model.safetensors.index.json", hf.read_model, [index])

@@ -24,7 +24,7 @@ from typing import Literal, NoReturn
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from files import publish_text, sha256
+from files import publish_directory, publish_text, sha256
 from settings import Config, RunError, cores, memory_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -209,6 +209,17 @@ def digests(run: Path) -> dict[str, str]:
     """The sha256 of the weights and of the optimizer state in a run's newest checkpoint, by file name."""
     latest = run / "checkpoints" / "latest"
     return {path.name: sha256(path) for path in sorted(latest.glob("*.safetensors"))}
+
+
+def fake_checkpoint(checkpoints: Path, step: int) -> Path:
+    """Publish a checkpoint of a few bytes that is intact by its manifest."""
+    import retention  # and torch, which `prepare_to_fork` must come before
+
+    with publish_directory(retention.step_directory(checkpoints, step)) as directory:
+        for name in (*retention.FILES, "model.safetensors", "optimizer.safetensors"):
+            (directory / name).write_text(json.dumps({"step": step}))
+        retention.write_manifest(directory)
+    return retention.step_directory(checkpoints, step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-import checkpoint
 import files
 import hard_kills
 import machine
@@ -71,10 +70,7 @@ def test_hard_kills_finds_no_unusable_state_and_reports_one(tokens, tmp_path, ca
 def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(tmp_path):
     assert hard_kills.examine(tmp_path, 0) == [] and hard_kills.newest_step(tmp_path) == 0
     for step in (3, 4):
-        with files.publish_directory(tmp_path / f"step-{step:08d}") as directory:
-            for name in (*checkpoint.FILES, "model.safetensors", "optimizer.safetensors"):
-                (directory / name).write_bytes(b"weights")
-            checkpoint.write_manifest(directory)
+        machine.fake_checkpoint(tmp_path, step)
     files.link(tmp_path / "latest", tmp_path / "step-00000004")
     assert hard_kills.examine(tmp_path, 4) == [] and hard_kills.killed_while(tmp_path) == "no checkpoint under way"
     assert "of step 5 and is now of step 4" in hard_kills.examine(tmp_path, 5)[0]
@@ -86,7 +82,7 @@ def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(
     files.link(tmp_path / "latest", tmp_path / "step-00000003")
     assert hard_kills.killed_while(tmp_path) == "between publishing and `latest`"
 
-    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"weighty")
+    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b'{"step": 4}')
     problems = hard_kills.examine(tmp_path, 4)
     assert problems == [f"{name}: model.safetensors does not match its sha256" for name in ("step-00000003", "latest")]
     shutil.rmtree(tmp_path / "step-00000003")

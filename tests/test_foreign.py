@@ -23,9 +23,9 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import hf
 import machine
+import retention
 import settings
 import warm
 from conftest import ROOT, TINY, environment
@@ -654,7 +654,7 @@ def sealed(damage):
     def again(folder):
         damage(folder)
         (folder / CHECKPOINT / "manifest.json").unlink()
-        checkpoint.write_manifest(folder / CHECKPOINT)
+        retention.write_manifest(folder / CHECKPOINT)
 
     return again
 

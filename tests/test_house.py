@@ -13,7 +13,7 @@ FLOORS = [
     "cli files settings footprint cluster device world kernels",
     "dataset data hub sources tokenizer model optim replicas ddp_from_scratch log curves",
     "shards encode join check_data store hf exact sharded",
-    "choices parallel snapshot checkpoint lookup",
+    "choices parallel snapshot retention checkpoint lookup",
     "evaluate sample export plot prepare_data plan",
     "train",
     "replay",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import data
 import lookup
+import retention
 import settings
 from conftest import ROOT, execute
 from dataset import Stream
@@ -123,7 +124,7 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     tensors["model.norm.weight"][3] += 1e-2
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     (changed / "manifest.json").unlink()
-    checkpoint.write_manifest(changed)
+    retention.write_manifest(changed)
     out = replay(weights, "--step=15", status=1)
     assert "step 11 is the first that differs" in out and "the state before it was not this one" in out
     out = replay(weights, "--verify", status=1)
@@ -174,7 +175,7 @@ def test_a_record_that_lacks_settings_has_their_defaults(train):
         record["history"][0]["settings"].pop(name, None)
     (latest / "trainer_state.json").write_text(json.dumps(record))
     (latest / "manifest.json").unlink()
-    checkpoint.write_manifest(latest)
+    retention.write_manifest(latest)
     assert "is complete" in train("older", **FLAGS).stdout
     assert "bit for bit" in replay(train.runs / "older", "--step=20")
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import checkpoint
-import files
+import machine
+import retention
 import settings
 from conftest import STRATEGIES
 from exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point
@@ -155,7 +156,7 @@ def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train, shared, a
         if status == 0:
             break
         kills += 1
-        whole, passed = checkpoint.newest(checkpoints)
+        whole, passed = retention.newest(checkpoints)
         assert not passed  # nothing that was published is broken
     train("killed", **flags)
     assert kills >= 2
@@ -175,29 +176,25 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
     assert "continuing from" in done.stdout and "step-00000005" in done.stdout
     assert train.files("damaged") == shared.files("plain")
     assert train.metrics("damaged") == shared.metrics("plain")
-    for path in checkpoint.published(train.runs / "damaged" / "checkpoints"):
+    for path in retention.published(train.runs / "damaged" / "checkpoints"):
         (path / "manifest.json").unlink()
     refused = train("damaged", steps=30, status=2)
     assert "has no manifest.json" in refused.stderr
 
 
 def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
-    def publish(step):
-        with files.publish_directory(checkpoint.step_directory(tmp_path, step)) as directory:
-            for name in (*checkpoint.FILES, "model.safetensors", "optimizer.safetensors"):
-                (directory / name).write_bytes(b"weights")
-            checkpoint.write_manifest(directory)
-
     config = settings.replace(settings.Config(), keep_last=1, keep_best=0)
     world = World(0, 1, 0, 1, torch.device("cpu"))
     checkpoints = checkpoint.Checkpoints(tmp_path, config, dataset=None, world=world, log=None, start_step=0)
     for step in range(1, 100):
-        saver = threading.Thread(target=publish, args=(step,))
+        saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(machine.fake_checkpoint(tmp_path, s)))
         saver.start()
         while saver.is_alive():
             checkpoints.prune(checkpoint.TrainState())
         saver.join()
-        assert checkpoint.fault(checkpoint.step_directory(tmp_path, step)) is None
+        assert retention.fault(retention.step_directory(tmp_path, step)) is None
+    checkpoints.prune(checkpoint.TrainState())
+    assert [path.name for path in retention.published(tmp_path)] == ["step-00000099"]
 
 
 def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train, shared):
@@ -209,8 +206,8 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train, sha
     done = train.changed(limited, "full", status=1, **flags)
     assert done.stdout.count("could not be written") >= 2 and "training goes on" in done.stdout
     assert done.stderr.startswith("error: the checkpoint of step 20 could not be written")
-    assert [path.name for path in checkpoint.published(train.runs / "full" / "checkpoints")] == ["step-00000005"]
-    assert checkpoint.fault(train.latest("full")) is None
+    assert [path.name for path in retention.published(train.runs / "full" / "checkpoints")] == ["step-00000005"]
+    assert retention.fault(train.latest("full")) is None
     train("full", **flags)
     assert train.files("full") == train.files("whole")
 
@@ -303,7 +300,7 @@ def test_one_number_that_is_not_finite_on_one_rank_is_seen_by_exact(train):
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
     done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
     assert "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
-    assert checkpoint.fault(train.latest("nan")) is None
+    assert retention.fault(train.latest("nan")) is None
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-import checkpoint
 import machine
+import retention
 import store
 from conftest import execute
 from test_checkpoint import damage
@@ -103,7 +103,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
 
 def test_a_file_that_another_node_has_written_elsewhere_is_missed(tmp_path):
     with pytest.raises(OSError, match="a.safetensors was written on another node and is not here; .* common --out_dir"):
-        checkpoint.write_manifest(tmp_path, {"a.safetensors": {"size": 1, "sha256": "0" * 64}})
+        retention.write_manifest(tmp_path, {"a.safetensors": {"size": 1, "sha256": "0" * 64}})
 
 
 @pytest.mark.slow
@@ -124,11 +124,11 @@ def test_a_run_goes_on_with_the_same_bits_with_its_state_in_several_files(train)
 
 def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
     train("damaged", **dict(FSDP, steps=20, keep_last=0))
-    first, second, third, fourth = checkpoint.published(train.runs / "damaged" / "checkpoints")
+    first, second, third, fourth = retention.published(train.runs / "damaged" / "checkpoints")
     damage(sorted(fourth.glob("optimizer-*.safetensors"))[3])
     sorted(third.glob("model-*.safetensors"))[2].unlink()
     (second / "optimizer.safetensors.index.json").unlink()
-    intact, passed = checkpoint.newest(first.parent)
+    intact, passed = retention.newest(first.parent)
     assert intact == first
     assert "optimizer-00004-of-" in passed[0] and "does not match its sha256" in passed[0]
     assert "model-00003-of-" in passed[1] and "is missing" in passed[1]
@@ -138,7 +138,7 @@ def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
     forgotten = index["weight_map"].popitem()[1]
     del manifest[forgotten]
     (first / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.fault(first) == f"manifest.json does not list {forgotten}"
+    assert retention.fault(first) == f"manifest.json does not list {forgotten}"
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_kill_between_two_files_leaves_the_checkpoint_before(train):
     train.changed(KILLED.format(files=files), "killed", status=-signal.SIGKILL, **FSDP)
     left = checkpoints / ".step-00000010.tmp"
     assert left.exists() and not (left / "manifest.json").exists()
-    assert checkpoint.newest(checkpoints) == (checkpoints / "step-00000005", [])
+    assert retention.newest(checkpoints) == (checkpoints / "step-00000005", [])
     train("killed", **FSDP)
     assert train.files("killed") == train.files("whole") and train.metrics("killed") == train.metrics("whole")
     assert not list(checkpoints.glob(".*"))
@@ -199,10 +199,10 @@ def test_a_rank_that_cannot_write_is_a_warning_and_the_run_goes_on(train):
     assert done.stdout.count("could not be written") == 1 and "the checkpoint of step 10 could not be written" in done.stdout
     assert "File too large" in done.stdout and "(rank 2)" in done.stdout and "training goes on" in done.stdout
     checkpoints = train.runs / "full" / "checkpoints"
-    names = [path.name for path in checkpoint.published(checkpoints)]
+    names = [path.name for path in retention.published(checkpoints)]
     assert names == ["step-00000005", "step-00000015", "step-00000020"] and not list(checkpoints.glob(".*"))
     assert train.files("full") == train.files("whole")
     last = train.changed(NO_ROOM.format(steps="[20]"), "last", status=1, **FSDP)
     assert last.stderr.startswith("error: the checkpoint of step 20 could not be written") and "(rank 2)" in last.stderr
-    assert checkpoint.newest(train.runs / "last" / "checkpoints")[0].name == "step-00000015"
+    assert retention.newest(train.runs / "last" / "checkpoints")[0].name == "step-00000015"
     assert os.readlink(train.latest("last")) == "step-00000015"

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wandb.proto import wandb_internal_pb2
 
 import checkpoint
+import retention
 import settings
 from conftest import ROOT, execute, largest_difference
 
@@ -125,7 +126,7 @@ def test_torchrun_equals_one_process(train, gentle, ranks):
 
 def test_the_same_command_again_continues_a_killed_run_bit_identically(train, shared):
     process = train.start("killed")
-    kill_when(process, lambda: checkpoint.published(train.runs / "killed" / "checkpoints")[-1:] > [train.runs / "killed"])
+    kill_when(process, lambda: retention.published(train.runs / "killed" / "checkpoints")[-1:] > [train.runs / "killed"])
     done = train("killed")
     assert "continuing from" in done.stdout or "is complete" in done.stdout
     assert train.files("killed") == shared.files("plain")
@@ -329,7 +330,7 @@ def test_the_console_says_what_runs_and_what_to_type_next(train):
 
 
 def test_a_run_says_where_its_weights_came_from(train, shared):
-    first = checkpoint.step_directory(shared.runs / "plain" / "checkpoints", 20)
+    first = retention.step_directory(shared.runs / "plain" / "checkpoints", 20)
     digest = hashlib.sha256((first / "manifest.json").read_bytes()).hexdigest()
     more = train("more", steps=21, resume=shared.runs / "plain")
     assert f"loaded the weights and optimizer state of {first}" in more.stdout

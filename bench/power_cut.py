@@ -1,0 +1,317 @@
+"""Is anything lost if any one operation on files fails, or the power at any moment? `python bench/power_cut.py`
+
+Saves, prunes and resumes the checkpoints of a tiny model, joins the parts of a dataset and exports a model, on a disk (disk.py)
+where one operation after the other fails in every way that it can. Then cuts the power after each operation, and starts again
+from all that the disk may hold then. After each case:
+
+- checkpoints: one is intact that is not older than the last one announced as saved, and the run goes on and saves.
+- a joined dataset: the same command makes it, byte for byte, and removes the parts.
+- an export: it is there as a whole or not at all, and where it was announced it is there.
+
+The exit status is 0 only if this holds in every case.
+"""
+
+import contextlib
+import hashlib
+import io
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine  # noqa: I001 (puts the project's folder on the path)
+import torch
+
+import checkpoint
+import disk
+import export
+import join
+import prepare_data
+import retention
+import settings
+from disk import Disk, Fault
+from model import initial_weights, without_values
+from settings import Config, RunError, UserError
+from world import World
+
+DATASET = SimpleNamespace(identity="0" * 64, tokenizer=None, eot_token=0)
+MODEL = settings.replace(Config(), architecture="gpt2", vocab_size=8, n_layer=1, n_head=1, n_embd=2, seq_len=4)
+MODEL = settings.replace(Config(), **settings.flat_values(settings.resolve_model(MODEL.model, 8)))
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # flushing takes no time there
+EXPECTED = (UserError, RunError)  # how a command ends that cannot go on, without a traceback
+
+
+class Miniature:
+    """A run without training: it starts from what is in `checkpoints` and saves."""
+
+    def __init__(self, checkpoints: Path, **keep):
+        found, _ = retention.newest(checkpoints)
+        self.warnings = []
+        log = SimpleNamespace(say=lambda _: None, warn=self.warnings.append)
+        world = World(0, 1, 0, 1, torch.device("cpu"))
+        config = settings.replace(MODEL, async_save=False, save_every=0, **keep)
+        self.state = checkpoint.load_state(found) if found else checkpoint.TrainState()
+        self.state.begin(config, DATASET, world, found is not None, None)
+        self.checkpoints = checkpoint.Checkpoints(checkpoints, config, DATASET, world, log, self.state.step)
+        self.checkpoints.begin()
+        weights = dict(initial_weights(without_values(config.model), self.state.step))
+        self.engine = SimpleNamespace(
+            parameters=weights,
+            state=lambda _: {f"{name}.exp_avg": tensor for name, tensor in weights.items()},
+            gather=lambda tensors, _: tensors,
+            scaler=SimpleNamespace(state_dict=dict),
+        )
+
+    def save(self, step: int, val_loss: float = math.nan) -> bool:
+        """Save as at `step`, and evaluate. Returns whether it is announced as saved."""
+        self.state.step, before = step, len(self.warnings)
+        self.checkpoints.save(self.state, self.engine, None, now=True)
+        self.checkpoints.finish(self.state)
+        announced = not any("could not be written" in warning for warning in self.warnings[before:])
+        self.checkpoints.evaluated(self.state, val_loss)
+        return announced
+
+
+def damage(path: Path) -> None:
+    """Change the last byte of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done to a directory: `prepare` makes it, `act` works there and tells what is saved, `problems` judges what is left.
+
+
+@dataclass(frozen=True)
+class Saves:
+    """A run with checkpoints, some of them damaged, that continues and saves, losses of its evaluations in between."""
+
+    name: str
+    intact: tuple[int, ...] = ()
+    damaged: tuple[int, ...] = ()
+    saves: tuple[int, ...] = (82, 84, 86)
+    keep_last: int = 2
+    keep_best: int = 0
+    max_shard_bytes: int = 10**9
+
+    def prepare(self, root: Path) -> None:
+        for step in sorted(self.intact + self.damaged):
+            Miniature(root / "checkpoints", keep_last=0, keep_best=1).save(step, float(step))  # the first one is the best
+        for step in self.damaged:
+            damage(retention.step_directory(root / "checkpoints", step) / "model.safetensors")
+
+    def act(self, root: Path, promise) -> None:
+        promise(max(self.intact, default=0))
+        keep = dict(keep_last=self.keep_last, keep_best=self.keep_best, max_shard_bytes=self.max_shard_bytes)
+        run = Miniature(root / "checkpoints", **keep)
+        for step in self.saves:
+            try:
+                saved = run.save(step, 100.0 - step)
+            except (OSError, *EXPECTED) as error:
+                raise AssertionError(f"training ended: {error}") from error
+            if saved:
+                promise(step)
+
+    def problems(self, root: Path, promised: int | None) -> list[str]:
+        checkpoints, promised = root / "checkpoints", promised or max(self.intact, default=0)
+        found, _ = retention.newest(checkpoints)
+        step = retention.step_of(found) if found else 0
+        if step < promised:
+            return [f"step {promised} was saved, and the newest intact checkpoint is of step {step}"]
+        run = Miniature(checkpoints, keep_last=self.keep_last, keep_best=self.keep_best)
+        for more in (200, 300):
+            if not run.save(more) or retention.newest(checkpoints)[0] != retention.step_directory(checkpoints, more):
+                return [f"step {more} could not be saved afterwards: {run.warnings}"]
+        return []
+
+
+class Join:
+    """The parts of a dataset are joined."""
+
+    name = "join"
+
+    def prepare(self, root: Path) -> None:
+        lines = root / "lines.txt"
+        lines.mkdir()
+        for number in range(120):
+            (lines / f"{number}.txt").write_text(f"text {number} " * 10)
+        make = dict(sources=(str(lines),), tokenizer="bytes", shard_tokens=5000, val_fraction=0.2, workers=1)
+        with contextlib.redirect_stdout(io.StringIO()):
+            prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "one"), **make))
+            for part in ("1/2", "2/2"):
+                prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "joined"), part=part, **make))
+        shutil.rmtree(lines)
+
+    def act(self, root: Path, promise) -> None:
+        join.join(root / "joined")
+        promise(True)
+
+    def problems(self, root: Path, promised: bool) -> list[str]:
+        join.join(root / "joined")
+        return [] if content(root / "joined") == content(root / "one") else ["the joined dataset is another one"]
+
+
+class Export:
+    """A checkpoint is exported."""
+
+    name = "export"
+
+    def prepare(self, root: Path) -> None:
+        Miniature(root / "run" / "checkpoints").save(1)
+        export.main(export.ExportConfig(str(root / "run"), out=str(root / "expected")))
+
+    def act(self, root: Path, promise) -> None:
+        export.main(export.ExportConfig(str(root / "run"), out=str(root / "out")))
+        promise(True)
+
+    def problems(self, root: Path, promised: bool) -> list[str]:
+        if not (root / "out").exists():
+            if promised:
+                return ["the export was announced and is not there"]
+            export.main(export.ExportConfig(str(root / "run"), out=str(root / "out")))
+        return [] if content(root / "out") == content(root / "expected") else ["the export is not whole"]
+
+
+def content(directory: Path) -> dict[str, str]:
+    """The sha256 of what is in a directory, by name, apart from hidden names."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name[0] != "."]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+SCENARIOS = [
+    Saves("first saves", saves=(10, 20, 30), keep_best=1),
+    Saves("saves beside newer damaged ones", intact=(80,), damaged=(100, 120)),
+    Saves("saves beside a best and newer damaged ones", intact=(80, 90), damaged=(100, 110), saves=(97,), keep_best=1),
+    Saves("saves, the last one kept", intact=(70, 80), keep_last=1, keep_best=1),
+    Saves("saves, three kept, an older one damaged", intact=(50, 60, 80), damaged=(70,), keep_last=3),
+    Saves("saves in several files", intact=(80,), saves=(82, 84), keep_last=1, max_shard_bytes=64),
+    Join(),
+    Export(),
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cases of a scenario
+
+
+class Cases:
+    """Runs a scenario again and again in one directory, whose path stays the same."""
+
+    def __init__(self, scenario, root: Path):
+        self.scenario, self.root, self.broken, self.count = scenario, root, [], Counter()
+        self._empty()
+        scenario.prepare(root)
+        self.start = disk.whole(root)
+
+    def _empty(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.root.mkdir(parents=True)
+
+    def act(self, fault: Fault | None = None) -> tuple[Disk, object, str]:
+        """The scenario once, from its beginning. Returns the record, the last promise and how it ended."""
+        self._empty()
+        disk.plant(self.start, self.root)
+        ended, promised = "", []
+        with Disk(self.root, fault) as record, contextlib.redirect_stdout(io.StringIO()):
+
+            def promise(value):
+                promised.append(value)
+                record.promise(value)
+
+            try:
+                self.scenario.act(self.root, promise)
+            except EXPECTED as error:
+                ended = str(error)
+            except OSError as error:  # a path that is not what it has to be: cli.user_errors names it
+                ended = f"a traceback: {error!r}" if error.filename is None else str(error)
+            except Exception as error:
+                ended = f"a traceback: {error!r}"
+        return record, promised[-1] if promised else None, ended
+
+    def judge(self, case: str, promised) -> None:
+        """Count a case, and note it where something is lost."""
+        self.count["cases"] += 1
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                problems = self.scenario.problems(self.root, promised)
+        except Exception as error:
+            problems = [f"afterwards: {error!r}"]
+        self.broken += [f"{case}: {problem}" for problem in problems]
+
+    def fail_each(self, every: int = 1) -> None:
+        """Let every operation (or every so many) fail in each way that it can."""
+        whole, promised, ended = self.act()
+        self.judge("undisturbed", promised)
+        if ended:
+            self.broken.append(f"undisturbed: {ended}")
+        self.operations = dict(Counter(whole.kinds))
+        for number in range(1, len(whole.kinds) + 1, every):
+            for kind, kinds in disk.FAULTS.items():
+                if kinds is None or whole.kinds[number - 1] in kinds:
+                    _, promised, ended = self.act(Fault(number, kind))
+                    self.count["faults"] += 1
+                    case = f"{kind} at operation {number}, {whole.kinds[number - 1]}"
+                    if "traceback" in ended:
+                        self.broken.append(f"{case}: {ended}")
+                    self.judge(case, promised)
+
+    def cut_each(self, every: int = 1) -> None:
+        """Cut the power after every operation, and go on from each different state (or one in so many) that may be left."""
+        whole, _, _ = self.act()
+        seen = set()
+        for how, end, tree, promised in disk.crash_states(whole):
+            self.count["crash cases"] += 1
+            key = (disk.frozen(tree), promised)
+            if key in seen:
+                continue
+            seen.add(key)
+            if len(seen) % every == 0:
+                self._empty()
+                disk.plant(tree, self.root)
+                self.count["crash states"] += 1
+                self.judge(f"power cut after operation {end - whole.before}, {how}", promised)
+
+
+@dataclass(frozen=True)
+class PowerCutConfig:
+    only: str = ""
+    """A part of the names of the scenarios to take; all of them without it."""
+    every: int = 1
+    """Take only every so many operations and states."""
+    out: str = str(machine.RESULTS)
+    """Directory for power_cut.json."""
+
+
+def main(config: PowerCutConfig) -> int:
+    """The command."""
+    rows, scenarios = [], [scenario for scenario in SCENARIOS if config.only in scenario.name]
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
+        for scenario in scenarios:
+            began, cases = time.perf_counter(), Cases(scenario, Path(directory, "root"))
+            cases.fail_each(config.every)
+            cases.cut_each(config.every)
+            facts = {"scenario": scenario.name, "operations": cases.operations, **cases.count, "broken": len(cases.broken)}
+            facts |= {"lost": sum("was saved, and" in problem for problem in cases.broken)}
+            rows.append(facts | {"examples": cases.broken[:5], "seconds": round(time.perf_counter() - began, 1)})
+            print(facts, *cases.broken[:5], sep="\n    ", flush=True)
+    total = Counter()
+    for row in rows:
+        total += Counter({key: row[key] for key in ("faults", "crash cases", "crash states", "cases", "broken", "lost")})
+        total["operations"] += sum(row["operations"].values())
+    print(machine.write("power_cut", {"every": config.every, "total": dict(total), "scenarios": rows}, Path(config.out)))
+    head = ["scenario", "operations", "faults", "crash cases", "states", "broken"]
+    keys = ("faults", "crash cases", "crash states", "broken")
+    print(machine.table(head, [[row["scenario"], sum(row["operations"].values()), *(row[k] for k in keys)] for row in rows]))
+    return int(total["broken"] > 0)
+
+
+if __name__ == "__main__":
+    with settings.user_errors():
+        sys.exit(main(settings.parse(PowerCutConfig, sys.argv[1:], __doc__)))

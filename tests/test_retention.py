@@ -1,0 +1,109 @@
+"""Which checkpoints stay: whatever is damaged, killed or put there, the program never removes the newest intact one."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+import retention
+
+# After the step `step` the process sends itself the signal `number`.
+SIGNALLED = """
+def update(run, *args, original=train.update):
+    if run.state.step == {step}:
+        os.kill(os.getpid(), {number})
+    return original(run, *args)
+train.update = update
+"""
+
+
+def damage(path):
+    """Change the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def names(checkpoints):
+    """The names in a directory, sorted."""
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+@pytest.mark.parametrize(("number", "status", "least"), [(signal.SIGKILL, -signal.SIGKILL, 12), (signal.SIGTERM, 75, 13)])
+@pytest.mark.parametrize("keep_best", [0, 1])
+def test_what_a_run_saves_beside_newer_damaged_checkpoints_stays(train, number, status, least, keep_best):
+    train("run", steps=5, schedule="constant")  # is evaluated, so step 5 is the best
+    flags = dict(schedule="constant", eval_every=0 if keep_best else 2, keep_best=keep_best, async_save="false")
+    train("run", steps=20, keep_last=0, **flags)
+    checkpoints = train.runs / "run" / "checkpoints"
+    for step in (15, 20):
+        damage(checkpoints / f"step-{step:08d}" / "model.safetensors")
+    signalled = SIGNALLED.format(step=12, number=int(number))
+    done = train.changed(signalled, "run", status=status, steps=40, save_every=2, keep_last=2, **flags)
+    newest, passed = retention.newest(checkpoints)
+    assert newest is not None, "the run is lost"
+    assert retention.step_of(newest) >= least and not passed
+    assert os.path.samefile(checkpoints / "latest", newest) or status < 0
+    assert re.search(r"step-00000020 is damaged, and is now step-00000020\.damaged: model.safetensors", done.stdout)
+    assert {"step-00000015.damaged", "step-00000020.damaged"} < {*names(checkpoints)}
+    assert (checkpoints / "step-00000005").exists() == bool(keep_best)
+    done = train("run", steps=20, **flags)
+    assert f"continuing from {newest}" in done.stdout and "step-00000015.damaged, step-00000020.damaged" in done.stdout
+
+
+def test_only_our_own_names_are_read_or_removed(train):
+    train("run", steps=10, schedule="constant", keep_last=0)
+    checkpoints = train.runs / "run" / "checkpoints"
+    copies = ["step-good", "step-00000099.bak", "step-99", "step-000000099", "old step-00000099"]
+    for name in copies:
+        shutil.copytree(checkpoints / "step-00000005", checkpoints / name)
+    shutil.copytree(checkpoints / "step-00000005", checkpoints / "step-00000098")  # eight digits, and they are wrong
+    (checkpoints / "step-00000015").write_text("a file, where a checkpoint will be")
+    (checkpoints / ".mine.tmp").write_text("not a leftover of ours")
+    done = train("run", steps=20, schedule="constant", keep_last=1, keep_best=0)
+    assert f"continuing from {checkpoints}/step-00000010" in done.stdout
+    assert f"left alone in {checkpoints}: " + ", ".join(sorted([*copies, "step-00000015"])) in done.stdout
+    assert re.search(r"step-00000098 is damaged, and is now step-00000098\.damaged: it is a copy of step 5", done.stdout)
+    there = [".mine.tmp", *copies, "step-00000015.damaged", "step-00000020", "step-00000098.damaged", "latest"]
+    assert names(checkpoints) == sorted(there)
+    assert all(retention.fault(checkpoints / name) is None for name in copies)
+
+
+@pytest.mark.parametrize("what", ["file", "FIFO", "dangling link"])
+def test_checkpoints_that_is_not_a_directory_is_refused_at_the_start(train, what):
+    path = train.runs / "run" / "checkpoints"
+    path.parent.mkdir(parents=True)
+    {"file": path.touch, "FIFO": lambda: os.mkfifo(path), "dangling link": lambda: path.symlink_to("nowhere")}[what]()
+    done = train("run", status=2)
+    assert done.stderr == f"error: {path} is not a directory; move it elsewhere\n"
+    assert names(train.runs / "run") == ["checkpoints"]
+
+
+# The directory of checkpoints can be changed by nobody from step 7 to step 17.
+IMMUTABLE = """
+import subprocess
+def update(run, *args, original=train.update):
+    if run.state.step in (7, 17):
+        subprocess.run(["chattr", "+i" if run.state.step == 7 else "-i", run.checkpoints.directory], check=True)
+    return original(run, *args)
+train.update = update
+"""
+
+
+def test_a_directory_that_becomes_unwritable_is_a_warning_and_training_goes_on(train):
+    checkpoints = train.runs / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    if subprocess.run(["chattr", "+i", checkpoints], capture_output=True).returncode:
+        pytest.skip("this user or file system has no immutable files")
+    try:
+        refused = train("run", status=2, steps=20)
+        assert f"error: {checkpoints}: no checkpoint could be saved here: [Errno 1]" in refused.stderr
+    finally:
+        subprocess.run(["chattr", "-i", checkpoints], check=True)
+    done = train.changed(IMMUTABLE, "run", steps=20, save_every=3, eval_every=3)
+    for message in ("the checkpoint of step 9 could not be written", "checkpoints/best could not be set", "training goes on"):
+        assert message in done.stdout, done.stdout
+    assert os.readlink(checkpoints / "latest") == "step-00000020" and not list(checkpoints.glob(".*"))
