@@ -47,6 +47,7 @@ NO_FLAGS = {
     "backend": "nccl on GPUs and gloo on CPUs are chosen",
 }
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as a shell reports it
+LONGEST_HALF = 2000  # characters of an error's beginning and of its end: it may hold something enormous
 LARGEST = 1 << 63  # of an integer; what is computed from it stays a float and a few digits
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
@@ -165,7 +166,9 @@ def survive_lost_console():
 
 
 def complain(message: str) -> None:
-    """Write a line to stderr, if anybody reads it."""
+    """Write a message to stderr, if anybody reads it."""
+    if len(message) > 2 * LONGEST_HALF:
+        message = f"{message[:LONGEST_HALF]} ... {message[-LONGEST_HALF:]}"
     with contextlib.suppress(OSError):
         print(printable(message), file=sys.stderr, flush=True)
 
@@ -335,8 +338,10 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             mistakes.append(f"unknown flag --{name}{suggestion(name, flags)} (--help lists all flags)")
         elif not before.startswith("--") or "=" in before:  # else it is the value of an unknown flag
             mistakes.append(f"unexpected {argument}: a preset or a run stands before all flags, and a flag is --name=value")
-    values = flat_values(config).items()
-    refuse(mistakes + [f"--{name} {value}" for name, value in values if isinstance(value, ValueError)])
+    for name, value in flat_values(config).items():
+        found = value if isinstance(value, tuple) else (value,)
+        mistakes += [f"--{name} {wrong}" for wrong in found if isinstance(wrong, ValueError)]
+    refuse(mistakes)
     return config
 
 
@@ -374,7 +379,9 @@ def syntax(kind) -> str:
 def read_value(kind, text: str):
     """The value of type `kind` that `text` means, or a ValueError that says what is allowed."""
     if "\0" in text or text != text.encode("utf-8", "replace").decode():
-        return ValueError(f"must be text in UTF-8 without NUL, not {shown(text)}")
+        encoding = sys.getfilesystemencoding()
+        hint = f" (the locale has {encoding}; with PYTHONUTF8=1 it is UTF-8)" if encoding != "utf-8" else ""
+        return ValueError(f"must be text in UTF-8 without NUL, not {shown(text)}{hint}")
     for allowed in alternatives(kind):
         if allowed is str or allowed == text:
             return text

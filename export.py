@@ -102,7 +102,7 @@ def main(config: ExportConfig) -> None:
     if out.exists():
         raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
     number, unit = config.max_shard_size[:-2], config.max_shard_size[-2:].upper()
-    if unit not in UNITS or not number.isdecimal() or int(number) < 1:
+    if unit not in UNITS or not (number.isdecimal() and len(number) < 20) or int(number) < 1:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
     source, warnings = lookup.find(config.run)
     for warning in warnings:

@@ -18,8 +18,10 @@ from typing import Any, BinaryIO
 from cli import UserError
 
 LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
-FILE_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-FILE_KINDS |= {stat.S_IFLNK: "a symbolic link", stat.S_IFSOCK: "a socket"}
+FILE_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"} | {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFSOCK: "a socket",
+}
 AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # do not wait for the other end of a FIFO
 UNLINKED = AT_ONCE | getattr(os, "O_NOFOLLOW", 0)  # and do not follow a link
 NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none

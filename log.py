@@ -215,12 +215,13 @@ class Lines:
     """A file that lines are appended to. They wait in memory before it is open, and while the disk is full."""
 
     def __init__(self):
-        self.waiting, self.file, self.path = bytearray(), None, Path()
+        self.waiting, self.file, self.path, self.opened = bytearray(), None, Path(), None
 
     def open(self, path: Path) -> None:
         """Begin to append to `path`. Raises UserError where it is not a regular file."""
         self.file, self.path = files.open_own(path), path
         self.file.seek(0, os.SEEK_END)
+        self.opened = os.fstat(self.file.fileno())
         self.write("")
 
     def write(self, text: str) -> None:
@@ -242,7 +243,7 @@ class Lines:
     def is_there(self) -> bool:
         """Whether the open file still has its name."""
         try:
-            return os.path.samestat(self.path.stat(), os.fstat(self.file.fileno()))
+            return os.path.samestat(self.path.stat(), self.opened)
         except FileNotFoundError:
             return False
 

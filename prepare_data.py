@@ -245,7 +245,7 @@ def read_options(config: PrepareConfig) -> dict:
     if config.column != "text":
         options["column"] = config.column
     if config.max_tokens:
-        number = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", config.max_tokens.upper())
+        number = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)([KMBT]?)", config.max_tokens.upper())
         options["max_tokens"] = int(Fraction(number[1]) * MULTIPLES[number[2]]) if number else 0
         if not 2 <= options["max_tokens"] < 1 << 62:
             raise UserError(f"--max_tokens={config.max_tokens} is not a number of tokens such as 500M or 10B")

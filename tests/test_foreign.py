@@ -163,7 +163,7 @@ FLAGS = [
         "replay.py",
         [
             ("runs/run --step=99", "has steps 1 to 2"),
-            ("runs/run --steps=1" + "0" * 30, "has steps 1 to 2"),
+            ("runs/run --steps=1" + "0" * 30, "--steps must be less than 2^63"),
             ("runs/nothing", "neither a run"),
         ],
         needs=("runs",),
