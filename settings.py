@@ -79,7 +79,7 @@ def memory_bytes() -> int:
     limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
     texts = [limit.read_text().strip() for limit in limits if limit.exists()]
     allowed = [int(text) for text in texts if text.isdecimal()]
-    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *allowed)
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *allowed])
 
 
 @dataclass(frozen=True)
