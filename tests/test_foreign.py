@@ -930,7 +930,7 @@ RUNS += [
 # What somebody else may have put into a run directory under a name that train.py writes, and what becomes of it.
 PLACED = [
     Case(
-        f"{name}: {what}",
+        f"in the place of {name}: {what}",
         RESUME,
         (*words, name),
         lambda f, name=name, make=make: (write(f / "outside", "mine"), special(f"runs/run/{name}", make)(f)),
