@@ -52,6 +52,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     config = settings.replace(config, **precision)
     config = settings.replace(config, micro_batch_size=fit_micro_batch(config, previous.get("micro_batch_size"), world))
     settings.check(config, world.size)
+    check_peak(config, world)
     check_saving(config)
     return config
 
@@ -78,6 +79,23 @@ def check_memory(model: ModelConfig, parallel: ParallelConfig, world: World) -> 
         raise UserError(
             f"--n_layer={model.n_layer} --n_embd={model.n_embd} --vocab_size={model.vocab_size} make {parameters:,} "
             f"parameters: {weights}, and this machine has {memory / 1e9:,.0f} GB of memory"
+        )
+
+
+def check_peak(config: Config, world: World) -> None:
+    """Raise UserError if what the ranks here hold at the peak of an update, during a save, is more than this machine's memory.
+
+    On a CPU the kernel would end the run without a word. A GPU says itself that it has no more.
+    """
+    if world.device.type != "cpu":
+        return
+    of_rank = sum(footprint.of_rank(config, world.size, "cpu").values())
+    needed = world.local_size * of_rank + footprint.host_bytes(config, world.size)
+    if needed > settings.memory_bytes():
+        raise UserError(
+            f"--vocab_size={config.model.vocab_size} --n_embd={config.model.n_embd} --n_layer={config.model.n_layer} "
+            f"--micro_batch_size={config.train.micro_batch_size}: an update takes about {needed / 1e9:,.1f} GB here, and this "
+            f"machine has {settings.memory_bytes() / 1e9:,.1f} GB of memory; make one of them smaller"
         )
 
 

@@ -10,12 +10,12 @@ import difflib
 import errno
 import io
 import os
-import select
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -47,6 +47,8 @@ NO_FLAGS = {
     "backend": "nccl on GPUs and gloo on CPUs are chosen",
 }
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as a shell reports it
+LONGEST_HALF = 2000  # characters of an error's beginning and of its end: it may hold something enormous
+LARGEST = 1 << 63  # of an integer; what is computed from it stays a float and a few digits
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 
@@ -59,25 +61,128 @@ class RunError(Exception):
     """The run cannot go on. The message says why and what is left."""
 
 
+def begin() -> None:
+    """Make this process one of a command, before anything slow is imported. Raises UserError without a working directory.
+
+    Ctrl-C ends it at once while something is imported, because imports may swallow it, and the second time in any case. What an
+    import raises is printed as `user_errors` does. A console that is closed is one that nobody reads.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # another file would get its number
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    for console in (sys.stdout, sys.stderr):  # a character that the terminal does not have must not end the program
+        console.reconfigure(errors="backslashreplace")
+    if sys.stdout is sys.__stdout__:  # not where a test reads it
+        style = {name: getattr(sys.stdout, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(Console(sys.stdout.fileno(), "w", closefd=False)), **style)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
+    sys.excepthook = end_by
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was removed; go to one that is there") from None
+
+
+def interrupt(number: int, frame) -> None:
+    """Answer the first Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    while frame:
+        if is_import(frame):
+            with contextlib.suppress(OSError):
+                os.write(2, b"interrupted\n")
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def is_import(frame) -> bool:
+    """Whether a module is being imported in this frame."""
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+
+
+def end_by(kind: type, error: BaseException, trace) -> None:
+    """End the process by an error that nobody has caught, as from an import."""
+    try:
+        with user_errors():
+            raise error
+    except SystemExit as end:
+        os._exit(end.code)
+    except BaseException:
+        sys.__excepthook__(kind, error, trace)
+
+
+def import_problem(error: Exception) -> str:
+    """Why a package could not be imported: it is not there, or does not take a variable of the environment. Else nothing."""
+    trace, importing = error.__traceback__, False
+    while trace:
+        importing, trace = importing or is_import(trace.tb_frame), trace.tb_next
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there"
+    said = str(error).strip()
+    refused = [
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if importing and name.startswith(("TORCH", "PYTORCH", "MPL")) and (name in said or value in said)
+    ]
+    return f"the environment has {' '.join(refused)}: {said.splitlines()[0]}" if refused else ""
+
+
+class LostConsole(OSError):
+    """stdout takes nothing any more."""
+
+
+class Console(io.FileIO):
+    """stdout, whose errors can be told from those of other files."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise LostConsole(error.errno, error.strerror) from None
+
+
 @contextlib.contextmanager
-def survive_closed_pipe():
-    """Go on without a console where nobody reads it any more, as after `| head`."""
-    closed = False
+def survive_lost_console():
+    """Go on without a console that takes nothing any more, as after `| head`, in a closed terminal or with > /dev/full."""
+    lost = None
     try:
         yield
-    except BrokenPipeError:
-        console = select.poll()
-        console.register(sys.stdout, 0)
-        closed = any(event & select.POLLERR for _, event in console.poll(0))
-        if not closed:
-            raise  # it was another pipe
+    except LostConsole as error:
+        lost = error
     finally:  # an exit status that is on its way stays what it is
         try:
             sys.stdout.flush()
-        except BrokenPipeError:
-            closed = True
-        if closed:
+        except LostConsole as error:
+            lost = error
+        if lost:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if lost.errno != errno.EPIPE:  # `| head` has what it wanted
+                complain(f"warning: the console takes nothing any more: {lost.strerror}")
+
+
+def complain(message: str) -> None:
+    """Write a message to stderr, if anybody reads it."""
+    if len(message) > 2 * LONGEST_HALF:
+        message = f"{message[:LONGEST_HALF]} ... {message[-LONGEST_HALF:]}"
+    with contextlib.suppress(OSError):
+        print(printable(message), file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """Write a line to the console."""
+    print(printable(message), flush=True)
+
+
+def printable(text: str) -> str:
+    """`text` with escapes in place of control characters, which a name may have and a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 @contextlib.contextmanager
@@ -87,11 +192,11 @@ def user_errors():
     The status is 2 for bad input (a UserError, or a path that is not what it has to be), 1 where the run cannot go on
     (a RunError, or a full disk), and 130 after Ctrl-C. --debug prints the traceback of an error, too.
     """
-    for console in (sys.stdout, sys.stderr):  # a character that the terminal does not have must not end the program
-        console.reconfigure(errors="backslashreplace")
     try:
-        with survive_closed_pipe():
+        begin()
+        with survive_lost_console():
             yield
+            sys.stdout.flush()
             return
         raise SystemExit(1)  # the rest was not done, so nobody may take it for done
     except UserError as error:
@@ -99,13 +204,17 @@ def user_errors():
     except RunError as error:
         message, status = str(error), 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        complain("interrupted")
         raise SystemExit(INTERRUPTED) from None
     except OSError as error:
         full = error.errno in FULL_DISK
         if not full and error.filename is None:
             raise
         message, status = f"{error.filename or 'the disk'}: {error.strerror}", 1 if full else 2
+    except Exception as error:
+        message, status = import_problem(error), 2
+        if not message:
+            raise
     rank = os.environ.get("RANK", "0")
     if rank.strip("0"):
         # torchrun ends all ranks when the first one exits. Let that be the master, whose message is mostly the same.
@@ -114,8 +223,24 @@ def user_errors():
         message += f" [rank {rank}]"
     if "--debug" in sys.argv:
         traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    complain(f"error: {message}")
     raise SystemExit(status)
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work()` returns or raises. Raises TimeoutError where it takes longer; its thread is then left behind."""
+    from concurrent.futures import Future  # here, because --help does not need it
+
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
 
 
 def read_ranks() -> tuple[int, int, int, int]:
@@ -174,7 +299,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     import tyro
 
     args = [argument for argument in args if argument != "--debug"]  # `user_errors` reads it
-    description += "\n\nAll commands take --debug, which prints the traceback of an error."
+    description = (description or "") + "\n\nAll commands take --debug, which prints the traceback of an error."
     flags, complete, mistakes = flat_fields(cls), [], []
     for argument, following in pairwise([*args, "--"]):
         name = argument.removeprefix("--").replace("-", "_")
@@ -198,7 +323,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
                 return_unknown_args=True,
                 use_underscores=True,
             )
-    except BrokenPipeError:  # `--help | head`
+    except LostConsole:  # `--help | head`
         raise SystemExit(0) from None
     except SystemExit as stop:
         if not stop.code:
@@ -213,8 +338,10 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             mistakes.append(f"unknown flag --{name}{suggestion(name, flags)} (--help lists all flags)")
         elif not before.startswith("--") or "=" in before:  # else it is the value of an unknown flag
             mistakes.append(f"unexpected {argument}: a preset or a run stands before all flags, and a flag is --name=value")
-    values = flat_values(config).items()
-    refuse(mistakes + [f"--{name} {value}" for name, value in values if isinstance(value, ValueError)])
+    for name, value in flat_values(config).items():
+        found = value if isinstance(value, tuple) else (value,)
+        mistakes += [f"--{name} {wrong}" for wrong in found if isinstance(wrong, ValueError)]
+    refuse(mistakes)
     return config
 
 
@@ -252,7 +379,9 @@ def syntax(kind) -> str:
 def read_value(kind, text: str):
     """The value of type `kind` that `text` means, or a ValueError that says what is allowed."""
     if "\0" in text or text != text.encode("utf-8", "replace").decode():
-        return ValueError(f"must be text in UTF-8 without NUL, not {text!r}")
+        encoding = sys.getfilesystemencoding()
+        hint = f" (the locale has {encoding}; with PYTHONUTF8=1 it is UTF-8)" if encoding != "utf-8" else ""
+        return ValueError(f"must be text in UTF-8 without NUL, not {shown(text)}{hint}")
     for allowed in alternatives(kind):
         if allowed is str or allowed == text:
             return text
@@ -260,8 +389,16 @@ def read_value(kind, text: str):
             return text.lower() == "true"
         if allowed in (int, float):
             with contextlib.suppress(ValueError):
-                return allowed(text)
-    return ValueError(f"must be {syntax(kind)}, not {text!r}")
+                value = allowed(text)
+                if allowed is float or abs(value) < LARGEST:
+                    return value
+                return ValueError(f"must be less than 2^63 in magnitude, not {shown(text)}")
+    return ValueError(f"must be {syntax(kind)}, not {shown(text)}")
+
+
+def shown(text: str) -> str:
+    """What a flag was given, for an error: not all of something enormous."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

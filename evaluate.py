@@ -1,8 +1,16 @@
 """Validation loss: `python evaluate.py runs/NAME`, and the function that training calls. With `--tasks`, lm-eval's results."""
 
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+    import cli
+
+    cli.begin()
+
 import json
 import math
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial

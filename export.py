@@ -4,7 +4,15 @@ DIR becomes a Hugging Face model directory: weights in one or more safetensors f
 generation_config.json, the run's settings as config.toml, and a model card (README.md).
 """
 
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+    import cli
+
+    cli.begin()
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -94,7 +102,7 @@ def main(config: ExportConfig) -> None:
     if out.exists():
         raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
     number, unit = config.max_shard_size[:-2], config.max_shard_size[-2:].upper()
-    if unit not in UNITS or not number.isdecimal() or int(number) < 1:
+    if unit not in UNITS or not (number.isdecimal() and len(number) < 20) or int(number) < 1:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
     source, warnings = lookup.find(config.run)
     for warning in warnings:

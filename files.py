@@ -2,6 +2,7 @@
 
 Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
 new one, never a mixture. Every foreign file is opened by `open_regular`, and JSON is decoded against a type by `read_json`.
+A directory may be a link to another disk, and so may a file that is only read. A file that is written never is.
 """
 
 import errno
@@ -17,7 +18,12 @@ from typing import Any, BinaryIO
 from cli import UserError
 
 LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
-FILE_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+FILE_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"} | {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFSOCK: "a socket",
+}
+AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # do not wait for the other end of a FIFO
+UNLINKED = AT_ONCE | getattr(os, "O_NOFOLLOW", 0)  # and do not follow a link
 NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none
 
 
@@ -35,12 +41,36 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def create(path: Path) -> BinaryIO:
+    """A new file to write to, in the place of whatever a killed process, or somebody else, has left under its name."""
+    remove(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | UNLINKED, 0o666), "wb")
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a file that no other program writes, to read and to change, without buffering. It is made if it is not there.
+
+    Raises UserError where it is not a regular file. Of a directory that somebody else has made, a FIFO would stop the program,
+    and a link would lead to a file outside.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | UNLINKED, 0o666)
+    except OSError as error:
+        if not path.is_symlink() and error.errno != errno.ENXIO:  # a socket
+            raise
+        raise UserError(f"{path} is {kind(path.lstat())}, not a regular file; remove it") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is {kind(path.lstat())}, not a regular file; remove it")
+    return os.fdopen(descriptor, "r+b", buffering=0)
+
+
 @contextmanager
 def publish(path: Path) -> Iterator[BinaryIO]:
     """A binary file to write to. It becomes `path` when the block ends, and vanishes if the block raises."""
     temporary = hidden(path)
     try:
-        with open(temporary, "wb") as file:
+        with create(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -122,26 +152,35 @@ def link(name: Path, target: Path) -> None:
     sync(name.parent)
 
 
-def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
+def open_regular(path: Path, limit: int | None = None, links: bool = True) -> BinaryIO:
     """Open a file to read. Raises UserError where it is not a regular file, or larger than `limit` bytes.
+
+    links: False refuses a symbolic link, for what is read to be written again.
 
     Other kinds of file would stop the program: a FIFO waits for a writer, and /dev/zero has no end.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(path, os.O_RDONLY | (AT_ONCE if links else UNLINKED))
     except FileNotFoundError:
         there = f"only {listing(path.parent)}" if path.parent.is_dir() else "it is not a directory"
         raise UserError(f"{path.parent} has no {path.name}: {there}") from None
     except OSError as error:
+        if not links and path.is_symlink():
+            raise UserError(f"{path} is a symbolic link, not a regular file; remove it") from None
         raise UserError(f"{path}: {error.strerror}") from None
     status = os.fstat(descriptor)
-    kind, size = stat.S_IFMT(status.st_mode), status.st_size
-    if kind == stat.S_IFREG and (limit is None or size <= limit):
+    is_regular, size = stat.S_ISREG(status.st_mode), status.st_size
+    if is_regular and (limit is None or size <= limit):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    if kind == stat.S_IFREG:
+    if is_regular:
         raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
-    raise UserError(f"{path} is {FILE_KINDS.get(kind, 'something else')}, not a regular file")
+    raise UserError(f"{path} is {kind(status)}, not a regular file")
+
+
+def kind(status: os.stat_result) -> str:
+    """What a file is that is not a regular one."""
+    return FILE_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
 
 
 def require_regular(path: Path) -> Path:

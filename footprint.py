@@ -172,8 +172,10 @@ def loss_buffers(config: Config, device: str) -> tuple[float, float]:
     logits, weight, x = min(rows_at_a_time(V, device), N) * V, V * C, s * N * C
     if config.train.compile == "on":  # logits and their gradient; or that and a part of the weight's gradient
         rows = s * (logits + max(logits, weight))
-    else:  # logits, probabilities and their gradient in float32 and s; on a GPU also a mask of the targets in two dtypes
-        rows = max((8 if s == 4 else 10) * logits + s * weight, 13 * logits * (device != "cpu"))
+    elif device == "cpu":  # logits, probabilities and their gradient
+        rows = 12 * logits + s * weight
+    else:  # the gradient in s, and also a mask of the targets in two dtypes
+        rows = max((8 if s == 4 else 10) * logits + s * weight, 13 * logits)
     return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
 
 

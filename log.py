@@ -6,13 +6,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Required, TypedDict
 
 import msgspec
 
 import files
-from cli import FULL_DISK, plural, survive_closed_pipe
+from cli import FULL_DISK, RunError, plural, printable, survive_lost_console, within
 from dataset import Count
 from settings import Config, UserError, flat_values
 
@@ -22,6 +23,7 @@ except ImportError:  # not on Windows, where two runs in one directory are not n
     fcntl = None
 
 FEW = 5  # updates that are measured before the time of a run is told
+FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest: an artifact may be large; after a failure, others wait
 LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
@@ -30,9 +32,12 @@ Record = TypedDict(
 )
 
 
-def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
-    """Each line of a metrics.jsonl with its record; None for a line that is torn or foreign. Raises UserError."""
-    with files.open_regular(path) as file:
+def read_records(path: Path, links: bool = True) -> Iterator[tuple[bytes, Record | None]]:
+    """Each line of a metrics.jsonl with its record; None for a line that is torn or foreign. Raises UserError.
+
+    links: whether it may be a symbolic link.
+    """
+    with files.open_regular(path, links=links) as file:
         for line in iter(lambda: file.readline(LONGEST_LINE), b""):
             record = None
             try:
@@ -54,7 +59,7 @@ class Log:
         self.bar = self.wandb = None
         self._text, self._metrics = Lines(), Lines()
         self._is_new = not (directory / "metrics.jsonl").exists()
-        self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
+        self._lock = lock(directory) if is_master and os.path.lexists(directory / ".lock") else None
 
     def begin(self, step: int) -> Record | None:
         """Make the directory, if need be, and open its files at `step`. Returns the evaluation recorded there, if any."""
@@ -70,8 +75,9 @@ class Log:
     def say(self, message: str) -> None:
         """Write a line to the console and to train.log."""
         if self.is_master:
+            message = printable(message)
             self._text.write(message + "\n")
-            with survive_closed_pipe():
+            with survive_lost_console():
                 if self.bar is None:
                     print(message, flush=True)
                 else:
@@ -81,6 +87,14 @@ class Log:
         """Write a line that asks for attention."""
         self.say(f"warning: {message}")
 
+    @contextmanager
+    def surviving(self, what: str):
+        """Warn where `what`, which only reports, fails: the run can go on without it."""
+        try:
+            yield
+        except Exception as error:
+            self.warn(f"{what} failed: {(str(error) or type(error).__name__).splitlines()[0]}; the run goes on without it")
+
     def rewind(self, step: int) -> Record | None:
         """Cut metrics.jsonl back to `step`, so that no step is recorded twice. Returns the evaluation recorded at `step`.
 
@@ -88,7 +102,7 @@ class Log:
         """
         path = self.directory / "metrics.jsonl"
         kept, unreadable, evaluation = [], [], None
-        for line, record in read_records(path) if path.exists() else ():
+        for line, record in read_records(path, links=False) if os.path.lexists(path) else ():
             if record is None:
                 unreadable.append(line)
             elif record["step"] <= step:
@@ -97,7 +111,8 @@ class Log:
                     evaluation = record
         if unreadable:
             aside = path.with_name(f"{path.name}.unreadable")
-            unreadable = [aside.read_bytes() if aside.is_file() else b"", *unreadable]
+            with files.open_own(aside) as file:
+                unreadable = [file.read(), *unreadable]
             with files.publish(aside) as file:
                 file.writelines(unreadable)
             self.warn(f"{path} has {plural(len(unreadable) - 1, 'unreadable line')}, now in {aside.name}")
@@ -159,19 +174,25 @@ class Log:
     def progress(self, step: int) -> None:
         """Move the bar to `step`."""
         if self.bar is not None:
-            self.bar.update(step - self.bar.n)
+            with suppress(OSError):  # the terminal may be gone
+                self.bar.update(step - self.bar.n)
 
     def metrics(self, record: dict) -> None:
         """Write one record to metrics.jsonl and wandb, without its None values and with the time (seconds since 1970)."""
         if self.is_master:
             record = {key: value for key, value in record.items() if value is not None} | {"time": round(time.time(), 3)}
             self._metrics.write(json.dumps(record) + "\n")
-            if self.wandb is not None:
-                self.wandb.log(record)
+            with self.surviving("wandb"):
+                if self.wandb is not None:
+                    run, self.wandb = self.wandb, None
+                    run.log(record)
+                    self.wandb = run
 
     def save_artifact(self, checkpoint: Path, metadata: dict) -> None:
         """Give a checkpoint to wandb, if wandb is on, as the next version of the run's model."""
-        if self.wandb is not None:
+        if self.wandb is None:
+            return
+        with self.surviving("the artifact for wandb"):
             import wandb
 
             artifact = wandb.Artifact(f"model-{self.wandb.id}", type="model", metadata=metadata)
@@ -183,32 +204,50 @@ class Log:
         if self._metrics.waiting:
             self.warn(f"the last lines of {self.directory / 'metrics.jsonl'} could not be written: the disk is full")
         if self.bar is not None:
-            self.bar.close()
+            with suppress(OSError):
+                self.bar.close()
             self.bar = None
         if self.wandb is not None:
-            self.wandb.finish(exit_code=status)
+            seconds = FINISH_SECONDS[status == 1]
+            with self.surviving(f"what wandb has not sent in {seconds} s"):
+                within(seconds, lambda: self.wandb.finish(exit_code=status))
 
 
 class Lines:
     """A file that lines are appended to. They wait in memory before it is open, and while the disk is full."""
 
     def __init__(self):
-        self.waiting, self.file = bytearray(), None
+        self.waiting, self.file, self.path, self.opened = bytearray(), None, Path(), None
 
     def open(self, path: Path) -> None:
-        """Begin to append to `path`."""
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        """Begin to append to `path`. Raises UserError where it is not a regular file."""
+        self.file, self.path = files.open_own(path), path
+        self.file.seek(0, os.SEEK_END)
+        self.opened = os.fstat(self.file.fileno())
         self.write("")
 
     def write(self, text: str) -> None:
-        """Append `text`, now or as soon as it can be."""
+        """Append `text`, now or as soon as it can be. Raises RunError where the file was moved or removed meanwhile."""
         self.waiting += text.encode("utf-8", "replace")
+        if self.file and not self.is_there():
+            self.file = None
+            raise RunError(
+                f"{self.path} was moved or removed while the run goes on, which therefore ends; if it was moved, "
+                "--out_dir and --name say where it is now, and the same command continues from its newest checkpoint"
+            )
         try:
             while self.file and self.waiting:
                 del self.waiting[: self.file.write(self.waiting)]
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
+
+    def is_there(self) -> bool:
+        """Whether the open file still has its name."""
+        try:
+            return os.path.samestat(self.path.stat(), self.opened)
+        except FileNotFoundError:
+            return False
 
 
 class Meter:
@@ -260,7 +299,7 @@ class Meter:
 
 def lock(directory: Path):
     """Hold the directory until this process ends. Raises UserError if another live process holds it."""
-    file = open(directory / ".lock", "w")  # noqa: SIM115 (the lock lasts as long as the file is open)
+    file = files.open_own(directory / ".lock")  # the lock lasts as long as the file is open
     if fcntl is not None:
         for _ in range(20):  # a killed run's process may take a moment to be gone
             try:

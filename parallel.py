@@ -74,6 +74,9 @@ class Engine:
         self.parameters = dict(module.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self.staging: Tensor | None = None
+        # Whether ranks with gradients of their own exchange something in the optimizer's step. fsdp's norm is one of all ranks.
+        exchanges = self.strategy == "zero1" or config.optim.optimizer == "muon"
+        self.shares_step = world.size > 1 and self.strategy != "fsdp" and exchanges
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
         """The optimizers of the model. The strategy may share their work and their state out over the ranks."""
@@ -123,6 +126,10 @@ class Engine:
         gradients = [p.grad for p in self.names if p.grad is not None]
         # The only wait for a GPU in an update. The optimizer's work hides the launches of the next one.
         norm = whole(nn.utils.get_total_norm(gradients)).item()
+        if self.shares_step:  # a rank that left the step out would be waited for, and only a fault of its own makes it differ
+            finite = torch.tensor(float(math.isfinite(norm)))
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+            norm = norm if finite else math.nan
         if 0 < limit < norm < math.inf:
             torch._foreach_mul_(gradients, limit / norm)
         return norm

@@ -14,7 +14,7 @@ import cluster
 import data
 import footprint
 import settings
-from cli import survive_closed_pipe
+from cli import survive_lost_console
 from cluster import Hardware
 from dataset import GPT2_VOCAB_SIZE
 from log import read_records
@@ -31,7 +31,7 @@ def main(config: Config, options: PlanConfig) -> None:
     """Print the plan of the run that `config` describes. Raises UserError."""
     if settings.read_ranks()[0] == 0:
         facts = make(config, options)
-        with survive_closed_pipe():
+        with survive_lost_console():
             print(json.dumps(facts, indent=2) if options.plan_json else text(facts), flush=True)
 
 

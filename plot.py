@@ -3,10 +3,18 @@
 `python plot.py runs/A runs/B --out=curves.svg --x=time` compares two. `python plot.py runs/A --watch` follows one.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+    import cli
+
+    cli.begin()
+
 import contextlib
 import math
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from itertools import cycle, pairwise

@@ -9,13 +9,21 @@ finished shard ends.
 Many machines share a corpus: each one makes --part=NUMBER/COUNT of it, and --join makes one dataset of the parts in --out.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+    import cli
+
+    cli.begin()
+
 import hashlib
 import io
 import json
 import math
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +38,7 @@ import files
 import hub
 import settings
 from check_data import check
+from cli import say
 from dataset import read_metadata
 from encode import Split, by_hash, choose_split, encode_all
 from join import join, part_directory, part_files
@@ -99,13 +108,13 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
             record["revision"] = earlier.get(source, {}).get("revision") or hub.find_commit(source)
             found = hub_files(source, record["revision"], directory / "downloads")
             for line in describe_files(source, found):
-                print(line, flush=True)
+                say(line)
         else:
             found, others = (embedded_corpus(), None) if source == EMBEDDED else local_files(source)
             if others:
                 kinds = ", ".join(f"{suffix} ({count:,})" for suffix, count in others.most_common(SHOWN_KINDS))
                 more = ", ..." * (len(others) > SHOWN_KINDS)
-                print(f"{source}: skipped {settings.plural(others.total(), 'file')} of other types: {kinds}{more}")
+                say(f"{source}: skipped {settings.plural(others.total(), 'file')} of other types: {kinds}{more}")
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
         all_files += found
     return all_files, records
@@ -157,7 +166,7 @@ def make_tokenizer(spec: str, source_files: list[SourceFile], text: TextFormat) 
     """The tokenizer that `spec` names. train:N learns it from the files."""
     tokenizer = resolve(spec, lambda: sample(source_files, text))
     if spec.startswith("train:") and tokenizer.vocab_size < int(spec[6:]):
-        print(f"--tokenizer={spec}: there is too little text for more than {tokenizer.vocab_size} tokens")
+        say(f"--tokenizer={spec}: there is too little text for more than {tokenizer.vocab_size} tokens")
     return tokenizer
 
 
@@ -186,7 +195,7 @@ def prepare(config: PrepareConfig) -> None:
     downloads = directory / "downloads"
     if is_finished(directory, request):
         remove_downloads(downloads, config.keep_downloads)
-        print(f"{directory} already holds this dataset")
+        say(f"{directory} already holds this dataset")
         return
     request["listing"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
     progress = read_progress(directory, request, ignore="downloads")
@@ -205,15 +214,15 @@ def prepare(config: PrepareConfig) -> None:
     writer = DatasetWriter(directory, request, tokenizer, split.val_fraction, by_tail=split.boundary is not None)
     if progress:
         writer.restore(progress)
-        print(f"{directory}: going on after {settings.plural(len(writer.records), 'finished shard')}")
+        say(f"{directory}: going on after {settings.plural(len(writer.records), 'finished shard')}")
     else:
         writer.begin()
     encode_files(writer, split, source_files, text, config)
     writer.finish()
     remove_downloads(downloads, config.keep_downloads)
     if empty := sum(not file.size for file in source_files):
-        print(f"{settings.plural(empty, 'empty file')} of {len(source_files):,} left out")
-    print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
+        say(f"{settings.plural(empty, 'empty file')} of {len(source_files):,} left out")
+    say(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 
 def remove_downloads(downloads: Path, keep: bool) -> None:
@@ -236,7 +245,7 @@ def read_options(config: PrepareConfig) -> dict:
     if config.column != "text":
         options["column"] = config.column
     if config.max_tokens:
-        number = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", config.max_tokens.upper())
+        number = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)([KMBT]?)", config.max_tokens.upper())
         options["max_tokens"] = int(Fraction(number[1]) * MULTIPLES[number[2]]) if number else 0
         if not 2 <= options["max_tokens"] < 1 << 62:
             raise UserError(f"--max_tokens={config.max_tokens} is not a number of tokens such as 500M or 10B")
@@ -300,7 +309,7 @@ def encode_files(
     if not_utf8:
         shown = ", ".join(map(str, list(not_utf8)[:SHOWN_FILES])) + ", ..." * (len(not_utf8) > SHOWN_FILES)
         count = settings.plural(len(not_utf8), "file")
-        print(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {shown}")
+        say(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {shown}")
 
 
 def main() -> None:

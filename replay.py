@@ -11,6 +11,9 @@ A run under --strategy=exact is replayed by one process, whatever the number of 
 import os
 import sys
 
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+
 import settings
 
 if __name__ == "__main__":

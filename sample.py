@@ -1,6 +1,14 @@
 """Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`."""
 
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+    import cli
+
+    cli.begin()
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

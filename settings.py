@@ -76,8 +76,11 @@ def spin_count() -> int:
 
 
 def memory_bytes() -> int:
-    """How much memory this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """How much memory this machine has, or this container may use."""
+    limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    texts = [limit.read_text().strip() for limit in limits if limit.exists()]
+    allowed = [int(text) for text in texts if text.isdecimal()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *allowed])
 
 
 @dataclass(frozen=True)
@@ -386,7 +389,8 @@ def read_preset(path: Path) -> Config:
 def typed(kind, value) -> tuple[Any, str]:
     """A setting of type `kind` from a value of TOML or JSON, and what is wrong with it, if anything."""
     found = cli.read_value(kind, str(value) if isinstance(value, str | int | float) else repr(value))
-    if isinstance(found, ValueError) and isinstance(value, str) and str in cli.alternatives(kind):
+    enormous = isinstance(value, int) and abs(value) >= cli.LARGEST
+    if isinstance(found, ValueError) and (enormous or isinstance(value, str) and str in cli.alternatives(kind)):
         return found, str(found)
     return found, "" if found == value else f"must be {cli.syntax(kind)}, not {value!r}"  # such as a number in quotes
 
@@ -409,6 +413,11 @@ def check(config: Config, world_size: int) -> None:
     """
     refuse(range_problems(config))  # the other checks calculate with these numbers
     refuse([*strategy_problems(config, world_size), *shape_problems(config.model), *share_problems(config, world_size)])
+    refuse(
+        f"--skip_steps={config.data.skip_steps} has {batch + 1}, which no step of this run would see; the last is {end}"
+        for number, batch in enumerate(config.skipped_batches)
+        if batch >= (end := config.train.steps + number)
+    )
 
 
 def number_problems(config, ranges: list[tuple] = RANGES) -> Iterator[str]:

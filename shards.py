@@ -85,11 +85,12 @@ class ShardWriter:
 
     def save(self) -> dict:
         """Write the tokens of the unfinished shard that are not on disk yet. Returns what `restore` needs."""
-        with open(self.partial, "r+b" if self.saved else "wb") as file:
+        with files.open_own(self.partial) as file:
             file.truncate(self.saved * self.buffer.itemsize)
             file.seek(0, os.SEEK_END)
-            file.write(self.buffer[self.saved : self.filled])
-            file.flush()
+            left = memoryview(self.buffer[self.saved : self.filled]).cast("B")
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
         self.saved = self.filled
         return {"finished": self.finished, "saved": self.saved}

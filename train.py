@@ -14,6 +14,9 @@ state saved.
 import os
 import sys
 
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+
 import settings
 
 if __name__ == "__main__":  # --help and bad flags are answered before torch, which takes seconds, is imported
@@ -52,7 +55,7 @@ from footprint import flops_per_token
 from log import Log, Meter, duration
 from model import initial_weights, without_values
 from parallel import Engine
-from settings import Config, RunError, UserError, plural
+from settings import Config, RunError, plural
 from world import Stop, World, connect, unheard
 
 EX_TEMPFAIL = 75
@@ -84,7 +87,8 @@ def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
     began = time.monotonic()
     world = join(config)
-    run = prepare(config, world)
+    with world.naming_missing_ranks():
+        run = prepare(config, world)
     status = 1
     try:
         with world.naming_missing_ranks():
@@ -311,10 +315,8 @@ def validate(run: Run) -> None:
     line += f"  {bits:.4f} bits per byte" if bits else ""
     log.say(f"{line}  evaluated in {duration(time.monotonic() - began)}")
     if state.step >= config.train.steps or time.monotonic() - run.drawn_at > DRAW_SECONDS:
-        try:
+        with log.surviving("drawing curves.png"):
             plot.draw([log.directory], log.directory / "curves.png")
-        except (OSError, UserError) as error:  # such as a full disk: the run can go on
-            log.warn(f"curves.png could not be drawn: {error}")
         run.drawn_at = time.monotonic()
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 import device
-from settings import RunError, UserError, cores, read_ranks
+from cli import within
+from settings import RunError, UserError, cores, read_ranks, refuse
 
 PATIENCE = 5.0  # seconds until a rank says for whom it waits
+LONGEST_END = 3600.0  # seconds for which a rank that is done waits for others, such as one that writes a large checkpoint
 
 
 @dataclass(frozen=True)
@@ -86,38 +89,71 @@ class World:
     def leave(self, failed: bool) -> None:
         """Wait until every rank is done: one that left earlier would fail those that still read from it.
 
-        There is no time limit, for the master may still be writing a large checkpoint. Nobody waits after a failure.
+        The master may still be writing a large checkpoint, so others have LONGEST_END. Nobody waits after a failure. Raises
+        RunError, which names the ranks that are not done by then, or says that they cannot be asked any more.
         """
         if self.size == 1:
             return
         keys = [f"left/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], "failed" if failed else "done")
-        while not failed and not self.store.check(keys):
+        if failed:
+            with contextlib.suppress(RunError):  # there is an error already
+                ask(lambda: self.store.set("failed", ""), self.store, PATIENCE)
+            return
+        ask(lambda: self.store.set(keys[self.rank], "done"), self.store)
+        deadline = time.monotonic() + LONGEST_END
+        while missing := ask(lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])], self.store):
+            if ask(lambda: self.store.check(["failed"]), self.store):
+                return
+            if time.monotonic() > deadline:
+                raise RunError(f"{named(missing)} did not come to an end in {LONGEST_END:.0f} s after this one")
             time.sleep(0.05)
-            failed = any(self.store.check([key]) and self.store.get(key) == b"failed" for key in keys)
-        if not failed:
-            dist.barrier()  # the store ends with rank 0 where torchrun does not hold it
+        dist.barrier()  # the store ends with rank 0 where torchrun does not hold it
 
     @contextlib.contextmanager
     def naming_missing_ranks(self):
         """Turn a failed collective into a RunError that names the ranks which no longer answer, if there are any.
 
-        Each rank whose collective failed says so in the store, then looks who else did. A dead or hung rank did not.
+        Each rank whose collective failed says so in the store, then looks who else did. A dead or hung rank did not. Where the
+        store does not answer either, this rank is the one that is cut off.
         """
         try:
             yield
         except RuntimeError as error:
             if self.store is None or not is_communication(error):
                 raise
-            self.store.set(f"failed/{self.rank}", "")
-            keys, deadline = [f"failed/{rank}" for rank in range(self.size)], time.monotonic() + 5
-            while not self.store.check(keys) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            reason = str(error).splitlines()[0]
+            try:
+                missing = ask(self.silent_ranks, self.store, 3 * PATIENCE)
+            except RunError as cut:
+                raise RunError(f"rank {self.rank} no longer hears from the others: {reason}; and {cut}") from None
             if not missing:
                 raise
             verb = "no longer answers" if len(missing) == 1 else "no longer answer"
-            raise RunError(f"{named(missing)} {verb}: {str(error).splitlines()[0]}") from None
+            raise RunError(f"{named(missing)} {verb}: {reason}") from None
+
+    def silent_ranks(self) -> list[int]:
+        """Say that a collective failed on this rank. Returns the ranks that do not say so within seconds."""
+        self.store.set(f"failed/{self.rank}", "")
+        keys, deadline = [f"failed/{rank}" for rank in range(self.size)], time.monotonic() + PATIENCE
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+
+def ask(question: Callable[[], Any], store: dist.Store, seconds: float = 0.0) -> Any:
+    """What `question()` learns from the store. Raises RunError where that takes longer than `seconds` (0: --timeout_minutes).
+
+    The store's own calls have no limit once the connection is there: they would wait for a host that is gone.
+    """
+    seconds = seconds or store.timeout.total_seconds()
+    try:
+        return within(seconds, question)
+    except TimeoutError:
+        reason = f"no answer in {seconds:.0f} s"
+    except RuntimeError as error:  # a DistError is one
+        reason = str(error).splitlines()[0]
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    raise RunError(f"the store of the ranks at {place} is not to be reached ({reason}): is the network cut, or its host gone?")
 
 
 def named(ranks: list[int]) -> str:
@@ -170,13 +206,32 @@ def connect(
                 "RANK is set, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; torchrun sets all of them. By hand, "
                 "set them alike for all ranks: on one machine to 127.0.0.1 and a free port, such as 29500"
             )
+        refuse(interface_problems())
         store = meet(rank, size, os.environ["MASTER_ADDR"], int(port), timedelta(minutes=timeout_minutes))
         # CPU tensors, which carry what is about the run and not the model, go through gloo: no GPU is waited for.
         ours = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(own.type) if not share_gpus else None
         backend, device_id = (ours, own) if ours else ("gloo", None)
-        timeout = timedelta(minutes=timeout_minutes)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+
+        def join_group():
+            if own.type in ("cuda", "xpu"):
+                getattr(torch, own.type).set_device(own)  # of this thread
+            timeout = timedelta(minutes=timeout_minutes)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+
+        try:
+            within(60 * timeout_minutes + PATIENCE, join_group)
+        except (RuntimeError, TimeoutError) as error:
+            reason = (str(error) or f"no answer in {timeout_minutes:g} minutes").splitlines()[0]
+            raise RunError(f"rank {rank} could not connect to the other ranks: {reason}") from None
     return World(rank, size, local_rank, local_size, own, store)
+
+
+def interface_problems() -> Iterator[str]:
+    """The network interfaces that the environment names for gloo and that this machine does not have."""
+    there = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if there and name not in there:
+            yield f"the environment has GLOO_SOCKET_IFNAME={name}, and this machine has only {', '.join(there)}"
 
 
 def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist.Store:
@@ -194,17 +249,20 @@ def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist
             tell = min(deadline, time.monotonic() + 60)
         time.sleep(0.1)
     try:
-        store = dist.TCPStore(host, port, size, holds, timeout, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:  # a DistError is one
-        raise RunError(f"no store of {holder} at {place}: {str(error).splitlines()[0]}") from None
+        store = within(
+            max(1.0, deadline - time.monotonic()),
+            lambda: dist.TCPStore(host, port, size, holds, timeout, wait_for_workers=False, multi_tenant=True),
+        )
+    except (RuntimeError, TimeoutError) as error:  # a DistError is a RuntimeError
+        raise RunError(f"no store of {holder} at {place}: {(str(error) or 'no answer').splitlines()[0]}") from None
     # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
     store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
-    store.set(f"here/{rank}", "")
-    store.add("here", 1)
+    ask(lambda: store.set(f"here/{rank}", ""), store)
+    ask(lambda: store.add("here", 1), store)
     tell = min(deadline, time.monotonic() + PATIENCE)
-    while store.add("here", 0) < size:
+    while ask(lambda: store.add("here", 0), store) < size:
         if time.monotonic() > tell:
-            missing = [other for other in range(size) if not store.check([f"here/{other}"])]
+            missing = ask(lambda: [other for other in range(size) if not store.check([f"here/{other}"])], store)
             if missing and time.monotonic() > deadline:
                 raise RunError(f"{named(missing)} of {size} did not come to {place} in {timeout} (--timeout_minutes)")
             if missing and rank == 0:

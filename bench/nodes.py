@@ -135,12 +135,12 @@ class Cluster:
         self.train = machine.arguments(**flags)
         self.running: dict[str, subprocess.Popen] = {}
 
-    def start(self, host: str, nodes: str) -> None:
+    def start(self, host: str, nodes: str, restarts: int = 3) -> None:
         """Start torchrun on a host. nodes: how many hosts the run needs, such as 2, or 1:2 for at least one."""
         options = {
             "nnodes": nodes,
             "nproc_per_node": 1,
-            "max-restarts": 3,
+            "max-restarts": restarts,
             "rdzv-backend": "c10d",
             "rdzv-endpoint": "host-a:29500",
             "rdzv-id": self.directory.name,

@@ -1,5 +1,6 @@
 """A tiny dataset, and train.py as users start it: real processes, real ranks, real torchrun."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -122,6 +123,37 @@ class Trainer:
     def metrics(self, name):
         """The records of metrics.jsonl without times and memory."""
         return machine.unmeasured(machine.metrics(self.runs / name))
+
+
+@contextlib.contextmanager
+def ending_what_is_left():
+    """Kill what was started in the block and still runs at its end, with all its descendants. A failing test leaves it."""
+    started = []
+
+    def noting(begin):
+        def note(self, *args, **more):
+            begin(self, *args, **more)
+            started.append(self)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (subprocess.Popen, warm.Process):
+            patch.setattr(kind, "__init__", noting(kind.__init__))
+        try:
+            yield
+        finally:
+            patch.undo()
+            for process in started:
+                if "_inductor" not in str(getattr(process, "args", "")):  # the compiler's workers serve later tests, too
+                    machine.kill(process)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No test leaves a process behind."""
+    with ending_what_is_left():
+        yield
 
 
 def largest_difference(a, b):

@@ -70,6 +70,8 @@ FLAGS = [
             ("--steps=1e3", "--steps must be INTEGER"),
             ("--steps=1" + "0" * 400, "--steps must be"),
             ("--steps=" + "9" * 5000, "--steps must be INTEGER"),
+            ("--log_every=" + "9" * 4000, "--log_every must be less than 2^63"),
+            ("--steps=20 --skip_steps=812", "has 812, which no step of this run would see; the last is 20"),
             ("--seed=x", "--seed must be INTEGER, not 'x'"),
             ("--seed=-1", "--seed must be at least 0"),
             ("--seed=9223372036854775808", "less than 2^63"),
@@ -131,6 +133,12 @@ FLAGS = [
         ("parameters", "GB of weights", "this machine has"),
         needs=("tokens",),
     ),
+    Case(
+        "more of an update than memory",
+        [*TRAIN, "--vocab_size=16777216", "--n_embd=64"],
+        ("--vocab_size=16777216", "an update takes about", "GB of memory"),
+        needs=("tokens",),
+    ),
     Case("--resume=nowhere", [*TRAIN, "--resume=/nowhere"], ("/nowhere is neither a run",), needs=("tokens",)),
     Case("--init_from=nowhere", [*TRAIN, "--init_from=/nowhere"], ("/nowhere is not a directory",), needs=("tokens",)),
     Case("a batch without end", [*TRAIN, "--tokens_per_update=4294967280"], ("--tokens_per_update",), needs=("tokens",)),
@@ -163,7 +171,8 @@ FLAGS = [
         "replay.py",
         [
             ("runs/run --step=99", "has steps 1 to 2"),
-            ("runs/run --steps=1" + "0" * 30, "has steps 1 to 2"),
+            ("runs/run --steps=1" + "0" * 30, "--steps must be less than 2^63"),
+            ("runs/run --step=" + "9" * 4000, "--step must be less than 2^63"),
             ("runs/nothing", "neither a run"),
         ],
         needs=("runs",),
@@ -224,7 +233,7 @@ PRESETS = [
         ("an unknown table", "[modl]\nn_layer = 1", "[modl] is not one of"),
         ("an unknown key", "[optim]\nlrr = 1", "perhaps you meant --lr"),
         ("twice the same key", "[optim]\nlr = 1\nlr = 2", "overwrite"),
-        ("a huge number", "[train]\nsteps = 1" + "0" * 100, "--steps"),
+        ("a huge number", "[train]\nsteps = 1" + "0" * 100, "steps in [train] must be less than 2^63"),
     ]
 ]
 PRESETS += [
@@ -232,6 +241,7 @@ PRESETS += [
     Case("a preset that is a device", ["train.py", "/dev/zero"], ("/dev/zero is a device, not a regular file",)),
 ]
 
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ENVIRONMENT = [
     Case(f"the environment {env}", [*TRAIN], (words,), env=env, needs=("tokens",))
     for env, words in [
@@ -247,6 +257,7 @@ ENVIRONMENT = [
         ({"LOCAL_RANK": ""}, "LOCAL_RANK= must be an integer"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR and MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, "MASTER_ADDR and MASTER_PORT"),
+        (ALONE | {"GLOO_SOCKET_IFNAME": "junk0"}, "GLOO_SOCKET_IFNAME=junk0, and this machine has only lo"),
     ]
 ]
 
@@ -916,6 +927,23 @@ RUNS += [
     ),
 ]
 
+# What somebody else may have put into a run directory under a name that train.py writes, and what becomes of it.
+PLACED = [
+    Case(
+        f"in the place of {name}: {what}",
+        RESUME,
+        (*words, name),
+        lambda f, name=name, make=make: (write(f / "outside", "mine"), special(f"runs/run/{name}", make)(f)),
+        needs=("tokens", "runs"),
+    )
+    for name in (".lock", "train.log", "metrics.jsonl")
+    for what, make, words in [
+        ("a FIFO", os.mkfifo, ("is a FIFO, not a regular file",)),
+        ("a link", lambda path: path.symlink_to(path.parents[2] / "outside"), ("is a symbolic link, not a regular file",)),
+        ("a directory", os.mkdir, ()),
+    ]
+]
+
 CASES = [
     *FLAGS,
     *PRESETS,
@@ -931,7 +959,7 @@ CASES = [
     *OPTIMIZERS,
     *EXPORTS,
 ]
-CASES += RUNS
+CASES += [*RUNS, *PLACED]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running them

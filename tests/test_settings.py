@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 import data
 import machine
 import settings
-from conftest import execute
+from conftest import ending_what_is_left, execute
 from settings import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -382,3 +384,85 @@ def test_a_reader_that_ends_early_ends_nothing_else(tmp_path, flags):
     assert process.stderr.read() == "" and process.wait() == 0
     if flags == ["--steps=5"]:
         assert "done: 5 steps" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("console, status", [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 0)])
+def test_a_run_goes_on_without_a_console(tmp_path, console, status):
+    execute([sys.executable, "prepare_data.py", "README.md", f"--out={tmp_path / 'tokens'}", "--tokenizer=bytes"])
+    flags = machine.TINY_RUN | dict(steps=2, out_dir=tmp_path, name="run", tokens=tmp_path / "tokens")
+    done = shell(tmp_path, f"{shlex.join([sys.executable, *machine.arguments(ROOT / 'train.py', **flags)])} {console}")
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert "done: 2 steps" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_what_a_full_console_has_not_taken_is_not_taken_for_done(tmp_path):
+    done = shell(tmp_path, f"{shlex.join([sys.executable, '-c', CONSOLE])} >/dev/full")
+    assert (done.returncode, done.stderr) == (1, "warning: the console takes nothing any more: No space left on device\n")
+    assert shell(tmp_path, f"{sys.executable} {ROOT / 'train.py'} --steps=x 2>&-").returncode == 2
+
+
+CONSOLE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import cli\nwith cli.user_errors(): print('text')"
+
+
+def shell(folder, line):
+    """Run a line of a shell in `folder`."""
+    return subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("options", ["-OO", "-I", "-P"])
+def test_commands_work_under_python_s_own_options(tmp_path, options):
+    for script in ("train", "sample", "evaluate", "replay", "export", "plot", "prepare_data"):
+        done = shell(tmp_path, f"{sys.executable} {options} {ROOT / script}.py nothing --seed=x --step=x --out=x")
+        assert done.returncode == 2 and "error: " in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_working_directory_that_is_gone_is_an_error(tmp_path):
+    for script in ("train", "plot"):
+        done = shell(tmp_path, f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} {ROOT / script}.py x")
+        assert (done.returncode, done.stderr) == (2, "error: the working directory was removed; go to one that is there\n")
+
+
+def test_text_that_the_locale_cannot_read_is_said_to_be_the_locale_s_fault(tmp_path):
+    line = f"LC_ALL=C PYTHONUTF8=0 {sys.executable} {ROOT / 'plot.py'} \u00e9"
+    done = shell(tmp_path, line)
+    assert done.returncode == 2 and "the locale has ascii; with PYTHONUTF8=1 it is UTF-8" in done.stderr
+
+
+# A module that swallows what is raised while it is imported, as some do.
+SWALLOWING = """
+import time
+for _ in range(100):
+    try:
+        time.sleep(0.1)
+    except BaseException:
+        pass
+"""
+
+
+def test_ctrl_c_is_not_swallowed_by_an_import_and_shows_no_traceback(tmp_path):
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import cli\n"
+    code += "with cli.user_errors():\n    print('now', flush=True)\n    import swallowing"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "now\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"a\\u001b[2J": "x"}\n')
+    line = f"{sys.executable} {ROOT / 'prepare_data.py'} text.jsonl --tokenizer=bytes --column=$(printf 'b\\033]0;x\\007')"
+    done = shell(tmp_path, line)
+    assert done.returncode == 2 and "\\x1b" in done.stderr and "\x1b" not in done.stderr + done.stdout
+
+
+def test_what_a_failing_test_leaves_is_ended(tmp_path):
+    with pytest.raises(AssertionError), ending_what_is_left():
+        process = subprocess.Popen(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+        child = int(process.stdout.readline())
+        raise AssertionError
+    assert process.returncode == -signal.SIGKILL
+    stat = Path(f"/proc/{child}/stat")  # nobody may have asked after it yet
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"

@@ -270,6 +270,25 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
     assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15
 
 
+# The third gradient of one rank is not finite although the sum over the ranks was.
+POISONED_RANK = """
+import parallel
+seen, unscale = [], parallel.unscale_gradients
+def poisoned(scaler, parameters):
+    seen.append(1)
+    if os.environ["RANK"] == "1" and len(seen) == 3:
+        next(p for p in parameters if p.grad is not None).grad.view(-1)[0] = float("nan")
+    unscale(scaler, parameters)
+parallel.unscale_gradients = poisoned
+"""
+
+
+@pytest.mark.parametrize("flags", [dict(strategy="zero1"), dict(strategy="ddp", optimizer="muon")], ids=str)
+def test_one_rank_whose_gradient_is_not_finite_does_not_leave_the_others_waiting(train, flags):
+    done = train.changed(POISONED_RANK, "alone", 2, steps=6, timeout_minutes=0.2, **flags)
+    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+
+
 def test_nodes_that_share_a_model_need_not_hold_all_of_it():
     memory = settings.memory_bytes()
     flags = dict(n_layer=1, n_head=1, n_embd=64, n_kv_head=1, head_dim=64, d_ff=256, vocab_size=int(1.5 * memory / 4 / 64))

@@ -464,7 +464,63 @@ def test_lines_that_a_full_disk_does_not_take_wait_and_the_run_goes_on(train):
     assert "metrics.jsonl could not be written: the disk is full" in done.stdout and train.metrics("never") == []
     assert train.files("never") == train.files("plain")
     change = "import plot\ndef draw(*a):\n    raise OSError(28, 'No space left on device')\nplot.draw = draw"
-    assert "curves.png could not be drawn: [Errno 28] No space" in train.changed(change, "undrawn", steps=2).stdout
+    assert "drawing curves.png failed: [Errno 28] No space" in train.changed(change, "undrawn", steps=2).stdout
+
+
+BROKEN_WANDB = """
+import types, log
+def start(self, config, run_id, more):
+    def fail(*a, **k):
+        raise RuntimeError("wandb is gone")
+    self.wandb = types.SimpleNamespace(log=fail, finish=fail, id="x") if self.is_master else None
+    return "x"
+log.Log.start_wandb = start
+"""
+
+
+def test_what_only_reports_does_not_end_a_run(train):
+    train("plain", steps=2)
+    done = execute(train.command("undrawn", steps=2), env={"MPLBACKEND": "junk"}, fork=False)
+    assert "drawing curves.png failed: Key backend: 'junk' is not a valid value" in done.stdout
+    assert "wandb failed: wandb is gone; the run goes on without it" in train.changed(BROKEN_WANDB, "unsent", steps=2).stdout
+    assert train.files("undrawn") == train.files("unsent") == train.files("plain")
+
+
+GOES_AWAY = ["os.rename(run.log.directory, f'{run.log.directory}-moved')", "shutil.rmtree(run.log.directory)"]
+
+
+@pytest.mark.parametrize("loss", GOES_AWAY, ids=["moved", "removed"])
+def test_a_run_whose_directory_goes_away_ends_and_says_so(train, loss):
+    change = "import shutil\noriginal = train.update\ndef update(run, *more):\n    "
+    change += f"if run.state.step == 2: {loss}\n    return original(run, *more)\ntrain.update = update"
+    done = train.changed(change, "away", status=1, save_every=0, eval_every=0)
+    assert "away/train.log was moved or removed while the run goes on" in done.stderr
+    assert not (train.runs / "away").exists()
+
+
+@pytest.mark.parametrize("linked", ["runs", "runs/linked", "runs/linked/checkpoints"])
+def test_a_directory_may_be_a_link_to_another_disk(train, tmp_path, linked):
+    disk, place = tmp_path / "disk", tmp_path / linked
+    disk.mkdir()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(disk)
+    train("linked", steps=2)
+    train("linked", steps=3)
+    assert place.is_symlink() and list(disk.iterdir()) and train.metrics("linked")[-1]["step"] == 3
+
+
+def test_what_lies_under_a_hidden_name_is_replaced_and_not_written_through(train, tmp_path):
+    train("mine", steps=2)
+    outside, run = tmp_path / "outside", train.runs / "mine"
+    outside.write_text("mine")
+    for name in (".config.toml.tmp", ".metrics.jsonl.tmp", ".curves.png.tmp"):
+        (run / name).symlink_to(outside)
+    (run / "metrics.jsonl.unreadable").symlink_to(outside)
+    train("mine", steps=3)
+    assert outside.read_text() == "mine" and not list(run.glob(".*.tmp"))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("torn")
+    assert "metrics.jsonl.unreadable is a symbolic link" in train("mine", steps=4, status=2).stderr
 
 
 def test_evaluate_refuses_what_the_model_cannot(shared):

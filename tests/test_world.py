@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import plan
 import settings
 import train as trainer
 import world
+from conftest import CHANGED, execute
 from test_train import wait_for
 
 
@@ -178,6 +180,26 @@ def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatc
     done = train.changed(change, "alone", env={name: str(value) for name, value in env.items()}, **flags)
     assert waits.format(port=port) in done.stdout and ends.format(port=port) in done.stderr
     assert not train.runs.exists()
+
+
+def test_a_rank_does_not_wait_for_a_store_whose_host_hangs(train):
+    # Rank 0 holds the store and stops without a word: its kernel still answers for it.
+    change = "import signal, world; world.PATIENCE = 0.3\noriginal = train.update\ndef update(run, *more):\n"
+    change += "    if os.environ['RANK'] == '0' and run.state.step == 2:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
+    change += "    return original(run, *more)\ntrain.update = update"
+    script = train.runs.parent / "stops.py"
+    script.write_text(CHANGED.format(change=change))
+    process = train.start("stops", 2, script=script, steps=100, timeout_minutes=0.03, save_every=0, eval_every=0)
+    errors = Path(process.streams[1])
+    wait_for(lambda: errors.exists() and "rank 1 no longer hears from the others" in errors.read_text())
+    assert "is not to be reached (no answer in 1 s)" in errors.read_text()
+
+
+@pytest.mark.parametrize("variable", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])
+@pytest.mark.parametrize("script", [["train.py"], ["sample.py", "x"], ["evaluate.py", "x"]], ids=str)
+def test_a_variable_that_torch_does_not_take_is_named(script, variable):
+    done = execute([sys.executable, *script], env={variable: "junk"}, status=2, fork=False)
+    assert f"error: the environment has {variable}=junk: " in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ class Process:
     def poll(self):
         return self.returncode
 
+    def wait(self):
+        while self.poll() is None:
+            time.sleep(0.002)
+
     def send_signal(self, number):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
