@@ -22,6 +22,7 @@ import tokenizer
 from conftest import ROOT, execute
 from dataset import open_dataset, open_shard
 from prepare_data import PrepareConfig, prepare
+from settings import UserError
 
 DOCUMENTS = [
     f"Document {i}: the naïve quick brown fox 🙂 jumps {i * i} times.\r\n\n" + "    lazy dog\n" * (i % 7) for i in range(150)
@@ -446,3 +447,41 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, text):
     next(paths).write_text(text)
     with pytest.raises(settings.UserError, match=r"a\.txt changed while it was read"):
         next(paths)
+
+
+def test_documents_without_a_text_are_counted(here, capsys):
+    path = write_lines(here / "a.jsonl")
+    with open(path, "a") as file:
+        file.write('{"text": null}\n' * 3 + '{"text": ""}\n\n')
+    made = make(path)
+    assert sum(row["documents"] for row in made.metadata["shards"]) == len(DOCUMENTS)
+    said = capsys.readouterr().out
+    assert "3 documents left out: null in place of a text\n" in said and "1 document left out: an empty text\n" in said
+    pyarrow.parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None, None, ""]}), here / "b.parquet")
+    make("b.parquet", out="rows")
+    said = capsys.readouterr().out
+    assert "2 documents left out: null in place of a text\n" in said and "1 document left out: an empty text\n" in said
+
+
+@pytest.mark.parametrize("value", ["0", "false", "[]", "{}", "7"])
+def test_what_is_no_text_is_refused_also_where_it_is_nothing(here, value):
+    (here / "a.jsonl").write_text(f'{{"text": "one"}}\n{{"text": {value}}}\n')
+    with pytest.raises(UserError, match='line 2 is not a JSON object with a string under "text"'):
+        make("a.jsonl")
+
+
+def test_two_columns_of_one_name_are_refused(here):
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, here / "a.parquet")
+    with pytest.raises(UserError, match='a.parquet: 2 columns are called "text"'):
+        make("a.parquet")
+
+
+def test_an_error_shows_a_few_of_many_and_long_names(here):
+    names = [f"column {i}" for i in range(20_000)]
+    pyarrow.parquet.write_table(pyarrow.table({name: ["x"] for name in [*names[:2], "y" * 100_000, *names]}), "a.parquet")
+    (here / "b.jsonl").write_text(json.dumps(dict.fromkeys(names, "x")) + "\n")
+    for file in ("a.parquet", "b.jsonl"):
+        with pytest.raises(UserError, match=r"column 0, column 1, .*, \.\.\.$") as refused:
+            make(file)
+        assert len(str(refused.value)) < 400
