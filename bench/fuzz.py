@@ -33,9 +33,11 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import machine  # puts the project's folder on the path
 
@@ -50,6 +52,7 @@ import checkpoint
 import dataset
 import files
 import hf
+import hub
 import plot
 import settings
 import shards
@@ -195,6 +198,13 @@ def encode_with(read: Callable[[Path], tokenizer.Tokenizer]) -> Callable[[Path],
     return run
 
 
+def read_listing(folder: Path) -> object:
+    """Reads a page of a listing as if the hub had sent it."""
+    response = types.SimpleNamespace(iter_raw=lambda: [(folder / "listing.json").read_bytes()], links={})
+    with mock.patch.object(hub, "get", lambda url: contextlib.nullcontext(response)):
+        return hub.list_files("hf://datasets/owner/name", "0" * 40, sources.HUB_SUFFIXES, folder)
+
+
 def targets() -> dict[str, Target]:
     """All targets by name."""
     torch.set_num_threads(1)  # they run in forks
@@ -231,10 +241,21 @@ def make_targets(folder: Path) -> Iterator[Target]:
 
     bpe = tokenizer.train(["the cat sat on the mat and the dog sat on the log " * 20], 300, "x")
     load = encode_with(lambda f: tokenizer.load(f / "tokenizer.json"))
-    yield Target("tokenizer", "tokenizer.json", [bpe.json.encode(), tokenizer.resolve("bytes").json.encode()], load, {}, True)
+    replace = {"type": "Replace", "pattern": {"Regex": "[ab]|x(?=y)"}, "content": "ab"}
+    other = json.loads(bpe.json) | {"normalizer": {"type": "Sequence", "normalizers": [replace, {"type": "NFC"}]}}
+    jsons = [bpe.json.encode(), tokenizer.resolve("bytes").json.encode(), json.dumps(other).encode()]
+    yield Target("tokenizer", "tokenizer.json", jsons, load, {}, True)
     ranks = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     ranks += b"".join(base64.b64encode(pair) + b" %d\n" % i for i, pair in enumerate((b"he", b"ll", b"hell"), 256))
     yield Target("tiktoken", "x.tiktoken", [ranks], encode_with(lambda f: tokenizer.load_ranks(f / "x.tiktoken")), {})
+
+    entry = {"type": "file", "path": "data/a.parquet", "oid": "0" * 40, "size": 9, "lfs": {"oid": "0" * 64, "size": 9}}
+    entries = [
+        {"type": "directory", "path": "data", "oid": "0" * 40, "size": 0},
+        entry,
+        entry | {"path": "é.jsonl", "lfs": None},
+    ]
+    yield Target("listing", "listing.json", [json.dumps(entries).encode()], read_listing, {}, True)
 
     lines = b'{"text": "one"}\n{"text": "two \\u00e9", "id": [1, {"a": null}]}\n\n{"text": ""}\n' * 5
     yield Target("jsonl", "a.jsonl", [lines], read_text_file("a.jsonl"), {})
@@ -248,7 +269,9 @@ def make_targets(folder: Path) -> Iterator[Target]:
     texts = pyarrow.table({"text": ["one", "two", None, "three" * 50], "id": [1, 2, 3, 4]})
     for name in ("snappy", "zstd"):
         pyarrow.parquet.write_table(texts, folder / f"{name}.parquet", compression=name)
-    parquets = [(folder / f"{name}.parquet").read_bytes() for name in ("snappy", "zstd")]
+    nested = pyarrow.table({"text": ["one", "two"], "tags": [["a"], []], "more": [{"x": 1}, None]})
+    pyarrow.parquet.write_table(nested, folder / "nested.parquet", compression="none")
+    parquets = [(folder / f"{name}.parquet").read_bytes() for name in ("snappy", "zstd", "nested")]
     yield Target("parquet", "a.parquet", parquets, read_text_file("a.parquet"), {})
 
     presets = [path.read_bytes() for path in sorted((machine.ROOT / "config").glob("*.toml"))]
@@ -443,7 +466,7 @@ def main(config: FuzzConfig) -> None:
         for target in chosen:
             rows[target.name] = go_on(target, Path(config.state) / target.name, each, config.seed)
         is_late = 0 < 60 * config.max_minutes < time.monotonic() - began
-        if is_late or all(row["executions"] == each for row in rows.values()):
+        if is_late or all(row["executions"] >= each for row in rows.values()):
             break
     for name, row in rows.items():
         speed = row["executions"] / max(1e-9, row["cpu_seconds"])
