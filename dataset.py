@@ -1,26 +1,29 @@
 """Token shards on disk, and dataset directories of them: ours with a dataset.json, or those of other tools."""
 
+import bisect
 import contextlib
 import hashlib
+import itertools
 import json
-import mmap
 import os
 import re
 import struct
 import tokenize
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, NotRequired, Required, TypedDict
+from typing import Annotated, Literal, NotRequired, Required, TypedDict
 
 import numpy as np
 from msgspec import Meta
 
 import files
-from settings import UserError
+from settings import RunError, UserError
 
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 GPT2_VOCAB_SIZE = 50257  # foreign shards do not say their vocabulary; theirs is GPT-2's
+RESTORE = "restore the file, and the same command goes on"
 SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split, and samples a larger one
 
 
@@ -104,8 +107,42 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
     return digest.hexdigest()
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """Map the tokens of a shard into memory: llm.c's .bin with either magic, nanoGPT's headerless .bin, or a .npy.
+@dataclass(frozen=True)
+class Shard:
+    """The tokens of a file, which stays open. A slice of them is an array.
+
+    They are read by pread. In a memory map, a file that was truncated or a bad disk would end the process by SIGBUS.
+    """
+
+    path: Path
+    descriptor: int
+    dtype: np.dtype
+    offset: int  # bytes in front of the tokens
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __del__(self):
+        os.close(self.descriptor)
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        start, stop, _ = key.indices(self.count)
+        size, at = max(0, stop - start) * self.dtype.itemsize, self.offset + start * self.dtype.itemsize
+        data = b""
+        try:
+            while len(data) < size and (part := os.pread(self.descriptor, size - len(data), at + len(data))):
+                data = data + part if data else part
+        except OSError as error:
+            raise RunError(f"{self.path}: {error.strerror} at byte {at + len(data)}; {RESTORE}") from None
+        if len(data) < size:
+            held = os.fstat(self.descriptor).st_size
+            raise RunError(f"{self.path} was truncated to {held} bytes since it was opened; {RESTORE}")
+        return np.frombuffer(data, self.dtype)
+
+
+def open_shard(path: Path) -> Shard:
+    """Open a shard: llm.c's .bin with either magic, nanoGPT's headerless .bin, or a .npy.
 
     Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
     """
@@ -115,7 +152,7 @@ def open_shard(path: Path) -> np.ndarray:
                 tokens = np.lib.format.open_memmap(path, mode="r")
                 if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
                     raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
-                return map_tokens(file, tokens.dtype, tokens.offset, len(tokens))
+                return Shard(path, os.dup(file.fileno()), tokens.dtype, tokens.offset, len(tokens))
             size, header = os.fstat(file.fileno()).st_size, file.read(HEADER_INTS * 4)
             magic, version, count = struct.unpack_from("<3i", header) if len(header) == HEADER_INTS * 4 else (0, 0, 0)
             dtype = MAGICS.get((magic, version))
@@ -126,28 +163,16 @@ def open_shard(path: Path) -> np.ndarray:
                     raise UserError(f"{path}: llm.c's header, with magic {magic} and version {version}; wanted {wanted}")
                 if size % 2 or not size:
                     raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
-                return map_tokens(file, np.dtype("<u2"), 0, size // 2)
+                return Shard(path, os.dup(file.fileno()), np.dtype("<u2"), 0, size // 2)
             wanted = len(header) + count * dtype.itemsize
             if size != wanted:
                 raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
-            return map_tokens(file, dtype, len(header), count)
+            return Shard(path, os.dup(file.fileno()), dtype, len(header), count)
     except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise UserError(f"{path}: {error}") from None  # numpy parses the header of a .npy as Python, and fails in as many ways
 
 
-def map_tokens(file: BinaryIO, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Map `count` tokens of a file, from byte `offset` on. The system reads a page when it is first touched.
-
-    Reading ahead is switched off, because a shuffled order would load megabytes around every window. The result is a plain
-    array: slicing an np.memmap takes ten times as long.
-    """
-    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):
-        pages.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(pages, dtype, count, offset)
-
-
-def open_shards(paths: list[Path]) -> list[np.ndarray]:
+def open_shards(paths: list[Path]) -> list[Shard]:
     """Open all shards. Each one keeps a file open, and many systems allow only 1024 by default, so raise that limit."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # some systems have no such limit or do not let us change it
         import resource
@@ -158,20 +183,28 @@ def open_shards(paths: list[Path]) -> list[np.ndarray]:
     return [open_shard(path) for path in paths]
 
 
+def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """An integer type for the tokens of all `dtypes`."""
+    found = np.result_type(np.uint16, *dtypes)
+    return found if found.kind in "ui" else np.dtype(np.int64)  # numpy joins int64 and uint64 in a float
+
+
 @dataclass(frozen=True)
 class Stream:
     """The shards of one split as one stream of tokens."""
 
     paths: list[Path]
-    shards: list[np.ndarray]
+    shards: list[Shard]
     vocab_size: int
-    starts: np.ndarray = field(init=False)  # [shards + 1] position of each shard's first token
+    starts: list[int] = field(init=False)  # [shards + 1] position of each shard's first token
+    dtype: np.dtype = field(init=False)  # holds the tokens of every shard
 
     def __post_init__(self):
-        object.__setattr__(self, "starts", np.cumsum([0] + [len(shard) for shard in self.shards]))
+        object.__setattr__(self, "dtype", widest({shard.dtype for shard in self.shards}))
+        object.__setattr__(self, "starts", list(itertools.accumulate(map(len, self.shards), initial=0)))
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def num_windows(self, seq_len: int) -> int:
         """How many windows of `seq_len` inputs and as many targets the stream has."""
@@ -188,15 +221,15 @@ class Stream:
 
     def locate(self, position: int) -> tuple[Path, int]:
         """The shard that holds the token at `position` of the stream, and where in the shard it is."""
-        shard = int(np.searchsorted(self.starts, position, side="right")) - 1
-        return self.paths[shard], position - int(self.starts[shard])
+        shard = bisect.bisect(self.starts, position) - 1
+        return self.paths[shard], position - self.starts[shard]
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
-        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+        shard = bisect.bisect(self.starts, start) - 1
         filled = 0
         while filled < len(out):
-            offset = start + filled - int(self.starts[shard])
+            offset = start + filled - self.starts[shard]
             tokens = self.shards[shard][offset : offset + len(out) - filled]
             out[filled : filled + len(tokens)] = tokens
             filled += len(tokens)
@@ -226,7 +259,7 @@ class Stream:
         share, largest = max(1, SCAN_TOKENS // max(1, len(self.shards))), 0
         for path, shard in zip(self.paths, self.shards, strict=True):
             if len(shard) <= share:
-                largest = max(largest, self.check(shard, str(path)))
+                largest = max(largest, self.check(shard[:], str(path)))
             else:
                 for start in np.linspace(0, len(shard) - 1024, num=min(64, share // 1024), dtype=np.int64):
                     largest = max(largest, self.check(shard[start : start + 1024], str(path)))
@@ -238,7 +271,7 @@ def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray
 
     windows [k]: each is of the stream whose number in `streams` is in `numbers` [k]. Raises UserError for a bad token.
     """
-    out = np.empty((len(windows), seq_len + 1), np.result_type(*(stream.shards[0] for stream in streams)))
+    out = np.empty((len(windows), seq_len + 1), widest(stream.dtype for stream in streams))
     rows = list(zip(out, numbers.tolist(), windows.tolist(), strict=True))
     for row, number, window in rows:
         streams[number].read(window * seq_len, row)

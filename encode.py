@@ -1,6 +1,6 @@
 """Text to tokens: which split each document goes to, and workers that encode the units of text in parallel."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,10 +25,10 @@ class Split:
     boundary: int | None = None
     offsets: dict[Position, int] = field(default_factory=dict)  # with a boundary: the first character of each unit
 
-    def parts(self, unit: list[Piece], position: Position) -> Iterator[tuple[str, bool, str]]:
-        """The unit at `position` as (split, whether a document starts here, text)."""
+    def parts(self, unit: list[Piece], position: Position, left_out: Counter) -> Iterator[tuple[str, bool, str]]:
+        """The unit at `position` as (split, whether a document starts here, text). Counts what is left out; see `parse`."""
         offset = self.offsets.get(position, 0)
-        for piece in parse(unit):
+        for piece in parse(unit, left_out):
             text = piece.data.decode("utf-8", "replace")
             if self.boundary is None:
                 document_hash = split_hash(piece.data) if piece.split_hash is None else piece.split_hash
@@ -66,17 +66,19 @@ def choose_split(paths: Iterable[Path], form: TextFormat, val_fraction: float) -
     return Split(val_fraction, boundary, offsets)
 
 
-def encode_unit(tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position) -> dict[str, np.ndarray]:
-    """The tokens of a unit in each split. Each document is preceded by end-of-text."""
+def encode_unit(
+    tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position
+) -> tuple[dict[str, np.ndarray], Counter]:
+    """The tokens of a unit in each split, and how many documents are left out. Each one is preceded by end-of-text."""
     dtype = token_dtype(tokenizer.vocab_size)
-    parts = {name: [np.empty(0, dtype)] for name in SPLITS}
-    for name, starts_document, text in split.parts(unit, position):
+    parts, left_out = {name: [np.empty(0, dtype)] for name in SPLITS}, Counter()
+    for name, starts_document, text in split.parts(unit, position, left_out):
         parts[name] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
-    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}, left_out
 
 
 def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], workers: int) -> Iterator[tuple]:
-    """Encode units (position, pieces) in parallel. Yields (position, bytes on disk, tokens by split) of each, in order.
+    """Encode units (position, pieces) in parallel. Yields (position, bytes on disk, *what `encode_unit` returns) in order.
 
     A few units per worker are in memory at a time.
     """
@@ -84,7 +86,7 @@ def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], worke
 
     def next_result():
         position, size, future = pending.popleft()
-        return position, size, future.result()
+        return position, size, *future.result()
 
     try:
         for position, unit in units:

@@ -7,10 +7,11 @@ A directory may be a link to another disk, and so may a file that is only read. 
 
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -234,5 +235,10 @@ def decode(value: Any, kind: type, name: str) -> Any:
 
 def listing(directory: Path) -> str:
     """The first names in `directory`, for messages."""
-    names = sorted(path.name for path in directory.iterdir())
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "nothing"
+    return shortened(sorted(path.name for path in directory.iterdir()))
+
+
+def shortened(names: Iterable[str]) -> str:
+    """The first of `names`, for messages: they may be thousands, or as long as a book."""
+    shown = [name if len(name) <= 60 else f"{name[:60]}..." for name in itertools.islice(names, 9)]
+    return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "nothing"

@@ -25,6 +25,7 @@ import math
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -290,6 +291,7 @@ def encode_files(
     bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, **bar_style)
 
     not_utf8: dict[Path, None] = {}
+    left_out = Counter()
 
     def units():
         for position, unit in read_units(fetch_ahead(source_files[first:], config.keep_downloads), text, first):
@@ -301,11 +303,14 @@ def encode_files(
             else:
                 bar.update(sum(piece.bytes_on_disk for piece in unit))
 
-    for position, size, tokens in encode_all(writer.tokenizer, split, units(), config.workers or cores()):
+    for position, size, tokens, without_text in encode_all(writer.tokenizer, split, units(), config.workers or cores()):
         bar.update(size)
+        left_out += without_text
         for record in writer.add(tokens, position):
             tqdm.write(f"{record['file']}: {record['tokens']:,} tokens{bar if bar_style else ''}")
     bar.close()
+    for reason, count in sorted(left_out.items()):
+        print(f"{settings.plural(count, 'document')} left out: {reason}")
     if not_utf8:
         shown = ", ".join(map(str, list(not_utf8)[:SHOWN_FILES])) + ", ..." * (len(not_utf8) > SHOWN_FILES)
         count = settings.plural(len(not_utf8), "file")

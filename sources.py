@@ -32,6 +32,7 @@ OPENERS = {
     ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # any bytes begin a .lzma, which may ask for 4 GB
 }
 HUB_SUFFIXES = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in OPENERS))  # .md is documentation there
+NULL, EMPTY = "null in place of a text", "an empty text"  # why a document is left out
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -64,6 +65,7 @@ class Piece:
     split_hash: float | None = None  # of the whole document, if this is a part of one
     lines: tuple[Path, int, str] | None = None  # of lines of JSON: their file, the first one's number, the key of the text
     not_utf8: Path | None = None  # the file, if these bytes of it are not UTF-8
+    is_null: bool = False  # whether there is null in place of a text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,8 +202,10 @@ def parquet_documents(path: Path, form: TextFormat) -> Iterator[Piece]:
     try:
         file = pyarrow.parquet.ParquetFile(files.require_regular(path), buffer_size=UNIT_BYTES)
         schema, strings = file.schema_arrow, (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+        if schema.names.count(column) > 1:
+            raise UserError(f'{path}: {schema.names.count(column)} columns are called "{column}"')
         if column not in schema.names or schema.field(column).type not in strings:
-            raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {", ".join(schema.names)}')
+            raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {files.shortened(schema.names)}')
         row_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
         for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
             # Of all columns: pyarrow ends the process where the description of a single one is damaged.
@@ -211,7 +215,7 @@ def parquet_documents(path: Path, form: TextFormat) -> Iterator[Piece]:
             for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 if text and len(text) > limit:
                     raise UserError(f"{path}: a row is longer than --max_document_bytes={limit}")
-                yield Piece(row_bytes, text or b"")
+                yield Piece(row_bytes, text or b"", is_null=text is None)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -268,18 +272,30 @@ def read_units(paths: Iterable[Path], form: TextFormat, first_file: int = 0) -> 
         yield (counted_from, number), unit
 
 
-def parse(unit: list[Piece]) -> Iterator[Piece]:
-    """The pieces of a unit that hold text, with lines of JSON parsed. Raises UserError for a line without a text."""
+def parse(unit: list[Piece], left_out: Counter | None = None) -> Iterator[Piece]:
+    """The pieces of a unit that hold text, with lines of JSON parsed. Raises UserError for a line without a text.
+
+    left_out: counts the documents that have none, by what is in its place.
+    """
+    left_out = Counter() if left_out is None else left_out
     for piece in unit:
         if piece.lines is None:
             if piece.data:
                 yield piece
+            elif piece.starts_document:
+                left_out[NULL if piece.is_null else EMPTY] += 1
             continue
         path, first, column = piece.lines
         for number, line in enumerate(piece.data.split(b"\n"), first):
             try:
-                if line.strip() and (text := json.loads(line)[column]):
+                if not line.strip():
+                    continue
+                if text := json.loads(line)[column]:
                     yield Piece(0, text.encode("utf-8", "replace"))
+                elif text is None or text == "":
+                    left_out[NULL if text is None else EMPTY] += 1
+                else:
+                    raise TypeError("no string")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 wanted = f'{path}: line {number} is not a JSON object with a string under "{column}"'
                 raise UserError(f"{wanted}; --column names the key{other_keys(line)}") from None
@@ -289,7 +305,7 @@ def other_keys(line: bytes) -> str:
     """The keys of strings in a line of JSON, as the end of an error. Empty if there are none."""
     with contextlib.suppress(ValueError, AttributeError, RecursionError):
         if keys := [key for key, value in json.loads(line).items() if isinstance(value, str)]:
-            return f": {', '.join(keys[:8])}"
+            return f": {files.shortened(keys)}"
     return ""
 
 

@@ -1,10 +1,14 @@
 """Change files at random and read them: does any reader fail in another way than with a UserError?
 
-python bench/fuzz.py --executions=1000000 [--only=manifest,shard] [--seed=1]
+python bench/fuzz.py --executions=10000000 [--max_minutes=5] [--only=manifest,shard] [--seed=1]
 
 Each target is a format, good files of it, and the function that reads it. A file is changed in its structure (JSON) or in its
 bytes, written, and read in a process of its own, so that a crash of a library is found too. An input that fails is kept in
-tests/corpus/TARGET/, and the tests read it from then on.
+tests/corpus/TARGET/, and the tests read it from then on. The first input for each answer of a reader is kept in
+STATE/TARGET/corpus/, and is changed further.
+
+The same command goes on where it was stopped, and several may run side by side on different targets. A target that is read by
+another version of a library is counted from 0 again.
 """
 
 import base64
@@ -13,21 +17,27 @@ import copy
 import gc
 import gzip
 import hashlib
+import importlib.metadata
 import json
 import lzma
 import mmap
 import os
+import platform
 import random
+import re
 import resource
 import shutil
 import signal
 import struct
 import sys
 import tempfile
+import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import machine  # puts the project's folder on the path
 
@@ -40,7 +50,9 @@ from safetensors.torch import save_file
 
 import checkpoint
 import dataset
+import files
 import hf
+import hub
 import plot
 import retention
 import settings
@@ -51,7 +63,11 @@ from model import GPT
 from settings import UserError
 
 CORPUS = machine.ROOT / "tests" / "corpus"
+STATE = machine.ROOT / "runs" / "fuzz"
+PARSERS = ("msgspec", "numpy", "pyarrow", "safetensors", "tiktoken", "tokenizers", "tyro")
 SECONDS, MEMORY = 10, 1 << 32  # of computing, for one file; bytes that the process may take
+PIECE = 5000  # files after which the state is saved
+KEPT_FILES, KEPT_BYTES = 400, 1 << 16  # of each target's corpus, and of a file in it
 NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62, 2**63, -(2**63), 2**64, 10**30, 10**400, 0.5, -0.0, 1e308]
 TEXTS = ["", "x", "\0", "../x", "/dev/zero", "\ud800", "a" * 5000]
 VALUES = [*NUMBERS, *TEXTS, None, True, False, [], {}, [[]], {"": {}}, ["x", 1]]
@@ -157,9 +173,9 @@ def change_bytes(rng: random.Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def change(rng: random.Random, target: Target) -> bytes:
-    """A changed file of a target."""
-    content = rng.choice(target.seeds)
+def change(rng: random.Random, target: Target, corpus: list[bytes]) -> bytes:
+    """A changed file of a target: a good one, or one of its corpus."""
+    content = rng.choice(corpus if corpus and rng.random() < 0.5 else target.seeds)
     return change_json(rng, content) if target.is_json and rng.random() < 0.8 else change_bytes(rng, content)
 
 
@@ -181,6 +197,13 @@ def encode_with(read: Callable[[Path], tokenizer.Tokenizer]) -> Callable[[Path],
         return found.decode(found.encode("Hello, wörld 123\n\n  def"))
 
     return run
+
+
+def read_listing(folder: Path) -> object:
+    """Reads a page of a listing as if the hub had sent it."""
+    response = types.SimpleNamespace(iter_raw=lambda: [(folder / "listing.json").read_bytes()], links={})
+    with mock.patch.object(hub, "get", lambda url: contextlib.nullcontext(response)):
+        return hub.list_files("hf://datasets/owner/name", "0" * 40, sources.HUB_SUFFIXES, folder)
 
 
 def targets() -> dict[str, Target]:
@@ -219,10 +242,21 @@ def make_targets(folder: Path) -> Iterator[Target]:
 
     bpe = tokenizer.train(["the cat sat on the mat and the dog sat on the log " * 20], 300, "x")
     load = encode_with(lambda f: tokenizer.load(f / "tokenizer.json"))
-    yield Target("tokenizer", "tokenizer.json", [bpe.json.encode(), tokenizer.resolve("bytes").json.encode()], load, {}, True)
+    replace = {"type": "Replace", "pattern": {"Regex": "[ab]|x(?=y)"}, "content": "ab"}
+    other = json.loads(bpe.json) | {"normalizer": {"type": "Sequence", "normalizers": [replace, {"type": "NFC"}]}}
+    jsons = [bpe.json.encode(), tokenizer.resolve("bytes").json.encode(), json.dumps(other).encode()]
+    yield Target("tokenizer", "tokenizer.json", jsons, load, {}, True)
     ranks = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     ranks += b"".join(base64.b64encode(pair) + b" %d\n" % i for i, pair in enumerate((b"he", b"ll", b"hell"), 256))
     yield Target("tiktoken", "x.tiktoken", [ranks], encode_with(lambda f: tokenizer.load_ranks(f / "x.tiktoken")), {})
+
+    entry = {"type": "file", "path": "data/a.parquet", "oid": "0" * 40, "size": 9, "lfs": {"oid": "0" * 64, "size": 9}}
+    entries = [
+        {"type": "directory", "path": "data", "oid": "0" * 40, "size": 0},
+        entry,
+        entry | {"path": "é.jsonl", "lfs": None},
+    ]
+    yield Target("listing", "listing.json", [json.dumps(entries).encode()], read_listing, {}, True)
 
     lines = b'{"text": "one"}\n{"text": "two \\u00e9", "id": [1, {"a": null}]}\n\n{"text": ""}\n' * 5
     yield Target("jsonl", "a.jsonl", [lines], read_text_file("a.jsonl"), {})
@@ -236,7 +270,9 @@ def make_targets(folder: Path) -> Iterator[Target]:
     texts = pyarrow.table({"text": ["one", "two", None, "three" * 50], "id": [1, 2, 3, 4]})
     for name in ("snappy", "zstd"):
         pyarrow.parquet.write_table(texts, folder / f"{name}.parquet", compression=name)
-    parquets = [(folder / f"{name}.parquet").read_bytes() for name in ("snappy", "zstd")]
+    nested = pyarrow.table({"text": ["one", "two"], "tags": [["a"], []], "more": [{"x": 1}, None]})
+    pyarrow.parquet.write_table(nested, folder / "nested.parquet", compression="none")
+    parquets = [(folder / f"{name}.parquet").read_bytes() for name in ("snappy", "zstd", "nested")]
     yield Target("parquet", "a.parquet", parquets, read_text_file("a.parquet"), {})
 
     presets = [path.read_bytes() for path in sorted((machine.ROOT / "config").glob("*.toml"))]
@@ -288,22 +324,22 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
 # Running
 
 
-def attempt(target: Target, folder: Path, content: bytes) -> str | None:
-    """Read one file. Returns where and how its reader failed, or None."""
+def attempt(target: Target, folder: Path, content: bytes) -> tuple[str | None, str]:
+    """Read one file. Returns where and how its reader failed, or None; and its answer, without what differs between files."""
     (folder / target.file).write_bytes(content)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         target.read(folder)
+        return None, "read"
     except UserError as error:
-        str(error).encode("utf-8", "replace")
+        message = str(error).encode("utf-8", "replace").decode()
+        return None, " ".join(re.findall(r"[a-z]{3,}", re.sub(r"(['\"`]).*?\1", "", message)))[:100]
     except OSError as error:
-        if error.filename is None:
-            return describe(error)
+        return None if error.filename else describe(error), describe(error)
     except BaseException as error:
-        return describe(error)
+        return describe(error), describe(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return None
 
 
 def describe(error: BaseException) -> str:
@@ -313,23 +349,25 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__} at {where}"
 
 
-def fuzz(target: Target, executions: int, seed: int) -> tuple[dict[str, bytes], float]:
+def fuzz(target: Target, numbers: range, seed: int, corpus: Path) -> tuple[dict[str, bytes], float]:
     """Read changed files in processes of their own: another one where one has ended before all files were read.
 
-    Returns an input for each distinct failure, and the seconds of computing.
+    corpus: the folder of the target's corpus. Returns an input for each distinct failure, and the seconds of computing.
     """
     failures: dict[str, bytes] = {}
-    done, seconds = mmap.mmap(-1, 8), 0.0  # how many files were read, shared with the processes
+    done, seconds = mmap.mmap(-1, 8), 0.0  # the number of the next file, shared with the processes
+    done[:] = struct.pack("<q", numbers.start)
+    corpus.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         for other, content in target.others.items():
             (folder / other).write_bytes(content)
         (folder / target.file).write_bytes(target.seeds[0])
         target.read(folder)  # imports what it needs, once
-        while (first := struct.unpack("<q", done)[0]) < executions:
+        while (first := struct.unpack("<q", done)[0]) < numbers.stop:
             pid = os.fork()
             if pid == 0:
-                machine.exit_with(lambda first=first: work(target, folder, range(first, executions), seed, done))
+                machine.exit_with(lambda first=first: work(target, folder, range(first, numbers.stop), seed, corpus, done))
             _, status, usage = os.wait4(pid, 0)
             seconds += usage.ru_utime + usage.ru_stime
             if (folder / "failures.json").exists():
@@ -340,18 +378,26 @@ def fuzz(target: Target, executions: int, seed: int) -> tuple[dict[str, bytes], 
     return failures, seconds
 
 
-def work(target: Target, folder: Path, numbers: range, seed: int, done: mmap.mmap) -> int:
-    """In a new process: read files with these numbers, and write down what failed."""
+def work(target: Target, folder: Path, numbers: range, seed: int, corpus: Path, done: mmap.mmap) -> int:
+    """In a new process: read files with these numbers, write down what failed, and keep what is answered as nothing before."""
     gc.freeze()  # what was imported need not be collected
     signal.signal(signal.SIGPROF, give_up)
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()  # data and stack
     resource.setrlimit(resource.RLIMIT_DATA, (in_use + MEMORY,) * 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tiktoken and tokenizers print when they panic
     rng, failures = random.Random(f"{target.name}{seed}{numbers.start}"), {}
+    kept = {path.name: path.read_bytes() for path in sorted(corpus.iterdir())}
+    contents = list(kept.values())
     for number in numbers:
         done[:] = struct.pack("<q", number + 1)
-        content = change(rng, target)
-        reason = attempt(target, folder, content)
+        content = change(rng, target, contents)
+        reason, answer = attempt(target, folder, content)
+        name = hashlib.sha256(answer.encode()).hexdigest()[:16]
+        if name not in kept and len(kept) < KEPT_FILES and len(content) <= KEPT_BYTES:
+            kept[name] = content
+            contents.append(content)
+            with files.publish(corpus / name) as file:
+                file.write(content)
         if reason and reason not in failures:
             failures[reason] = base64.b64encode(content).decode()
             (folder / "failures.json").write_text(json.dumps(failures))
@@ -371,27 +417,66 @@ def keep(target: Target, content: bytes) -> Path:
     return path
 
 
+def parsers() -> dict[str, str]:
+    """The versions of what reads the files."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PARSERS}
+
+
+def load_state(path: Path) -> dict:
+    """What was done of a target by these versions of the parsers."""
+    state = json.loads(path.read_text()) if path.exists() else {}
+    fresh = {"parsers": parsers(), "executions": 0, "cpu_seconds": 0.0, "failures": []}
+    return state if state.get("parsers") == fresh["parsers"] else fresh
+
+
+def go_on(target: Target, folder: Path, executions: int, seed: int) -> dict:
+    """Read a PIECE more files of a target, at most until there are `executions`. Returns the state that is saved then."""
+    state = load_state(folder / "state.json")
+    first = state["executions"]
+    numbers = range(first, min(first + PIECE, executions))
+    if not numbers:
+        return state
+    failures, seconds = fuzz(target, numbers, seed, folder / "corpus")
+    for reason, content in failures.items():
+        print(f"{target.name:>14}  {reason}: {keep(target, content)}", flush=True)
+    state |= {"executions": numbers.stop, "cpu_seconds": round(state["cpu_seconds"] + seconds, 1)}
+    state["failures"] = sorted({*state["failures"], *failures})
+    files.publish_text(folder / "state.json", json.dumps(state))
+    return state
+
+
 @dataclass(frozen=True)
 class FuzzConfig:
-    executions: int = 1_000_000
-    """Files to read, of all targets together."""
+    executions: int = 10_000_000
+    """Files to read, of all targets together, with those of earlier commands."""
     only: str = ""
     """Targets, such as manifest,shard (empty: all)."""
     seed: int = 1
+    max_minutes: float = 0.0
+    """Stop after so many minutes (0: never)."""
+    state: str = str(STATE)
+    """The folder of what was done, and of the corpus."""
 
 
 def main(config: FuzzConfig) -> None:
     """Fuzz, and write bench/results/fuzz.json. Ends with 1 if a reader failed."""
-    chosen = [t for t in targets().values() if not config.only or t.name in config.only.split(",")]
-    each, rows = -(-config.executions // len(chosen)), {}
-    for target in chosen:
-        failures, seconds = fuzz(target, each, config.seed)
-        rows[target.name] = {"executions": each, "cpu_seconds": round(seconds, 1), "failures": sorted(failures)}
-        print(f"{target.name:>14}  {each:,} files, {each / seconds:,.0f} a second, {len(failures)} failures", flush=True)
-        for reason, content in failures.items():
-            print(f"{'':>14}  {reason}: {keep(target, content)}", flush=True)
+    known = targets()
+    chosen = [target for target in known.values() if not config.only or target.name in config.only.split(",")]
+    each, began, rows = -(-config.executions // len(known)), time.monotonic(), {}
+    while True:
+        for target in chosen:
+            rows[target.name] = go_on(target, Path(config.state) / target.name, each, config.seed)
+        is_late = 0 < 60 * config.max_minutes < time.monotonic() - began
+        if is_late or all(row["executions"] >= each for row in rows.values()):
+            break
+    for name, row in rows.items():
+        speed = row["executions"] / max(1e-9, row["cpu_seconds"])
+        print(f"{name:>14}  {row['executions']:,} files, {speed:,.0f} a second, {len(row['failures'])} failures", flush=True)
+    print(f"{sum(row['executions'] for row in rows.values()):,} files in all")
     if not config.only:
-        machine.write("fuzz", {"executions": each * len(chosen), "targets": rows})
+        total = sum(row["executions"] for row in rows.values())
+        rows = {name: {key: value for key, value in row.items() if key != "parsers"} for name, row in rows.items()}
+        machine.write("fuzz", {"executions": total, "parsers": parsers(), "targets": rows})
     raise SystemExit(int(any(row["failures"] for row in rows.values())))
 
 

@@ -58,7 +58,7 @@ def spoil(source: Path, directory: Path) -> None:
     shutil.copytree(source, directory)
     record = json.loads((directory / "dataset.json").read_text())
     shard = next(row for row in record["shards"] if row["split"] == "train")  # the only one of a small corpus
-    tokens, mixture = np.array(open_shard(directory / shard["file"])), data.open_mixture(str(directory))
+    tokens, mixture = np.array(open_shard(directory / shard["file"])[:]), data.open_mixture(str(directory))
     T, sequences = FLAGS["seq_len"], FLAGS["tokens_per_update"] // FLAGS["seq_len"]
     size = (T, sequences, FLAGS["micro_batch_size"])
     batches = data.Batches(mixture.streams("train"), mixture.shares, *size, settings.Config().run.seed)

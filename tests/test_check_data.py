@@ -70,7 +70,7 @@ def flip(path, offset):
 
 def rewrite(made, name, edit):
     """Change the tokens of a shard, and its sha256 in dataset.json."""
-    tokens = open_shard(made / name).copy()
+    tokens = open_shard(made / name)[:].copy()
     edit(tokens)
     change_shard(made, name, sha256=write_shard(made / name, tokens, 400))
 

@@ -1,6 +1,10 @@
 """The tokens of a step: a pure function of (seed, step), the same for every number of ranks, across shard boundaries."""
 
+import errno
 import json
+import os
+import re
+import shutil
 import time
 from dataclasses import replace
 from fractions import Fraction
@@ -13,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from dataset import Stream, open_dataset, write_shard
-from settings import UserError
+from dataset import Stream, open_dataset, open_shard, write_shard
+from settings import RunError, UserError
+from test_train import wait_for
 from world import World
 
 ONE = (data.SHARES,)
@@ -123,7 +128,7 @@ def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
 def test_own_dataset_is_read_back(tmp_path, vocab_size):
     dataset = open_dataset(make(tmp_path, vocab_size))
     wanted = np.random.default_rng(0).integers(0, vocab_size, 500)
-    assert np.array_equal(dataset.splits["train"].shards[0], wanted)
+    assert np.array_equal(dataset.splits["train"].shards[0][:], wanted)
     header = np.fromfile(tmp_path / "train_000000.bin", dtype="<i4", count=3).tolist()
     assert header == ([20240520, 1, 500] if vocab_size <= 65_536 else [20240801, 7, 500])
     assert dataset.bits_per_byte(np.log(2)) == pytest.approx(1 / 3)
@@ -146,8 +151,8 @@ def test_foreign_directories_are_read_without_conversion(tmp_path):
         np.save(build / f"edufineweb_{split}_000001.npy", part)
     for directory in (llmc, nano, build):
         dataset = open_dataset(directory)
-        assert np.array_equal(dataset.splits["train"].shards[0], tokens[:2000])
-        assert np.array_equal(dataset.splits["val"].shards[0], tokens[2000:])
+        assert np.array_equal(dataset.splits["train"].shards[0][:], tokens[:2000])
+        assert np.array_equal(dataset.splits["val"].shards[0][:], tokens[2000:])
         assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
 
 
@@ -363,3 +368,39 @@ def test_datasets_that_do_not_go_together_are_refused(tmp_path):
     assert mixture.names == [f"{tmp_path}/b"] * 2
     with pytest.raises(UserError, match=rf"{tmp_path}/short has 5 train tokens, less than one window of --seq_len=8"):
         data.Batches(data.open_mixture(str(tmp_path / "short")).streams("train"), ONE, 8, 1, 1, 0)
+
+
+def test_a_shard_that_is_truncated_under_a_run_is_named_and_the_run_goes_on_when_it_is_whole_again(train, tokens, tmp_path):
+    train.tokens = shutil.copytree(tokens, tmp_path / "tokens")
+    flags = dict(seq_len=64, tokens_per_update=512, steps=10**6, schedule="constant", save_every=5, eval_every=0, keep_last=2)
+    process = train.torchrun("run", 2, **flags)
+    checkpoints = train.runs / "run" / "checkpoints"
+    wait_for(lambda: checkpoints.is_symlink() or (checkpoints / "latest").exists() or process.poll() is not None)
+    contents = {path: path.read_bytes() for path in train.tokens.glob("train_*.bin")}
+    for path in contents:
+        os.truncate(path, 2048)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "SIGBUS" not in said and "Traceback" not in said.partition("error: ")[0], said
+    assert re.search(r"error: \S+/train_\d+.bin was truncated to 2048 bytes since it was opened; restore the file", said), said
+    reached = int((checkpoints / "latest").resolve().name[5:])
+    for path, content in contents.items():
+        path.write_bytes(content)
+    done = train("run", **flags | dict(steps=reached + 5))
+    assert f"step {reached}" in done.stdout
+
+
+def test_a_shard_on_a_bad_disk_is_named(tmp_path, monkeypatch):
+    write_shard(tmp_path / "a.bin", np.arange(100), 257)
+    shard = open_shard(tmp_path / "a.bin")
+    monkeypatch.setattr("os.pread", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(RunError, match=r"a\.bin: Input/output error at byte 1044; restore the file"):
+        shard[10:20]
+
+
+def test_shards_of_different_integers_are_one_stream(tmp_path):
+    wide = np.array([70_000, 1, 2, 3], np.uint32)
+    np.save(tmp_path / "a_train_0.npy", np.arange(4, dtype=np.uint16))
+    np.save(tmp_path / "a_train_1.npy", wide)
+    np.save(tmp_path / "a_val_0.npy", wide)
+    stream = open_dataset(tmp_path, 100_000).splits["train"]
+    assert stream.read_windows(np.array([0]), 6)[0].tolist() == [0, 1, 2, 3, 70_000, 1, 2]

@@ -13,8 +13,19 @@ CASES = sorted(fuzz.CORPUS.glob("*/*"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_changed_file_is_read_or_refused(name):
-    assert fuzz.fuzz(TARGETS[name], executions=200, seed=0)[0].keys() == set()
+def test_a_changed_file_is_read_or_refused(name, tmp_path):
+    assert fuzz.fuzz(TARGETS[name], range(200), 0, tmp_path)[0].keys() == set()
+
+
+def test_a_campaign_goes_on_where_it_was_stopped_and_counts_for_the_versions_of_its_parsers(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "PIECE", 60)
+    target = TARGETS["metrics"]
+    assert [fuzz.go_on(target, tmp_path, 100, 1)["executions"] for _ in range(3)] == [60, 100, 100]
+    answers = {path.name: path.read_bytes() for path in (tmp_path / "corpus").iterdir()}
+    assert answers and fuzz.load_state(tmp_path / "state.json")["parsers"]["msgspec"]
+    monkeypatch.setattr(fuzz, "parsers", lambda: {"msgspec": "another"})
+    assert fuzz.go_on(target, tmp_path, 100, 1)["executions"] == 60  # from 0 again, with the corpus
+    assert answers.items() <= {path.name: path.read_bytes() for path in (tmp_path / "corpus").iterdir()}.items()
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -22,7 +33,7 @@ def test_what_once_failed_is_read_or_refused(path, tmp_path):
     target = TARGETS[path.parent.name]
     for name, content in target.others.items():
         (tmp_path / name).write_bytes(content)
-    assert fuzz.attempt(target, tmp_path, path.read_bytes()) is None
+    assert fuzz.attempt(target, tmp_path, path.read_bytes())[0] is None
 
 
 def resident():

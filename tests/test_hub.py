@@ -1,5 +1,7 @@
 """Datasets made from a hub on loopback, through the command and the real client: the same bytes whatever goes wrong."""
 
+import contextlib
+import hashlib
 import io
 import json
 import os
@@ -8,11 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+import hub
 from conftest import ROOT, environment, execute
 from hub_server import HubServer
 
@@ -146,20 +151,14 @@ def test_killed_three_times_on_a_server_that_fails_one_request_in_five(server, t
 
 
 def test_killed_in_the_first_download(server, tmp_path, whole):
-    reached = threading.Event()
-
-    def hang(number, method, path):
-        if method == "GET" and len(path) == 65:
-            reached.set()
-            time.sleep(30)
-
-    server.misbehave = hang
-    process = start(server, tmp_path, SOURCE, "out", "--shard_tokens=500000")
-    assert reached.wait(30)
+    server.misbehave = lambda number, method, path: "truncate" if method == "GET" and len(path) == 65 else None
+    process = start(server, tmp_path, SOURCE, "out", "--shard_tokens=500000", waits="60,")
+    while not list((tmp_path / "out" / "downloads").rglob(".*.parquet.tmp")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
     process.kill()
     process.communicate()
     server.misbehave = lambda number, method, path: None
-    assert list((tmp_path / "out" / "downloads").rglob("*.incomplete"))
     prepare(server, tmp_path, SOURCE, "out", "--shard_tokens=500000")
     assert content(tmp_path / "out") == whole
 
@@ -330,3 +329,156 @@ def test_a_model_that_cannot_be_had_is_said_in_plain_words(tmp_path, offline, sa
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     refused = execute([sys.executable, ROOT / "sample.py", "nobody/nothing"], 2, env=nowhere | offline).stderr
     assert f"nobody/nothing is neither a directory here nor to be had from the Hugging Face hub: {said}" in refused
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A hub that means harm
+
+TREE = f"/api/datasets/owner/name/tree/{'a' * 40}"
+SIZE = 1 << 16
+
+
+def entry(**changes):
+    """A file of a listing, whose content is SIZE spaces."""
+    spaces = b" " * SIZE
+    lfs = {"oid": hashlib.sha256(spaces).hexdigest(), "size": SIZE}
+    return {"type": "file", "path": "a.jsonl", "oid": "b" * 40, "size": SIZE, "lfs": lfs} | changes
+
+
+class Evil:
+    """Two servers on loopback, the hub and a foreign one. `answers`: what follows a path's beginning: headers and chunks."""
+
+    def __init__(self):
+        self.answers, self.seen = {}, {"hub": set(), "foreign": set()}
+        self.servers = {name: ThreadingHTTPServer(("127.0.0.1", 0), self.handler(name)) for name in self.seen}
+        for server in self.servers.values():
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        self.answers["/api/datasets/owner/name"] = {}, [json.dumps({"sha": "a" * 40}).encode()]
+
+    def url(self, name):
+        return f"http://127.0.0.1:{self.servers[name].server_port}"
+
+    def handler(evil, name):  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                evil.seen[name].add(self.headers.get("Authorization"))
+                headers, chunks = next(evil.answers[p] for p in sorted(evil.answers, reverse=True) if self.path.startswith(p))
+                self.send_response(307 if "Location" in headers else 200)
+                for key, value in headers.items():
+                    self.send_header(key, value)
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    for chunk in chunks:
+                        self.wfile.write(chunk)
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+
+@pytest.fixture
+def evil():
+    evil = Evil()
+    yield evil
+    for server in evil.servers.values():
+        server.shutdown()
+        server.server_close()
+
+
+def refused_by(evil, tmp_path, source="hf://datasets/owner/name", seconds=20, **more):
+    """What is said about a hub that means harm: one line, soon, and nothing of its own."""
+    began = time.monotonic()
+    _, errors = prepare(None, tmp_path, source, "out", status=2, waits="0.01,", endpoint=evil.url("hub"), **more)
+    last = errors.splitlines()[-1]
+    assert time.monotonic() - began < seconds and last.startswith("error: hf://datasets/owner/name") and len(last) < 500
+    assert all(char.isprintable() for char in last)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    return last
+
+
+@pytest.mark.parametrize("way", ["next", "redirect", "download"])
+def test_the_token_never_goes_to_another_origin(evil, tmp_path, way):
+    """Not by a link to the next page, and not by a redirection, though both are followed."""
+    page = json.dumps([entry()]).encode()
+    foreign = f"{evil.url('foreign')}/there"
+    evil.answers["/there"] = {}, [b" " * SIZE if way == "download" else page.replace(b"a.jsonl", b"b.jsonl")]
+    evil.answers[TREE] = ({"Location": foreign}, []) if way == "redirect" else ({}, [page])
+    if way == "next":
+        evil.answers[TREE] = {"Link": f'<{foreign}>; rel="next"'}, [page]
+    evil.answers["/datasets/"] = ({"Location": foreign}, []) if way == "download" else ({}, [b" " * SIZE])
+    refused = "there is no text in the source"
+    _, errors = prepare(None, tmp_path, "hf://datasets/owner/name", "out", status=2, endpoint=evil.url("hub"))
+    assert errors == f"error: {refused}\n"
+    assert f"Bearer {TOKEN}" in evil.seen["hub"] and evil.seen["foreign"] == {None}
+
+
+def endless():
+    while True:
+        yield b" " * SIZE
+
+
+@pytest.mark.parametrize(
+    "answers, said",
+    [
+        (lambda evil: {TREE: ({}, endless())}, "a listing has more than 16,777,216 bytes"),
+        (lambda evil: {"/api/datasets/owner/name": ({}, endless())}, "a listing has more than 16,777,216 bytes"),
+        (lambda evil: {TREE: ({"Link": f'<{TREE}?more>; rel="next"'}, [b"[]"])}, "the listing has more than 1,000 pages"),
+        (lambda evil: {TREE: ({"Link": '<http://[>; rel="next"'}, [b"[]"])}, "hf://datasets/owner/name: "),
+        (lambda evil: {TREE: ({"Location": TREE}, [])}, "redirect"),
+        (lambda evil: {"/datasets/": ({}, endless())}, "sends more than the 65,536 bytes that the repository lists"),
+        (lambda evil: {"/datasets/": ({}, [b" "])}, "it ended after 1 of 65,536 bytes"),
+    ],
+    ids=["listing", "revision", "pages", "bad link", "redirections", "file", "short file"],
+)
+def test_what_has_no_end_is_given_up(evil, tmp_path, answers, said):
+    evil.answers |= {TREE: ({}, [json.dumps([entry()]).encode()])} | answers(evil)
+    assert said in refused_by(evil, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"path": 5}, "Expected `str`, got `int` - at `$[0].path`"),
+        ({"size": "x"}, "Expected `int`, got `str` - at `$[0].size`"),
+        ({"size": None}, "Expected `int`, got `null` - at `$[0].size`"),
+        ({"size": -1}, "Expected `int` >= 0"),
+        ({"size": 10**18}, "a.jsonl has 1,000,000,000.0 GB, and "),
+        ({"oid": None}, "at `$[0].oid`"),
+        ({"lfs": {"oid": "x"}}, "at `$[0].lfs.oid`"),
+        ({"path": "a\0.jsonl"}, "lists 'a\\x00.jsonl', a name with control characters"),
+        ({"path": "\x1b[31m\r.jsonl"}, "lists '\\x1b[31m\\r.jsonl', a name with control characters"),
+        ({"path": "\u202e.jsonl"}, "a name with control characters"),
+        ({"path": "\ud800.jsonl"}, "the hub's listing: "),
+        ({"path": "../a.jsonl"}, "which leads out of it"),
+        ({"path": "/a.jsonl"}, "which leads out of it"),
+        ({"path": "x" * 5000 + ".jsonl"}, "File name too long"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_listing_that_is_none_is_refused(evil, tmp_path, change, said):
+    evil.answers[TREE] = {}, [json.dumps([entry(**change)]).encode()]
+    if "too long" in said:
+        assert said in prepare(None, tmp_path, "hf://datasets/owner/name", "out", status=2, endpoint=evil.url("hub"))[1]
+    else:
+        assert said in refused_by(evil, tmp_path)
+
+
+def test_a_file_that_is_listed_twice_is_refused(evil, tmp_path):
+    evil.answers[TREE] = {}, [json.dumps([entry(), entry(path="./a.jsonl")]).encode()]
+    assert "lists a.jsonl twice" in refused_by(evil, tmp_path)
+
+
+def test_a_model_of_the_hub_is_asked_for_with_the_token_of_the_hub_alone(monkeypatch):
+    """What huggingface_hub asks by itself, for a model, goes through the same session."""
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example:8443/x/")
+    for url, kept in {
+        "https://hub.example:8443/api": True,
+        "https://hub.example/api": False,
+        "http://hub.example:8443/api": False,
+        "https://hub.example.org:8443/api": False,
+    }.items():
+        request = types.SimpleNamespace(url=url, headers={"Authorization": TOKEN})
+        hub.keep_token(request)
+        assert ("Authorization" in request.headers) == kept
+    assert hub.keep_token in hub.session().event_hooks["request"]

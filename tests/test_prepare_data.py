@@ -22,6 +22,7 @@ import tokenizer
 from conftest import ROOT, execute
 from dataset import open_dataset, open_shard
 from prepare_data import PrepareConfig, prepare
+from settings import UserError
 
 DOCUMENTS = [
     f"Document {i}: the naïve quick brown fox 🙂 jumps {i * i} times.\r\n\n" + "    lazy dog\n" * (i % 7) for i in range(150)
@@ -51,7 +52,7 @@ class Made:
         return [row for row in self.metadata["shards"] if row["split"] == split]
 
     def tokens(self, split):
-        return np.concatenate([open_shard(self.directory / row["file"]) for row in self.rows(split)])
+        return np.concatenate([open_shard(self.directory / row["file"])[:] for row in self.rows(split)])
 
     def documents(self, split):
         tokens = self.tokens(split)
@@ -97,7 +98,7 @@ def test_the_command_makes_the_embedded_corpus(here):
     assert sum(row["documents"] for row in made.metadata["shards"]) == len([text for text in texts if text])
     assert sum(row["bytes_of_text"] for row in made.metadata["shards"]) == sum(len(text.encode()) for text in texts)
     for row in made.metadata["shards"]:
-        assert np.count_nonzero(open_shard(made.directory / row["file"]) == 0) == row["documents"]
+        assert np.count_nonzero(open_shard(made.directory / row["file"])[:] == 0) == row["documents"]
     assert 0.01 < len(made.documents("val")) / len(texts) < 0.1
 
     dataset = open_dataset(made.directory)
@@ -209,7 +210,7 @@ def test_shards_are_one_stream_cut_anywhere(here):
         for key in ("tokens", "bytes_of_text", "documents"):
             assert sum(row[key] for row in whole.rows(split)) == sum(row[key] for row in cut.rows(split))
     for row in cut.metadata["shards"]:
-        tokens = open_shard(cut.directory / row["file"])
+        tokens = open_shard(cut.directory / row["file"])[:]
         assert row["bytes_of_text"] == np.count_nonzero(tokens != 256) and row["documents"] == np.count_nonzero(tokens == 256)
 
 
@@ -446,3 +447,41 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, text):
     next(paths).write_text(text)
     with pytest.raises(settings.UserError, match=r"a\.txt changed while it was read"):
         next(paths)
+
+
+def test_documents_without_a_text_are_counted(here, capsys):
+    path = write_lines(here / "a.jsonl")
+    with open(path, "a") as file:
+        file.write('{"text": null}\n' * 3 + '{"text": ""}\n\n')
+    made = make(path)
+    assert sum(row["documents"] for row in made.metadata["shards"]) == len(DOCUMENTS)
+    said = capsys.readouterr().out
+    assert "3 documents left out: null in place of a text\n" in said and "1 document left out: an empty text\n" in said
+    pyarrow.parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None, None, ""]}), here / "b.parquet")
+    make("b.parquet", out="rows")
+    said = capsys.readouterr().out
+    assert "2 documents left out: null in place of a text\n" in said and "1 document left out: an empty text\n" in said
+
+
+@pytest.mark.parametrize("value", ["0", "false", "[]", "{}", "7"])
+def test_what_is_no_text_is_refused_also_where_it_is_nothing(here, value):
+    (here / "a.jsonl").write_text(f'{{"text": "one"}}\n{{"text": {value}}}\n')
+    with pytest.raises(UserError, match='line 2 is not a JSON object with a string under "text"'):
+        make("a.jsonl")
+
+
+def test_two_columns_of_one_name_are_refused(here):
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, here / "a.parquet")
+    with pytest.raises(UserError, match='a.parquet: 2 columns are called "text"'):
+        make("a.parquet")
+
+
+def test_an_error_shows_a_few_of_many_and_long_names(here):
+    names = [f"column {i}" for i in range(20_000)]
+    pyarrow.parquet.write_table(pyarrow.table({name: ["x"] for name in [*names[:2], "y" * 100_000, *names]}), "a.parquet")
+    (here / "b.jsonl").write_text(json.dumps(dict.fromkeys(names, "x")) + "\n")
+    for file in ("a.parquet", "b.jsonl"):
+        with pytest.raises(UserError, match=r"column 0, column 1, .*, \.\.\.$") as refused:
+            make(file)
+        assert len(str(refused.value)) < 400

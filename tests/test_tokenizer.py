@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer
+from conftest import execute
 from settings import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -245,3 +246,67 @@ def test_foreign_tokenizers(made, tmp_path):
 def test_encode_gives_uint32(made):
     for ours, _, _ in made.values():
         assert ours.encode("").shape == (0,) and ours.encode("a b").dtype == np.uint32
+
+
+def split_by(regex):
+    """The part of a tokenizer.json that splits text by a regex."""
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}}
+
+
+def replace(pattern, content, times=1):
+    """The part of a tokenizer.json that replaces text."""
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": pattern, "content": content}] * times}
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        split_by(r"(a+)+$"),
+        split_by(r"(x+x+)+y"),
+        replace({"String": "a"}, "b" * 1_000_000),
+        replace({"Regex": "a"}, "aa", times=40),
+        {
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10**6}],
+            }
+        },
+    ],
+    ids=["a pattern without end", "another", "a letter to a million", "doubled 40 times", "in the decoder"],
+)
+def test_a_tokenizer_json_that_takes_time_or_memory_without_end_is_refused(tmp_path, change):
+    definition = json.loads(tokenizer.resolve("bytes").json) | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    (tmp_path / "a.txt").write_text("a small text " * 1000)
+    command = [sys.executable, ROOT / "prepare_data.py", "a.txt", "--tokenizer=tokenizer.json", "--out=out"]
+    began = time.monotonic()
+    refused = execute(command, 2, cwd=tmp_path).stderr
+    assert refused.startswith("error: tokenizer.json fails at a text of 3,940 characters, takes more than 5 s")
+    assert time.monotonic() - began < 20 and len(refused.splitlines()) == 1
+
+
+def test_a_regex_that_only_the_corpus_sends_back_and_forth_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.resolve("bytes").json) | split_by(r"(é+)+$")))
+    (tmp_path / "a.txt").write_text("é" * 100 + "!" + " words" * 100)
+    command = [sys.executable, ROOT / "prepare_data.py", "a.txt", "--tokenizer=tokenizer.json", "--out=out"]
+    refused = execute(command, 2, cwd=tmp_path).stderr
+    assert refused.splitlines()[-1].startswith(
+        "error: tokenizer.json cannot encode a text: Onig: Regex search error: retry-limit"
+    )
+    assert "Traceback" not in refused
+
+
+def test_a_run_of_white_space_that_takes_the_square_of_its_length_is_refused():
+    ranks = {bytes([b]): b for b in range(256)} | {b"  ": 256}
+    made = tokenizer.from_ranks(ranks, tokenizer.GPT2_PATTERN, {tokenizer.END_OF_TEXT: 257}, "gpt2")
+    assert len(made.encode("a" + " " * 1_500_000)) == 750_001
+    began = time.monotonic()
+    with pytest.raises(
+        UserError, match="gpt2 cannot encode a text with more than 2,000,000 characters of white space in a row"
+    ):
+        made.encode("a" + "\n" * 30_000_000)
+    assert time.monotonic() - began < 10  # 30 MB took ten minutes
