@@ -1,17 +1,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# One process for each GPU, or two on a machine without GPUs.
-NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | wc -l); [ $$n -gt 0 ] && echo $$n || echo 2)
 # The tested set, with hashes: make setup REQUIREMENTS="--require-hashes -r requirements.lock"
 REQUIREMENTS ?= -r requirements.txt
-THREADS = $(shell $(PYTHON) -c 'import os; print(max(1, os.cpu_count() // $(NPROC)))')
 
 .PHONY: train test test-all lint bench setup
 .DELETE_ON_ERROR:
 
 train: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$${NPROC:-$$($(BIN)/python -m device)} train.py
 	$(BIN)/python sample.py runs/laptop --prompt="def " --max_new_tokens=200
 
 test: .venv/dev

@@ -29,6 +29,7 @@ FASTER = 1.25  # how much faster than in float32 products in bfloat16 must be to
 # about that of the run's operations at these FLOP/s of a core. These are round numbers of three classes of processors, not
 # measurements of now: those would choose otherwise on a busy day, and the same command would give other bits.
 COMPILE_SECONDS, COMPILE_SAVES = 20.0, 0.2
+MOST_RANKS = 4  # on a CPU; more were not measured
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 
 # What is less than the whole GPU of the datasheet: a slice of it, a virtual one, or one with fewer units and watts.
@@ -53,6 +54,17 @@ def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
             "torchrun with --nproc_per_node of at most that, or use --device=cpu"
         )
     return torch.device(name, local_rank)
+
+
+def ranks_here() -> int:
+    """How many ranks `make train` starts: one for each GPU. Metal has one GPU. On a CPU a power of two, at most one a core.
+
+    Small models train faster on four ranks of one thread than on one rank of four threads (bench/LOG.md, "Ranks and threads").
+    """
+    own = find_device("auto", 0, share_gpus=False)
+    if own.type != "cpu":
+        return getattr(torch, own.type).device_count()
+    return 1 << min(MOST_RANKS, cores()).bit_length() - 1
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
@@ -222,3 +234,7 @@ def keep_freed_memory() -> None:
         libc.free(ctypes.c_void_p(libc.malloc(1 << 28)))
         size = libc.sbrk(0) - first
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), 14)  # MADV_HUGEPAGE
+
+
+if __name__ == "__main__":
+    print(ranks_here())
