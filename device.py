@@ -7,6 +7,7 @@ may be twice as fast with them as without, or slower (bench/LOG.md, "Classes of 
 import contextlib
 import ctypes
 import functools
+import hashlib
 import logging
 import math
 import os
@@ -14,8 +15,10 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 import time
 import warnings
+from getpass import getuser
 from pathlib import Path
 
 import torch
@@ -25,10 +28,12 @@ from settings import UserError, cores
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 FASTER = 1.25  # how much faster than in float32 products in bfloat16 must be to be chosen
-# Compiling for a CPU takes COMPILE_SECONDS more than not compiling, and saves COMPILE_SAVES of the time of training, which is
-# about that of the run's operations at these FLOP/s of a core. These are round numbers of three classes of processors, not
+# Compiling for a CPU takes COMPILE_SECONDS more than not compiling and saves a part of training, whose operations run at
+# about these FLOP/s of a core (bench/LOG.md, "Classes of processors"). These are round numbers of measurements, not
 # measurements of now: those would choose otherwise on a busy day, and the same command would give other bits.
-COMPILE_SECONDS, COMPILE_SAVES = 20.0, 0.2
+COMPILE_SECONDS = 20.0
+COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
+EAGER_FLOPS = {"float32": 50e9, "bfloat16": 170e9}
 MOST_RANKS = 4  # on a CPU; more were not measured
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 
@@ -115,8 +120,8 @@ def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
     """Whether a run is long enough to win back the time of compiling. On a GPU it always is; on mps it is not tried."""
     if device.type != "cpu":
         return device.type in ("cuda", "xpu")
-    seconds = run_flops / (cores() * EAGER_FLOPS["bfloat16" if dtype == "bfloat16" else "float32"])
-    return COMPILE_SAVES * seconds > COMPILE_SECONDS
+    kind = "bfloat16" if dtype == "bfloat16" else "float32"
+    return COMPILE_SAVES[kind] * run_flops / (cores() * EAGER_FLOPS[kind]) > COMPILE_SECONDS
 
 
 def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float) -> str:
@@ -127,6 +132,10 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
         logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
     # The compiler would build and start a program for each kind of vector instructions that the CPU says it has: 4 seconds.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    if device.type == "cpu":
+        # Its cache does not tell processors apart: code made for one with wider vectors corrupts the memory of another.
+        kind = hashlib.sha256(describe(device).encode()).hexdigest()[:8]
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{getuser()}_{kind}")))
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")

@@ -247,6 +247,8 @@ def workspace():
 def act_as(processor: Processor) -> None:
     """Hold this process, before it imports torch, and those that it starts to the instructions of `processor`."""
     os.environ.update(PROCESSORS[processor])
+    if processor != "native":  # the compiler's cache does not tell processors apart
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"torchinductor_as_{processor}"))
 
 
 def acted_as() -> Processor:
