@@ -283,8 +283,8 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     assert hf.find_model(str(saved)) == saved
     with pytest.raises(UserError, match="step-00000001 has no manifest.json"):
         find_model(str(tmp_path / "run"))
-    for name in ("optimizer.safetensors", "trainer_state.json"):
-        (saved / name).touch()
+    (saved / "optimizer.safetensors").touch()
+    (saved / "trainer_state.json").write_text('{"step": 1}')
     write_manifest(saved)
     assert find_model(str(tmp_path / "run")) == find_model(str(saved)) == (saved, [])
     with pytest.raises(UserError, match="neither a run nor a model directory: it has no config.json, only run"):

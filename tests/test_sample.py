@@ -29,8 +29,8 @@ def run(tmp_path_factory):
     model = GPT(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=32, seq_len=16), text.vocab_size))
     initialize(model, 0)
     hf.write_model(checkpoint, model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
-    for name in ("optimizer.safetensors", "trainer_state.json"):
-        (checkpoint / name).touch()
+    (checkpoint / "optimizer.safetensors").touch()
+    (checkpoint / "trainer_state.json").write_text('{"step": 1}')
     write_manifest(checkpoint)
     return folder
 

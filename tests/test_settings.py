@@ -464,5 +464,7 @@ def test_what_a_failing_test_leaves_is_ended(tmp_path):
         child = int(process.stdout.readline())
         raise AssertionError
     assert process.returncode == -signal.SIGKILL
-    stat = Path(f"/proc/{child}/stat")  # nobody may have asked after it yet
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    stat, deadline = Path(f"/proc/{child}/stat"), time.monotonic() + 10
+    while stat.exists() and stat.read_text().split()[2] != "Z":  # which it is until somebody has asked after it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

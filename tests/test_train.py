@@ -321,10 +321,10 @@ def test_the_console_says_what_runs_and_what_to_type_next(train):
     told = train("told", steps=2, ranks=2, micro_batch_size=4).stdout
     head = told.splitlines()
     assert head[0] == f"{train.runs}/told, from its beginning"
-    assert [line.split()[0] for line in head[1:8]] == ["model", "tokens", "batch", "ranks", "device", "memory", "time"]
+    assert [line.split()[0] for line in head[1:8]] == ["model", "tokens", "batch", "ranks", "device", "memory", "peak"]
     assert all(line[:2] == "  " and line[9] == " " and line[10] != " " for line in head[1:8])
     assert "384 tokens = 6 micro-batches of 4 x 16, 3 on each of 2 ranks; 2 steps" in told
-    assert "2 ranks, ddp, 1 thread each" in told and "TFLOP/s, measured here" in told
+    assert "2 ranks, ddp, 1 thread each" in told and "TFLOP/s of all ranks, measured here" in told
     assert re.search(rf"this took [\d.]+ s; next: python sample.py {train.runs}/told$", told, re.M)
     assert not re.search(r"\(s\)|\b1 \w+s\b", told)
 
