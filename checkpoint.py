@@ -136,7 +136,10 @@ class Checkpoints:
         self._error: Exception | None = None
         self._writers = range(footprint.writers(config, world.size))
         # The writers tell each other in the background what they have written, while training communicates otherwise.
-        self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo") if len(self._writers) > 1 else None
+        # The other ranks have no part in making the group: with NCCL they would wait for ranks that never come.
+        alone = len(self._writers) == 1 or world.rank not in self._writers
+        local = dict(use_local_synchronization=True)
+        self._group = None if alone else dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", **local)
 
     def begin(self) -> None:
         """Make the directory fit for saving, before the first step. Raises UserError where nothing could be saved."""

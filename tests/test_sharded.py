@@ -329,3 +329,19 @@ def test_what_does_not_go_together_is_refused(train, flags, said):
     refused = train("refused", status=2, env={"RANK": "0", "WORLD_SIZE": "3"}, **flags)
     assert refused.stderr.startswith("error: ") and said in refused.stderr and "Traceback" not in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+def test_ranks_that_write_no_checkpoint_have_no_part_in_the_writers_group(train):
+    """With NCCL a rank that joins in making a group of others waits for them for ever."""
+    members_only = (
+        "import torch.distributed as dist\nmake = dist.new_group\n"
+        "def new_group(ranks=None, *args, **options):\n"
+        "    assert ranks is None or dist.get_rank() in ranks, 'an outsider makes the group'\n"
+        "    assert ranks is None or len(ranks) == dist.get_world_size() or options['use_local_synchronization']\n"
+        "    return make(ranks, *args, **options)\n"
+        "dist.new_group = new_group"
+    )
+    flags = dict(strategy="fsdp", replicate=2, optimizer="adamw", eval_every=0, steps=6, save_every=3)
+    train.changed(members_only, "hybrid", 4, **flags)
+    train("undisturbed", ranks=4, **flags)
+    assert train.files("hybrid") == train.files("undisturbed")
