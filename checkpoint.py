@@ -137,9 +137,9 @@ class Checkpoints:
         self._writers = range(footprint.writers(config, world.size))
         # The writers tell each other in the background what they have written, while training communicates otherwise.
         # The other ranks have no part in making the group: with NCCL they would wait for ranks that never come.
-        alone = len(self._writers) == 1 or world.rank not in self._writers
-        local = dict(use_local_synchronization=True)
-        self._group = None if alone else dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", **local)
+        self._group: dist.ProcessGroup | None = None
+        if len(self._writers) > 1 and world.rank in self._writers:
+            self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", use_local_synchronization=True)
 
     def begin(self) -> None:
         """Make the directory fit for saving, before the first step. Raises UserError where nothing could be saved."""

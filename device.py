@@ -11,7 +11,6 @@ import hashlib
 import logging
 import math
 import os
-import platform
 import re
 import shutil
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from cluster import GPU_PEAK_FLOPS
+from cluster import GPU_PEAK_FLOPS, cpu_name
 from settings import UserError, cores
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
@@ -47,7 +46,8 @@ def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
     share_gpus: more ranks than GPUs may share them (gloo only: NCCL refuses). Raises UserError where the device is missing.
     """
     if name == "auto":
-        name = next((kind for kind in ("cuda", "xpu", "mps") if getattr(torch, kind).is_available()), "cpu")
+        found = {"cuda": torch.cuda.is_available, "xpu": torch.xpu.is_available, "mps": torch.backends.mps.is_available}
+        name = next((kind for kind, is_there in found.items() if is_there()), "cpu")
     if name == "cpu":
         return torch.device(name)
     count = getattr(torch, name).device_count()
@@ -176,7 +176,8 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float
     if known := known_peak_flops(device, dtype):
         return known
     if device.type == "cpu":
-        return product_rates(dtype)[dtype] * torch.get_num_threads()
+        rates = product_rates()  # measured already, where the precision was chosen
+        return (rates if dtype in rates else product_rates(dtype))[dtype] * torch.get_num_threads()
     size = 8192 if device.type == "cuda" else 4096  # so large that starting and awaiting a product does not count
     a = torch.randn(size, size, device=device).to(DTYPES[dtype])
     best, deadline, products = float("inf"), time.perf_counter() + seconds, 0
@@ -193,13 +194,6 @@ def describe(device: torch.device) -> str:
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)
     return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def cpu_name() -> str:
-    """The CPU as Linux calls it, or its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def known_peak_flops(device: torch.device, dtype: str) -> float | None:

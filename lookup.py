@@ -50,7 +50,7 @@ def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():
         raise UserError(f"{checkpoints} is not a directory; move it elsewhere")
     existing, others = published(checkpoints), strangers(checkpoints)
-    notes = [f"left alone in {checkpoints}: {', '.join(others[:8])}{', ...' * (len(others) > 8)}"] if others else []
+    notes = [f"left alone in {checkpoints}: {files.shortened(others)}"] if others else []
     if resume == "off" and existing:
         raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
     if existing:

@@ -126,7 +126,7 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware) -> tuple[Co
         source = "--vocab_size" if model.init_from == "scratch" else model.init_from
         vocab_size = vocab_size if once else model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
-    dtype = "bfloat16" if device == "cuda" else max(cpu_rates(), key=cpu_rates().get)
+    dtype = "bfloat16" if device == "cuda" else cpu_dtype()
     chosen = {"dtype": dtype, "muon_dtype": dtype, "compile": "on" if device == "cuda" else "off"}
     chosen = {name: value for name, value in chosen.items() if settings.flat_values(config)[name] == "auto"}
     config = dataclasses.replace(config, model=settings.resolve_model(model, vocab_size))
@@ -207,6 +207,15 @@ def cpu_rates() -> dict[str, float]:
     import device
 
     return device.product_rates()
+
+
+def cpu_dtype() -> str:
+    """What --dtype=auto takes on this machine's CPU. It imports torch."""
+    import torch
+
+    import device
+
+    return device.choose_dtype("auto", torch.device("cpu"))
 
 
 def worlds(config: Config, world_size: int) -> list[int]:

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -284,6 +283,8 @@ def _probe(slow: tokenizers.Tokenizer, name: str) -> None:
     """
     if not hasattr(os, "fork"):
         return
+    import resource  # here, because Windows has none
+
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:

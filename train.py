@@ -59,7 +59,7 @@ from settings import Config, RunError, plural
 from world import Stop, World, connect, unheard
 
 EX_TEMPFAIL = 75
-WORTH_TELLING = 10  # seconds
+WORTH_TELLING = 10  # seconds that are left; of fewer a run need not tell
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
 

@@ -24,6 +24,7 @@ from typing import Literal, NoReturn
 
 sys.path.append(str(Path(__file__).parent.parent))
 
+from cluster import cpu_name
 from files import publish_directory, publish_text, sha256
 from settings import Config, RunError, cores, memory_bytes
 
@@ -258,13 +259,11 @@ def acted_as() -> Processor:
 
 def describe() -> dict:
     """This machine, its load, and the versions of what runs on it."""
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {
         "machine": {
-            "cpu": (models or [platform.processor()])[0],
+            "cpu": cpu_name(),
             "instructions": acted_as(),
             "cores": cores(),
             "memory_gib": round(memory_bytes() / 2**30, 1),
