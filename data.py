@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-import files
-from dataset import Dataset, Stream, digest, open_dataset, read_windows
-from settings import Config, UserError
+from common import files
+from common.errors import UserError
+from dataset.tokens import Dataset, Stream, digest, open_dataset, read_windows
+from settings import Config
 
 ROUNDS = 6  # of the Feistel network
 BLOCK = 4096  # sequences in which each dataset has its share

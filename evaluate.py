@@ -5,9 +5,9 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    import cli
+    from common import errors
 
-    cli.begin()
+    errors.begin()
 
 import json
 import math
@@ -20,15 +20,14 @@ from typing import Literal
 import torch
 import tyro
 
-import checkpoint
 import data
-import device
-import hf
-import lookup
 import settings
-from dataset import Stream
-from settings import UserError
-from world import World, connect
+from checkpoints import checkpoint, huggingface, lookup
+from common import cli, errors
+from common.errors import UserError
+from dataset.tokens import Stream
+from hardware import device
+from parallel.world import World, connect
 
 
 @torch.no_grad()
@@ -86,7 +85,7 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset, or its results in tasks. Raises UserError."""
-    settings.refuse(settings.number_problems(config, RANGES))
+    errors.refuse(settings.number_problems(config, RANGES))
     if config.tasks or config.task_data:
         with tempfile.TemporaryDirectory() as folder:
             return run_tasks(config, Path(folder))
@@ -96,7 +95,7 @@ def main(config: EvaluateConfig) -> None:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, the model of {model.config.vocab_size}")
     if config.seq_len > model.config.seq_len:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
-    notes = hf.check_tokenizer(directory, mixture.tokenizer)
+    notes = huggingface.check_tokenizer(directory, mixture.tokenizer)
     for note in notes if config.tokens else ():  # a run without a tokenizer is evaluated on its own tokens
         print(note, flush=True)
     world = connect(config.device)
@@ -172,5 +171,5 @@ def trained_on(directory: Path) -> str:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(EvaluateConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(EvaluateConfig, sys.argv[1:], __doc__))

@@ -9,9 +9,9 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    import cli
+    from common import errors
 
-    cli.begin()
+    errors.begin()
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +20,16 @@ from typing import Literal, TypedDict
 import torch
 import tyro
 
-import checkpoint
 import data
-import files
-import hf
-import lookup
 import settings
-from checkpoint import Origin, TrainState
-from dataset import Count, read_metadata
-from log import LOSSES, read_records
-from settings import Config, UserError
+from checkpoints import checkpoint, huggingface, lookup
+from checkpoints.checkpoint import Origin, TrainState
+from common import cli, errors, files
+from common.errors import UserError
+from common.records import Count
+from dataset.tokens import read_metadata
+from reports.log import LOSSES, read_records
+from settings import Config
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SHOWN = 5  # sources of a dataset that the card names
@@ -107,20 +107,20 @@ def main(config: ExportConfig) -> None:
     source, warnings = lookup.find(config.run)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
-    state, (model, weights) = checkpoint.load_state(source), hf.read_model(source)
+    state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
     tokenizer = source / "tokenizer.json"
     eot_token = files.read_json(source / "generation_config.json", GenerationConfig)["eos_token_id"]
     training = settings.replace(Config(), **state.settings)
     with files.publish_directory(out) as directory:
         dtype = getattr(torch, config.dtype)
-        hf.write_model(
+        huggingface.write_model(
             directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, int(number) * UNITS[unit]
         )
         (directory / "config.toml").write_text(settings.dumps(training))
         parameters = sum(value.numel() for value in weights.values())
         (directory / "README.md").write_text(card(source, state, training, parameters, config.dtype))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    weights_files = settings.plural(len(list(out.glob("*.safetensors"))), "weights file")
+    weights_files = errors.plural(len(list(out.glob("*.safetensors"))), "weights file")
     print(f"{source} is now {out}: {weights_files}, {size:,} bytes, {config.dtype}")
 
 
@@ -145,7 +145,7 @@ def card(source: Path, state: TrainState, training: Config, parameters: int, dty
         losses=losses(run / "metrics.jsonl", state.step),
         datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(training.data.tokens)),
         identity=state.dataset,
-        ranks=settings.plural(ranks, "rank"),
+        ranks=errors.plural(ranks, "rank"),
         versions=", ".join(f"{name} {version}" for name, version in last["versions"].items()),
         command=f"{launcher} train.py config.toml --name={training.run.name}-again",
         repeats=repeats,
@@ -194,5 +194,5 @@ def describe_dataset(directory: Path) -> str:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(ExportConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(ExportConfig, sys.argv[1:], __doc__))

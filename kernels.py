@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from footprint import SHORT, rows_at_a_time
+from hardware.footprint import SHORT, rows_at_a_time
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:

@@ -8,9 +8,9 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    import cli
+    from common import errors
 
-    cli.begin()
+    errors.begin()
 
 import contextlib
 import math
@@ -24,12 +24,10 @@ from typing import Literal
 import numpy as np
 import tyro
 
-import cli
-import files
-import settings
-from curves import Curves, choose_x, read, smooth
-from log import duration
-from settings import UserError
+from common import cli, errors, files
+from common.errors import UserError
+from reports.curves import Curves, choose_x, read, smooth
+from reports.log import duration
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
 DECADES = 30  # a gradient norm whose largest value is this many times its smallest is drawn on a logarithmic axis
@@ -234,8 +232,8 @@ def screen(curves: list[Curves], x: str, columns: int, rows: int, colored: bool)
 
 def main() -> None:
     """The command."""
-    with settings.user_errors():
-        config = settings.parse(PlotConfig, sys.argv[1:], __doc__)
+    with errors.user_errors():
+        config = cli.parse(PlotConfig, sys.argv[1:], __doc__)
         if not config.runs:
             raise UserError(f"name at least one run: {cli.run_example()}")
         runs = [Path(run) for run in config.runs]

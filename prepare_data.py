@@ -14,9 +14,9 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    import cli
+    from common import errors
 
-    cli.begin()
+    errors.begin()
 
 import hashlib
 import io
@@ -35,18 +35,27 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
-import files
-import hub
-import settings
-from check_data import check
-from cli import say
-from dataset import read_metadata
-from encode import Split, by_hash, choose_split, encode_all
-from join import join, part_directory, part_files
-from settings import UserError, cores
-from shards import DatasetWriter, Unfinished, is_finished, read_progress
-from sources import SourceFile, TextFormat, embedded_corpus, fetch, fetch_ahead, hub_files, local_files, parse, read_units
-from tokenizer import Tokenizer, load, resolve
+from common import cli, errors, files
+from common.errors import UserError, say
+from dataset import hub
+from dataset.check import check
+from dataset.encode import Split, by_hash, choose_split, encode_all
+from dataset.join import join, part_directory, part_files
+from dataset.shards import DatasetWriter, Unfinished, is_finished, read_progress
+from dataset.sources import (
+    SourceFile,
+    TextFormat,
+    embedded_corpus,
+    fetch,
+    fetch_ahead,
+    hub_files,
+    local_files,
+    parse,
+    read_units,
+)
+from dataset.tokenizer import Tokenizer, load, resolve
+from dataset.tokens import read_metadata
+from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # how much text train:N learns from
@@ -115,7 +124,7 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
             if others:
                 kinds = ", ".join(f"{suffix} ({count:,})" for suffix, count in others.most_common(SHOWN_KINDS))
                 more = ", ..." * (len(others) > SHOWN_KINDS)
-                say(f"{source}: skipped {settings.plural(others.total(), 'file')} of other types: {kinds}{more}")
+                say(f"{source}: skipped {errors.plural(others.total(), 'file')} of other types: {kinds}{more}")
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
         all_files += found
     return all_files, records
@@ -125,7 +134,7 @@ def describe_files(source: str, found: list[SourceFile]) -> list[str]:
     """What is taken of a source on the hub, and whether some of it seems to be meant for validation or tests."""
     size, names = sum(file.size for file in found), [file.name for file in found]
     span = " to ".join(dict.fromkeys([names[0], names[-1]]))
-    lines = [f"{source}: {settings.plural(len(names), 'file')}, {size / 1e6:,.1f} MB: {span}"]
+    lines = [f"{source}: {errors.plural(len(names), 'file')}, {size / 1e6:,.1f} MB: {span}"]
     held_out = [name for name in names if HELD_OUT.search(name)]
     if 0 < len(held_out) < len(names):
         lines.append(
@@ -215,14 +224,14 @@ def prepare(config: PrepareConfig) -> None:
     writer = DatasetWriter(directory, request, tokenizer, split.val_fraction, by_tail=split.boundary is not None)
     if progress:
         writer.restore(progress)
-        say(f"{directory}: going on after {settings.plural(len(writer.records), 'finished shard')}")
+        say(f"{directory}: going on after {errors.plural(len(writer.records), 'finished shard')}")
     else:
         writer.begin()
     encode_files(writer, split, source_files, text, config)
     writer.finish()
     remove_downloads(downloads, config.keep_downloads)
     if empty := sum(not file.size for file in source_files):
-        say(f"{settings.plural(empty, 'empty file')} of {len(source_files):,} left out")
+        say(f"{errors.plural(empty, 'empty file')} of {len(source_files):,} left out")
     say(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 
@@ -310,17 +319,17 @@ def encode_files(
             tqdm.write(f"{record['file']}: {record['tokens']:,} tokens{bar if bar_style else ''}")
     bar.close()
     for reason, count in sorted(left_out.items()):
-        print(f"{settings.plural(count, 'document')} left out: {reason}")
+        print(f"{errors.plural(count, 'document')} left out: {reason}")
     if not_utf8:
         shown = ", ".join(map(str, list(not_utf8)[:SHOWN_FILES])) + ", ..." * (len(not_utf8) > SHOWN_FILES)
-        count = settings.plural(len(not_utf8), "file")
+        count = errors.plural(len(not_utf8), "file")
         say(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {shown}")
 
 
 def main() -> None:
     """The command line."""
-    with settings.user_errors():
-        config = settings.parse(PrepareConfig, sys.argv[1:], "Turn text into a dataset directory of token shards.")
+    with errors.user_errors():
+        config = cli.parse(PrepareConfig, sys.argv[1:], "Turn text into a dataset directory of token shards.")
         try:
             if config.check:
                 check(Path(config.check), config.tokenizer)

@@ -15,10 +15,12 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
 
 import settings
+from common import cli, errors
+from hardware import host
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        os.environ.setdefault("GOMP_SPINCOUNT", str(settings.spin_count()))
+    with errors.user_errors():
+        os.environ.setdefault("GOMP_SPINCOUNT", str(host.spin_count()))
 
 import json
 import shutil
@@ -30,19 +32,17 @@ from statistics import median
 import torch
 import tyro
 
-import checkpoint
 import data
-import lookup
-import retention
-import tokenizer
 import train
-from checkpoint import Era, TrainState
-from dataset import read_windows
-from log import Record, read_records
-from parallel import whole
-from settings import UserError, plural
-from snapshot import take_snapshot
-from world import World
+from checkpoints import checkpoint, lookup, retention
+from checkpoints.checkpoint import Era, TrainState
+from checkpoints.snapshot import take_snapshot
+from common.errors import UserError, plural
+from dataset import tokenizer
+from dataset.tokens import read_windows
+from parallel.engine import whole
+from parallel.world import World
+from reports.log import Record, read_records
 
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
 OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
@@ -364,8 +364,8 @@ def obstacle(directory: Path, state: TrainState, world: World, first: int, last:
 if __name__ == "__main__":
     status = 1
     try:
-        with settings.user_errors():
-            status = main(settings.parse(ReplayConfig, sys.argv[1:], __doc__))
+        with errors.user_errors():
+            status = main(cli.parse(ReplayConfig, sys.argv[1:], __doc__))
     except SystemExit as end:
         status = end.code
     sys.stdout.flush()

@@ -5,9 +5,9 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    import cli
+    from common import errors
 
-    cli.begin()
+    errors.begin()
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from typing import Literal
 
 import tyro
 
-import files
 import settings
-from settings import UserError
+from common import cli, errors, files
+from common.errors import UserError
 
 RANGES = [
     ("max_new_tokens top_k", "at least 0 and at most 10^9", lambda x: 0 <= x <= 10**9),
@@ -53,13 +53,13 @@ def main(config: SampleConfig) -> None:
     """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
     import torch
 
-    import device
-    import lookup
-    import tokenizer
+    from checkpoints import lookup
+    from dataset import tokenizer
+    from hardware import device
     from model import generate
-    from world import connect
+    from parallel.world import connect
 
-    settings.refuse(settings.number_problems(config, RANGES))
+    errors.refuse(settings.number_problems(config, RANGES))
     directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
@@ -90,14 +90,14 @@ def main(config: SampleConfig) -> None:
 
 def advice(directory: Path) -> str:
     """Where a tokenizer for a model without one comes from."""
-    import checkpoint
     import data
-    import dataset
+    from checkpoints import checkpoint
+    from dataset.tokens import tokenizer_advice
 
     if not (directory / "trainer_state.json").exists():
         return "--tokenizer=FILE gives the one that made its tokens"
     tokens = checkpoint.load_state(directory).config.data.tokens
-    return dataset.tokenizer_advice(Path(data.parse_mixture(tokens)[0][0]))
+    return tokenizer_advice(Path(data.parse_mixture(tokens)[0][0]))
 
 
 def read_prompt(prompt: str) -> str:
@@ -124,5 +124,5 @@ def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(SampleConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(SampleConfig, sys.argv[1:], __doc__))

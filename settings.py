@@ -8,23 +8,16 @@ import dataclasses
 import difflib
 import json
 import math
-import os
-import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import cli
-import files
-from cli import RunError, UserError, flat_fields, flat_values, parse, plural, read_ranks, refuse, similar_runs, user_errors
+from common import cli, files
+from common.cli import flat_fields, flat_values, parse, read_ranks
+from common.errors import UserError, refuse
 
-# For the commands, from cli.py.
-__all__ = ["RunError", "UserError", "flat_fields", "flat_values", "parse", "plural", "read_ranks", "refuse"] + [
-    "similar_runs",
-    "user_errors",
-]
 HERE = Path(__file__).parent
 # What numbers must be, besides finite. The upper bounds keep what is computed from a number, such as a list, small.
 RANGES = [
@@ -54,33 +47,6 @@ FINITE = ("a finite number", lambda x: abs(x) < 1 << 63)
 BEFORE = {"muon_dtype": "bfloat16"}  # what a run did whose version did not have the setting
 MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
-
-
-def cores() -> int:
-    """How many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def spin_count() -> int:
-    """How often a thread of GNU OpenMP should look for work before it sleeps: less often if other programs compute here, too.
-
-    A small model waits often and briefly, and waking a thread takes as long as one of its products (bench/LOG.md). But a
-    thread that looks for work takes a core from others.
-    """
-    running, stat = [], Path("/proc/stat")
-    for _ in range(5 if stat.exists() else 0):  # a program that computes is running every time
-        running.append(int(stat.read_text().partition("procs_running")[2].split()[0]))
-        time.sleep(0.002)
-    others = min(running, default=0) - read_ranks()[3]
-    return 1_000 if others > (os.cpu_count() or 1) - cores() else 10_000
-
-
-def memory_bytes() -> int:
-    """How much memory this machine has, or this container may use."""
-    limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-    texts = [limit.read_text().strip() for limit in limits if limit.exists()]
-    allowed = [int(text) for text in texts if text.isdecimal()]
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *allowed])
 
 
 @dataclass(frozen=True)
@@ -209,7 +175,7 @@ class ParallelConfig:
     zero1: the same with the optimizer state shared out over the ranks;
     fsdp: weights and gradients too;
     exact: bit-identical for any number of ranks;
-    scratch_*: the data parallelism of ddp_from_scratch.py."""
+    scratch_*: the data parallelism of parallel/from_scratch.py."""
     replicate: int = 1
     """Under fsdp, copies of the weights: that many groups of ranks, such as nodes, hold one each (1: all ranks share one)."""
     grad_compression: Literal["none", "bf16"] = "none"

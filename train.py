@@ -18,18 +18,20 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
 
 import settings
+from common import cli, errors
+from hardware import host
 
 if __name__ == "__main__":  # --help and bad flags are answered before torch, which takes seconds, is imported
-    with settings.user_errors():
+    with errors.user_errors():
         COMMAND = settings.load_command(sys.argv[1:], __doc__)
         CONFIG = COMMAND.config
         if COMMAND.plan.plan:
-            import plan
+            from planning import plan
 
             plan.main(CONFIG, COMMAND.plan)
             raise SystemExit(0)
     # Read when torch is imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", str(settings.spin_count()))
+    os.environ.setdefault("GOMP_SPINCOUNT", str(host.spin_count()))
 
 import math
 import time
@@ -40,23 +42,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import checkpoint
-import choices
 import data
-import device
-import files
-import hf
-import lookup
 import optim
 import plot
-from checkpoint import Checkpoints, TrainState
+from checkpoints import checkpoint, huggingface, lookup
+from checkpoints.checkpoint import Checkpoints, TrainState
+from common import files
+from common.errors import RunError, plural
 from evaluate import evaluate
-from footprint import flops_per_token
-from log import Log, Meter, duration
+from hardware import device
+from hardware.footprint import flops_per_token
 from model import initial_weights, without_values
-from parallel import Engine
-from settings import Config, RunError, plural
-from world import Stop, World, connect, unheard
+from parallel.engine import Engine
+from parallel.world import Stop, World, connect, unheard
+from planning import choices
+from reports.log import Log, Meter, duration
+from settings import Config
 
 EX_TEMPFAIL = 75
 WORTH_TELLING = 10  # seconds that are left; of fewer a run need not tell
@@ -120,7 +121,7 @@ def join(config: Config) -> World:
 def prepare(config: Config, world: World) -> Run:
     """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
     dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
-    flags = {f"--{name}": value for name, value in settings.flat_values(config).items()}
+    flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     directory = Path(config.run.out_dir) / config.run.name
     log = Log(directory, world.is_master)
@@ -175,7 +176,7 @@ def build(
     """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
     module = without_values(config.model)  # and without memory, until each rank takes its part
     if start or pretrained:
-        weights = hf.open_model(start or pretrained, config.model.seq_len)[1].items()
+        weights = huggingface.open_model(start or pretrained, config.model.seq_len)[1].items()
     else:
         weights = initial_weights(module, config.run.seed)
     engine = Engine(module, config, world, weights)
@@ -276,7 +277,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
 
 def peak_flops_of_all(world: World, dtype: str) -> float:
     """Peak FLOP/s of all ranks. Each is measured by itself: more threads than cores would count cores twice."""
-    used = 1.0 if world.device.type != "cpu" else min(1.0, settings.cores() / (world.local_size * torch.get_num_threads()))
+    used = 1.0 if world.device.type != "cpu" else min(1.0, host.cores() / (world.local_size * torch.get_num_threads()))
     return device.peak_flops(world.device, dtype) * world.size * used
 
 
@@ -366,7 +367,7 @@ def report(run: Run, loss: float, grad_norm: float) -> None:
 if __name__ == "__main__":
     status = 1
     try:
-        with settings.user_errors():
+        with errors.user_errors():
             status = main(CONFIG)
     except SystemExit as end:
         status = end.code

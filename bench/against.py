@@ -13,9 +13,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
+from common import cli, errors
+from common.errors import UserError
 from measure import in_turns, ratio, run_until, spread
-from settings import UserError
 
 PRESET = str(machine.ROOT / "config/laptop.toml")  # of this checkout, for both
 
@@ -78,5 +78,5 @@ def main(config: AgainstConfig) -> None:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(AgainstConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(AgainstConfig, sys.argv[1:], __doc__))

@@ -21,7 +21,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
-from settings import RunError
+from common import cli, errors
+from common.errors import RunError
 
 RANKS = 3
 FLAGS = machine.TINY_RUN | dict(
@@ -218,7 +219,7 @@ def main(config: CorruptionDrillConfig) -> int:
     from tqdm import tqdm
 
     if unknown := [kind for kind in config.kinds.split(",") if kind not in KINDS]:
-        raise settings.UserError(f"--kinds={unknown[0]}: the kinds are {', '.join(KINDS)}")
+        raise errors.UserError(f"--kinds={unknown[0]}: the kinds are {', '.join(KINDS)}")
     machine.prepare_tokens(config.tokens)
     machine.prepare_to_fork()
     import replay  # noqa: F401  for the forks
@@ -240,5 +241,5 @@ def main(config: CorruptionDrillConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(CorruptionDrillConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(CorruptionDrillConfig, sys.argv[1:], __doc__)))

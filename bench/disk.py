@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import store
+from checkpoints import store
 
 Tree = dict | bytes | str  # a directory by name, the content of a file, or the target of a link
 CHANGES = {"create", "write", "flush", "rename", "unlink", "link", "mkdir"}

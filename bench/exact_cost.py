@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
+from common import cli, errors
 
 STRATEGIES = ("ddp", "exact")
 
@@ -76,7 +76,7 @@ def main(config: ExactCostConfig) -> int:
     from tqdm import tqdm
 
     if config.skip >= config.steps:
-        raise settings.UserError(f"--skip={config.skip} leaves none of --steps={config.steps} to measure")
+        raise errors.UserError(f"--skip={config.skip} leaves none of --steps={config.steps} to measure")
     machine.prepare_tokens(config.tokens)
     worlds = range(1, config.max_ranks + 1)
     result = {str(ranks): {strategy: [] for strategy in STRATEGIES} for ranks in worlds}
@@ -91,5 +91,5 @@ def main(config: ExactCostConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(ExactCostConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(ExactCostConfig, sys.argv[1:], __doc__)))

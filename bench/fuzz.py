@@ -40,6 +40,7 @@ from pathlib import Path
 from unittest import mock
 
 import machine  # puts the project's folder on the path
+from common import cli, errors
 
 # isort: split
 import numpy as np
@@ -48,19 +49,14 @@ import pyarrow.parquet
 import torch
 from safetensors.torch import save_file
 
-import checkpoint
-import dataset
-import files
-import hf
-import hub
 import plot
-import retention
 import settings
-import shards
-import sources
-import tokenizer
+from checkpoints import checkpoint, huggingface, retention
+from common import files
+from common.errors import UserError
+from dataset import hub, shards, sources, tokenizer
+from dataset.tokens import open_dataset, open_shard, write_shard
 from model import GPT
-from settings import UserError
 
 CORPUS = machine.ROOT / "tests" / "corpus"
 STATE = machine.ROOT / "runs" / "fuzz"
@@ -219,7 +215,7 @@ def targets() -> dict[str, Target]:
 def make_targets(folder: Path) -> Iterator[Target]:
     """Make good files in `folder`, and the targets of them."""
     tokens = np.arange(400) % 257
-    digest = {split: dataset.write_shard(folder / f"{split}_000000.bin", tokens, 257) for split in shards.SPLITS}
+    digest = {split: write_shard(folder / f"{split}_000000.bin", tokens, 257) for split in shards.SPLITS}
     bins = {f"{split}_000000.bin": (folder / f"{split}_000000.bin").read_bytes() for split in shards.SPLITS}
     records = [
         {"file": f"{s}_000000.bin", "split": s, "tokens": 400, "bytes_of_text": 399, "documents": 2, "sha256": digest[s]}
@@ -228,10 +224,10 @@ def make_targets(folder: Path) -> Iterator[Target]:
     metadata = {"format": "lockstep-tokens", "version": 1, "tokenizer": {"name": "bytes", "sha256": "0" * 64}}
     metadata |= {"vocab_size": 257, "eot_token": 256, "dtype": "uint16", "source": [{"path": "a", "files": 1, "bytes": 9}]}
     metadata |= {"val_fraction": 0.1, "options": {"column": "x", "part": "1/2", "shard_tokens": 9}, "shards": records}
-    yield Target("dataset", "dataset.json", [json.dumps(metadata).encode()], dataset.open_dataset, bins, is_json=True)
+    yield Target("dataset", "dataset.json", [json.dumps(metadata).encode()], open_dataset, bins, is_json=True)
     np.save(folder / "a.npy", tokens.astype(np.uint16))
-    yield Target("shard", "a.bin", [bins["train_000000.bin"]], lambda f: dataset.open_shard(f / "a.bin"), {})
-    yield Target("npy", "a.npy", [(folder / "a.npy").read_bytes()], lambda f: dataset.open_shard(f / "a.npy"), {})
+    yield Target("shard", "a.bin", [bins["train_000000.bin"]], lambda f: open_shard(f / "a.bin"), {})
+    yield Target("npy", "a.npy", [(folder / "a.npy").read_bytes()], lambda f: open_shard(f / "a.npy"), {})
     split = {"finished": records[:1], "saved": 3}
     progress = {"request": {"source": metadata["source"]}, "val_fraction": 0.1, "by_tail": True, "position": [0, -1]}
     progress |= {"splits": {"train": split, "val": split}}
@@ -291,10 +287,10 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
     model = GPT(config)
     bpe.save(folder / "tokenizer.json")
     state = {name: p.detach() for name, p in model.named_parameters()}
-    hf.write_model(folder, state, config, folder, bpe.eot_token)
+    huggingface.write_model(folder, state, config, folder, bpe.eot_token)
     keys = {"step": lambda p: torch.zeros(()), "exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
     save_file({f"{n}.{k}": make(p) for n, p in state.items() for k, make in keys.items()}, folder / "optimizer.safetensors")
-    recorded = settings.flat_values(settings.Config())
+    recorded = cli.flat_values(settings.Config())
     era = {"step": 0, "world_size": 1, "settings": recorded, "versions": {"torch": "2"}}
     trainer = {"step": 4, "tokens": 9, "best": [[2.5, 4]], "settings": recorded, "history": [era], "best_val_loss": 2.5}
     (folder / "trainer_state.json").write_text(json.dumps(trainer))
@@ -306,14 +302,16 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
         return Target(name, file, [*seeds] or [contents[file]], read, others, is_json)
 
     gpt2 = settings.resolve_model(settings.ModelConfig("gpt2", vocab_size=300, n_layer=1, n_head=2, n_embd=16, seq_len=8), 300)
-    configs = [json.dumps(hf.config_json(c, 0)).encode() for c in (config, gpt2)]
-    index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(hf.to_hf(state, config), "model.safetensors")}).encode()
+    configs = [json.dumps(huggingface.config_json(c, 0)).encode() for c in (config, gpt2)]
+    index = json.dumps(
+        {"metadata": {}, "weight_map": dict.fromkeys(huggingface.to_hf(state, config), "model.safetensors")}
+    ).encode()
     parameters = dict(model.named_parameters())
     yield target("manifest", "manifest.json", retention.fault)
     yield target("trainer_state", "trainer_state.json", checkpoint.load_state)
-    yield target("config", "config.json", hf.read_config, configs)
-    yield target("index", "model.safetensors.index.json", hf.read_model, [index])
-    yield target("weights", "model.safetensors", hf.read_model, is_json=False)
+    yield target("config", "config.json", huggingface.read_config, configs)
+    yield target("index", "model.safetensors.index.json", huggingface.read_model, [index])
+    yield target("weights", "model.safetensors", huggingface.read_model, is_json=False)
     state = checkpoint.TrainState(step=4)
     yield target(
         "optimizer", "optimizer.safetensors", lambda f: checkpoint.open_optimizer(f, parameters, state, "adamw"), is_json=False
@@ -481,5 +479,5 @@ def main(config: FuzzConfig) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError), settings.user_errors():
-        main(settings.parse(FuzzConfig, sys.argv[1:], __doc__))
+    with contextlib.suppress(BrokenPipeError), errors.user_errors():
+        main(cli.parse(FuzzConfig, sys.argv[1:], __doc__))

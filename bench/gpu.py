@@ -26,8 +26,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 import gpu_probe
 import machine
 import settings
-from files import publish_text
-from settings import RunError, UserError
+from common import errors
+from common.errors import RunError, UserError
+from common.files import publish_text
 
 SHAPES = ("gpt2_124m", "qwen3_124m", "gpt2_355m", "llama_1.3b")
 TOKENS_PER_UPDATE = 131072  # the presets' own would only repeat the same micro-batches
@@ -167,7 +168,7 @@ def fastest_product(bench: Bench) -> Answer:
 
 def speed(bench: Bench, shape: str) -> Answer:
     """Tokens/s and MFU."""
-    from footprint import flops_per_token
+    from hardware.footprint import flops_per_token
 
     run, peak = bench.train(shape), fastest_product(bench).figures
     rate = tokens_per_second(run)
@@ -286,7 +287,7 @@ def attention(bench: Bench, shape: str) -> Answer:
 
 def loss_rows(bench: Bench, shape: str) -> Answer:
     """How many rows of logits to compute at a time."""
-    from footprint import rows_at_a_time
+    from hardware.footprint import rows_at_a_time
 
     model, tokens = bench.model(shape), 128 if bench.tiny else 32768
     own = min(tokens, rows_at_a_time(model.vocab_size, bench.device))
@@ -442,7 +443,7 @@ def costs(cost: float, *runs: dict) -> str:
 
 def estimated_gb(bench: Bench, shape: str, micro_batch_size: int) -> float:
     """Memory of a rank as `choices.fit_micro_batch` counts it: weights, gradients and AdamW's state, activations, logits."""
-    from footprint import flops_per_token, rows_at_a_time
+    from hardware.footprint import flops_per_token, rows_at_a_time
 
     model = bench.model(shape)
     state = 16 * flops_per_token(model) / 6
@@ -536,7 +537,9 @@ def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], Answer]]) -> int:
 def code_digest() -> str:
     """Eight digits that change with the trainer's modules and presets."""
     digest = hashlib.sha256()
-    for path in sorted([*machine.ROOT.glob("*.py"), *machine.ROOT.glob("config/*.toml")]):
+    root = machine.ROOT
+    folders = sorted({path.parent for path in root.glob("*/__init__.py")})
+    for path in sorted([*root.glob("*.py"), *root.glob("config/*.toml"), *(p for f in folders for p in f.glob("*.py"))]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -545,7 +548,7 @@ def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
     """Shards in llm.c's naming of ids that fall off as 1 / rank, as words do: there is something to learn, but not much."""
     import numpy as np
 
-    from dataset import write_shard
+    from dataset.tokens import write_shard
 
     directory.mkdir()
     ids = np.exp(np.random.default_rng(0).random(count) * np.log(vocab_size)).astype(np.uint16) - 1
@@ -580,5 +583,5 @@ def markdown(key: str, record: dict) -> str:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
+    with errors.user_errors():
         sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,10 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
-from settings import Config, ModelConfig, RunError
+from common import errors
+from common.errors import RunError
+from hardware import host
+from settings import Config, ModelConfig
 
 FIRST_UPDATES = 2  # not counted: memory is allocated, and clocks rise
 FEWEST_UPDATES = 4  # without which a run has measured nothing
@@ -99,14 +102,14 @@ def train_in_forks(config: Config, ranks: int, folder: Path, limit: float, enoug
 
     def work() -> int:
         os.environ.update(variables)
-        import parallel
         import train
+        from parallel.engine import engine
 
         if os.environ.get("RANK", "0") == "0":
-            note_norms(parallel.Engine, path)
+            note_norms(engine.Engine, path)
         if graph:
-            compile_as(parallel.Engine, graph)
-        with settings.user_errors():
+            compile_as(engine.Engine, graph)
+        with errors.user_errors():
             return train.main(config)
 
     def times() -> list[float]:
@@ -222,7 +225,7 @@ def facts(device_name: str) -> dict:
     import torch
     from torch.nn import attention
 
-    import device
+    from hardware import device
 
     gpus = []
     if device_name == "cuda" and torch.cuda.is_available():
@@ -266,8 +269,8 @@ def attention_kernels(model: ModelConfig, sequences: int, device_name: str, dete
     import torch.nn.functional as F
     from torch.nn import attention
 
-    import device
     import kernels
+    from hardware import device
 
     if deterministic:
         device.make_deterministic(torch.device(device_name), integers_only=False)
@@ -307,8 +310,8 @@ def loss_in_parts(model: ModelConfig, tokens: int, rows: int, device_name: str, 
     """Milliseconds of the loss, forward and backward, with `rows` rows of logits at a time, and its peak memory in GB."""
     import torch
 
-    import device
     import kernels
+    from hardware import device
 
     kernels.rows_at_a_time = lambda vocab_size, device: rows
     x = torch.randn(tokens, model.n_embd, device=device_name, requires_grad=True)
@@ -331,7 +334,7 @@ def joined_products(model: ModelConfig, tokens: int, device_name: str, seconds: 
     """Milliseconds of products of the same input, forward and backward: [one after the other, joined into one]."""
     import torch
 
-    import device
+    from hardware import device
 
     C, kv_width = model.n_embd, model.head_dim * model.n_kv_head
     groups = {"q, k, v": [C, kv_width, kv_width]}
@@ -363,13 +366,13 @@ def copies_to_the_host(size: int, device_name: str) -> dict:
     """Seconds to copy `size` bytes to ordinary host memory: by the driver, and through a page-locked buffer."""
     import torch
 
-    import parallel
+    from parallel.engine import engine
 
-    torch.set_num_threads(settings.cores())  # as the trainer has them
+    torch.set_num_threads(host.cores())  # as the trainer has them
     source = torch.ones(size // 4, device=device_name)
-    staging = torch.empty(parallel.STAGING_BYTES, dtype=torch.uint8, pin_memory=device_name == "cuda")
+    staging = torch.empty(engine.STAGING_BYTES, dtype=torch.uint8, pin_memory=device_name == "cuda")
     ways = {
         "by the driver": lambda: source.to("cpu", copy=True),
-        "through a page-locked buffer": lambda: parallel.copy_through(staging, source),
+        "through a page-locked buffer": lambda: engine.copy_through(staging, source),
     }
     return {name: milliseconds(way, device_name, 0.5) / 1000 for name, way in ways.items()}

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import settings
+from common import cli, errors
 from machine import arguments, environment, launcher, table, write
 
 STRATEGIES = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
@@ -56,7 +57,7 @@ def configuration(config: GradSyncConfig, strategy: str) -> settings.Config:
     chosen = settings.replace(
         settings.Config(), strategy=strategy, lr=1e-4, device=config.device, dtype=config.dtype, compile="off", **shape, **batch
     )
-    return settings.replace(chosen, **settings.flat_values(settings.resolve_model(chosen.model, 4096)))
+    return settings.replace(chosen, **cli.flat_values(settings.resolve_model(chosen.model, 4096)))
 
 
 def measure(config: GradSyncConfig) -> None:
@@ -65,8 +66,8 @@ def measure(config: GradSyncConfig) -> None:
     from safetensors.torch import save_file
 
     from model import GPT, initialize
-    from parallel import Engine
-    from world import connect
+    from parallel.engine import Engine
+    from parallel.world import connect
 
     strategy, out = config.worker.split(":")
     training = configuration(config, strategy)
@@ -161,7 +162,7 @@ def main(config: GradSyncConfig) -> None:
             one_thread = environment(OMP_NUM_THREADS="1")
             done = subprocess.run(command, env=one_thread, capture_output=True, text=True)
             if done.returncode:
-                raise settings.RunError(f"{strategy} on {ranks} ranks failed\n{done.stderr[-2000:]}")
+                raise errors.RunError(f"{strategy} on {ranks} ranks failed\n{done.stderr[-2000:]}")
             result = json.loads(out.read_text())
             weights, one = load_file(f"{out}.safetensors"), load_file(Path(folder) / "ddp-1.safetensors")
             result["largest_difference"] = max((weights[name] - one[name]).abs().max().item() for name in one)
@@ -217,6 +218,6 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        chosen = settings.parse(GradSyncConfig, sys.argv[1:], __doc__)
+    with errors.user_errors():
+        chosen = cli.parse(GradSyncConfig, sys.argv[1:], __doc__)
         measure(chosen) if chosen.worker else main(chosen)

@@ -33,9 +33,11 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
-from settings import Config, ParallelConfig, RunError
+from common import cli, errors
+from common.errors import RunError
+from settings import Config, ParallelConfig
 
-STRATEGIES = get_args(settings.flat_fields(ParallelConfig)["strategy"].type)
+STRATEGIES = get_args(cli.flat_fields(ParallelConfig)["strategy"].type)
 # A step of a tiny model is shorter than a save, so that many kills fall into one.
 FLAGS = machine.TINY | dict(
     dropout=0.1,
@@ -77,7 +79,7 @@ def has_exited(pid: int) -> bool:
 
 def newest_step(checkpoints: Path) -> int:
     """The step of the newest published checkpoint, by its name."""
-    import retention
+    from checkpoints import retention
 
     names = os.listdir(checkpoints) if checkpoints.exists() else []
     return max((int(match[1]) for match in map(retention.NAME.fullmatch, names) if match), default=0)
@@ -85,7 +87,7 @@ def newest_step(checkpoints: Path) -> int:
 
 def newest_intact_step(checkpoints: Path) -> int:
     """The step of the newest intact checkpoint."""
-    import retention
+    from checkpoints import retention
 
     newest, _ = retention.newest(checkpoints)
     return retention.step_of(newest) if newest else 0
@@ -125,7 +127,7 @@ def examine(checkpoints: Path, step_before: int, damaged: Collection[str] = ()) 
 
     damaged: the names of checkpoints that were damaged on purpose.
     """
-    import retention
+    from checkpoints import retention
 
     whole = [path for path in retention.published(checkpoints) if path.name not in damaged]
     problems = [f"{path.name}: {why}" for path in whole if (why := retention.fault(path))]
@@ -152,7 +154,7 @@ def vary(training: Config, ranks: int, chance: random.Random) -> tuple[Config, i
 
 def damage(checkpoints: Path, chance: random.Random) -> str | None:
     """Flip a byte of a random file of a checkpoint, cut it, or remove it, if two are intact. Returns the checkpoint's name."""
-    import retention
+    from checkpoints import retention
 
     intact = [path for path in retention.published(checkpoints) if retention.fault(path) is None]
     if len(intact) < 2:
@@ -215,7 +217,7 @@ def added(path: Path, result: dict) -> dict:
     """`result` and what pieces with other seeds have found, by their file."""
     before = json.loads(path.read_text()) if path.exists() else {"seeds": [], "flags": result["flags"]}
     if before["flags"] != result["flags"] or result["seeds"][0] in before["seeds"]:
-        raise settings.UserError(f"{path} is of other flags or has this --seed; choose another one, or another --out")
+        raise errors.UserError(f"{path} is of other flags or has this --seed; choose another one, or another --out")
     for key in ("seeds", "kills", "damaged", "unusable", "seconds", "steps"):
         result[key] = before.get(key, type(result[key])()) + result[key]
     result["killed_while"] = dict(Counter(before.get("killed_while", {})) + Counter(result["killed_while"]))
@@ -241,7 +243,7 @@ def report(result: dict) -> int:
 def main(config: HardKillsConfig) -> int:
     """The command."""
     if min(config.kills, config.save_every, config.ranks) < 1:
-        raise settings.UserError("--kills, --save_every and --ranks must be at least 1")
+        raise errors.UserError("--kills, --save_every and --ranks must be at least 1")
     machine.prepare_to_fork()
     machine.prepare_tokens(config.tokens)
     steps = (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills * config.save_every + 10
@@ -271,5 +273,5 @@ def main(config: HardKillsConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(HardKillsConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(HardKillsConfig, sys.argv[1:], __doc__)))

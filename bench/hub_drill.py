@@ -19,11 +19,11 @@ from pathlib import Path
 sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
 
 import machine
-import settings
-from files import sha256
+from common import cli, errors
+from common.errors import RunError
+from common.files import sha256
 from hub_server import HubServer
 from prepare import family, make_text, memory_mb
-from settings import RunError
 
 REPOSITORY = "owner/name"
 FAULTS = ("drop", "truncate", "corrupt", 429, 500, 503)
@@ -137,5 +137,5 @@ def main(config: HubDrillConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(HubDrillConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(HubDrillConfig, sys.argv[1:], __doc__)))

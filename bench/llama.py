@@ -17,8 +17,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from common import cli, errors
+from common.errors import RunError
 from measure import in_fresh_process
-from settings import RunError
 
 LIMIT = 24e9
 
@@ -58,8 +59,8 @@ def available() -> float:
 def two_updates(config: LlamaConfig, folder: Path) -> dict:
     """Train for two updates. Both see the same batch, so the second loss must be lower."""
     import data
-    import footprint
     import train
+    from hardware import footprint
 
     # Running out of address space ends this process with an error. Running out of memory might end another one.
     resource.setrlimit(resource.RLIMIT_DATA, (int(available()), resource.RLIM_INFINITY))
@@ -111,5 +112,5 @@ def two_updates(config: LlamaConfig, folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        raise SystemExit(main(settings.parse(LlamaConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        raise SystemExit(main(cli.parse(LlamaConfig, sys.argv[1:], __doc__)))

@@ -19,11 +19,12 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import footprint
 import machine
 import settings
-from dataset import GPT2_VOCAB_SIZE
+from common import cli, errors
+from dataset.tokens import GPT2_VOCAB_SIZE
 from gpu import SHAPES, make_tokens
+from hardware import footprint
 from measure import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, run_until, spread
 
 SHARD_TOKENS = 100_000_000
@@ -200,5 +201,5 @@ def memory() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(LoaderConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(LoaderConfig, sys.argv[1:], __doc__))

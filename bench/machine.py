@@ -24,9 +24,11 @@ from typing import Literal, NoReturn
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from cluster import cpu_name
-from files import publish_directory, publish_text, sha256
-from settings import Config, RunError, cores, memory_bytes
+from common.errors import RunError
+from common.files import publish_directory, publish_text, sha256
+from hardware.cluster import cpu_name
+from hardware.host import cores, memory_bytes
+from settings import Config
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -214,7 +216,7 @@ def digests(run: Path) -> dict[str, str]:
 
 def fake_checkpoint(checkpoints: Path, step: int) -> Path:
     """Publish a checkpoint of a few bytes that is intact by its manifest."""
-    import retention  # and torch, which `prepare_to_fork` must come before
+    from checkpoints import retention  # and torch, which `prepare_to_fork` must come before
 
     with publish_directory(retention.step_directory(checkpoints, step)) as directory:
         for name in (*retention.FILES, "model.safetensors", "optimizer.safetensors"):

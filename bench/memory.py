@@ -1,4 +1,4 @@
-"""Is the memory that footprint.py predicts the memory that training takes? `python bench/memory.py`
+"""Is the memory that hardware/footprint.py predicts the memory that training takes? `python bench/memory.py`
 
 Trains each setting for two updates on gloo ranks, each a process of its own, by the functions of train.py. A dispatch mode sees
 every tensor that torch makes and adds up the bytes of those that are alive: what `max_memory_allocated` is on a GPU. (Resident
@@ -17,7 +17,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
-from settings import RunError
+from common import cli, errors
+from common.errors import RunError
 
 BASE = dict(
     architecture="gpt2",
@@ -97,7 +98,7 @@ def make_tokens(directory: Path, count: int) -> None:
     """Shards of random tokens in llm.c's format."""
     import numpy as np
 
-    from dataset import write_shard
+    from dataset.tokens import write_shard
 
     directory.mkdir()
     for split in ("train", "val"):
@@ -126,8 +127,8 @@ def two_updates(config: settings.Config) -> dict:
     import itertools
 
     import data
-    import footprint
     import train
+    from hardware import footprint
 
     world = train.join(config)
     resident = reset_resident()
@@ -219,5 +220,5 @@ def line(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        raise SystemExit(main(settings.parse(MemoryConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        raise SystemExit(main(cli.parse(MemoryConfig, sys.argv[1:], __doc__)))

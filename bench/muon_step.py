@@ -16,8 +16,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from common import cli, errors
+from common.errors import RunError
 from measure import ratio, spread
-from settings import RunError
 
 EVERYTHING = "every rank, all matrices"
 CONTENDERS = [EVERYTHING, "ddp", "exact", "zero1", "fsdp"]
@@ -55,12 +56,12 @@ def measure(config: MuonStepConfig, path: Path) -> int:
 
     import optim
     from model import GPT, initialize
-    from parallel import Engine
-    from world import connect
+    from parallel.engine import Engine
+    from parallel.world import connect
 
     preset = settings.load([str(machine.ROOT / config.preset), "--optimizer=muon", "--compile=off", "--dtype=float32"], "")
     model, world = settings.resolve_model(preset.model, preset.model.vocab_size or 4096), connect("cpu", threads=1)
-    preset = settings.replace(preset, **settings.flat_values(model), micro_batch_size=1)
+    preset = settings.replace(preset, **cli.flat_values(model), micro_batch_size=1)
     updates = {}
     for name in CONTENDERS:
         chosen = settings.replace(preset, strategy="ddp" if name == EVERYTHING else name)
@@ -89,5 +90,5 @@ def measure(config: MuonStepConfig, path: Path) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(MuonStepConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(MuonStepConfig, sys.argv[1:], __doc__))

@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
-from settings import RunError
+from common import cli, errors
+from common.errors import RunError
 
 HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}  # host a holds the rendezvous
 # Six micro-batches an update, which one rank can hold as well as two. An update takes some 50 ms.
@@ -275,5 +275,5 @@ def line(row: dict, first: dict) -> str:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        raise SystemExit(main(settings.parse(NodesConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        raise SystemExit(main(cli.parse(NodesConfig, sys.argv[1:], __doc__)))

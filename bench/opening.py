@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
+from common import cli, errors
+from common.errors import RunError, UserError
 from measure import in_turns, ratio, spread
-from settings import RunError, UserError
 
 ONE_STEP = machine.TINY | dict(architecture="gpt2", steps=1, tokens_per_update=32, eval_every=0, eval_tokens=16)
 GPT2 = dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50304)
@@ -25,7 +25,7 @@ OPEN_20_TIMES = """
 import sys
 sys.path.insert(0, "")
 try:
-    from dataset import open_dataset
+    from dataset.tokens import open_dataset
 except ImportError:  # where it was once
     from data import open_dataset
 for _ in range(20):
@@ -85,5 +85,5 @@ def main(config: OpeningConfig) -> None:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(OpeningConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(OpeningConfig, sys.argv[1:], __doc__))

@@ -26,24 +26,25 @@ from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import machine  # noqa: I001 (puts the project's folder on the path)
 import torch
 
-import checkpoint
 import disk
 import export
-import join
+import machine  # noqa: I001 (puts the project's folder on the path)
 import prepare_data
-import retention
 import settings
+from checkpoints import checkpoint, retention
+from common import cli, errors
+from common.errors import RunError, UserError
+from dataset import join
 from disk import Disk, Fault
 from model import initial_weights, without_values
-from settings import Config, RunError, UserError
-from world import World
+from parallel.world import World
+from settings import Config
 
 DATASET = SimpleNamespace(identity="0" * 64, tokenizer=None, eot_token=0)
 MODEL = settings.replace(Config(), architecture="gpt2", vocab_size=8, n_layer=1, n_head=1, n_embd=2, seq_len=4)
-MODEL = settings.replace(Config(), **settings.flat_values(settings.resolve_model(MODEL.model, 8)))
+MODEL = settings.replace(Config(), **cli.flat_values(settings.resolve_model(MODEL.model, 8)))
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # flushing takes no time there
 EXPECTED = (UserError, RunError)  # how a command ends that cannot go on, without a traceback
 
@@ -229,7 +230,7 @@ class Cases:
                 self.scenario.act(self.root, promise)
             except EXPECTED as error:
                 ended = str(error)
-            except OSError as error:  # a path that is not what it has to be: cli.user_errors names it
+            except OSError as error:  # a path that is not what it has to be: errors.user_errors names it
                 ended = f"a traceback: {error!r}" if error.filename is None else str(error)
             except Exception as error:
                 ended = f"a traceback: {error!r}"
@@ -313,5 +314,5 @@ def main(config: PowerCutConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(PowerCutConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(PowerCutConfig, sys.argv[1:], __doc__)))

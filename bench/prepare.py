@@ -21,9 +21,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
+from common import cli, errors
+from common.errors import RunError, UserError
+from hardware.host import cores
 from measure import environment, in_fresh_process, in_turns, ratio, spread
-from settings import RunError, UserError, cores
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class PrepareConfig:
 
 def main(config: PrepareConfig) -> None:
     """Measure all in turns. Print and write MB of text a second and the peak memory."""
+    from dataset.sources import TextFormat, embedded_corpus
     from prepare_data import make_tokenizer
-    from sources import TextFormat, embedded_corpus
 
     script = Path(config.build_nanogpt).resolve() / "fineweb.py"
     if config.build_nanogpt and not script.exists():
@@ -85,7 +86,7 @@ def make_text(path: Path, megabytes: int, seed: int = 0) -> int:
     import pyarrow
     import pyarrow.parquet
 
-    from sources import embedded_corpus
+    from dataset.sources import embedded_corpus
 
     files = [text for file in embedded_corpus() if (text := file.path.read_text(errors="replace"))]
     chance, size, schema = random.Random(seed), 0, pyarrow.schema([("text", pyarrow.string())])
@@ -130,7 +131,7 @@ def our_run(text: Path, tokenizer: Path) -> tuple[float, float]:
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
     """Seconds that tiktoken takes to encode the texts on all cores. They are in memory already."""
-    from tokenizer import load
+    from dataset.tokenizer import load
 
     documents, encoding = texts(path), load(tokenizer).fast
     began = time.perf_counter()
@@ -149,7 +150,7 @@ def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
 
     import tiktoken
 
-    from tokenizer import load
+    from dataset.tokenizer import load
 
     multiprocessing.set_start_method("fork", force=True)  # its workers need the global variables of its main process
     documents, encoding = [{"text": text} for text in texts(path)], load(tokenizer).fast
@@ -189,5 +190,5 @@ def memory_mb(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(PrepareConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(PrepareConfig, sys.argv[1:], __doc__))

@@ -17,7 +17,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
-from settings import RunError
+from common import cli, errors
+from common.errors import RunError
 
 # 120 micro-batches, which 3, 4, 5 and 8 ranks can share equally.
 FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 120, micro_batch_size=1)
@@ -99,5 +100,5 @@ def report(rows: list[dict]) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(ResumeConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(ResumeConfig, sys.argv[1:], __doc__)))

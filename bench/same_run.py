@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import plot
-import settings
+from common import cli, errors
 
 # 0.5 million parameters with dropout. An update has 12 micro-batches, which 1, 2, 3, 4 and 6 ranks can share equally.
 FLAGS = machine.TINY | dict(
@@ -178,7 +178,7 @@ def report(rows: list[dict]) -> int:
 def main(config: SameRunConfig) -> int:
     """The command."""
     if config.max_ranks < 2 or config.steps < config.kills + 1:
-        raise settings.UserError("--max_ranks must be at least 2, and --steps more than --kills")
+        raise errors.UserError("--max_ranks must be at least 2, and --steps more than --kills")
     machine.prepare_tokens(config.tokens)
     strategies = ["ddp", "exact"] if config.strategy == "both" else [config.strategy]
     with machine.workspace() as runs:
@@ -194,5 +194,5 @@ def main(config: SameRunConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(SameRunConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(SameRunConfig, sys.argv[1:], __doc__)))

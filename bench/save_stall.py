@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
+from common import cli, errors
 
 WAITED = re.compile(r"^step +(\d+)  checkpoint; training waited ([\d.]+) s$", re.MULTILINE)
 
@@ -139,5 +139,5 @@ def main(config: SaveStallConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(SaveStallConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(SaveStallConfig, sys.argv[1:], __doc__)))

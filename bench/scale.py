@@ -23,10 +23,10 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import cluster
-import footprint
 import machine
 import settings
+from common import cli, errors
+from hardware import cluster, footprint
 from measure import in_fresh_process
 
 TOKENS = 15 * 10**12
@@ -123,7 +123,7 @@ def check_shares(batches, size: int) -> dict:
     """Whether the ranks' shares of updates are disjoint and together the update, in the order of one rank."""
     import torch
 
-    from world import World
+    from parallel.world import World
 
     right, seconds = True, []
     n, B = batches.streams[0].num_windows(batches.seq_len), batches.sequences_per_update
@@ -181,8 +181,8 @@ def one_rank(size: int, copies: int) -> dict:
 
     import optim
     from model import GPT
-    from sharded import FullyShard
-    from world import World
+    from parallel.sharded import FullyShard
+    from parallel.world import World
 
     config = settings.replace(
         settings.Config(),
@@ -368,7 +368,7 @@ def predict(series: Series, ranks: int, mfu: float) -> float:
         tokens_per_update=ranks * micro_batch_size * micro_steps * series.shape["seq_len"],
         activation_checkpointing=series.checkpointing,
     )
-    config = settings.replace(config, **settings.flat_values(settings.resolve_model(config.model, series.shape["vocab_size"])))
+    config = settings.replace(config, **cli.flat_values(settings.resolve_model(config.model, series.shape["vocab_size"])))
     step = cluster.speed(config, ranks, cluster.GPUS[series.gpu], mfu)["step_s"]
     return config.train.tokens_per_update / step / ranks
 
@@ -383,5 +383,5 @@ def fitted_mfu(series: Series, ranks: int) -> float:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(ScaleConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(ScaleConfig, sys.argv[1:], __doc__))

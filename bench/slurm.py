@@ -23,8 +23,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
-from settings import RunError
+from common import cli, errors
+from common.errors import RunError
+from hardware import host
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 RANKS = 2
@@ -136,7 +137,7 @@ def daemons(folder: Path) -> Iterator[None]:
         (folder / name).mkdir()
     (folder / "munge.key").touch(0o600)
     (folder / "munge.key").write_bytes(os.urandom(1024))
-    text = CONFIGURATION.format(host=platform.node().split(".")[0], folder=folder, cores=settings.cores())
+    text = CONFIGURATION.format(host=platform.node().split(".")[0], folder=folder, cores=host.cores())
     (folder / "slurm.conf").write_text(text)
     os.environ |= {"SLURM_CONF": str(folder / "slurm.conf"), "RANKS_PER_NODE": str(RANKS)}
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
@@ -181,5 +182,5 @@ def job(number: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        raise SystemExit(main(settings.parse(SlurmConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        raise SystemExit(main(cli.parse(SlurmConfig, sys.argv[1:], __doc__)))

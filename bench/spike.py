@@ -22,7 +22,8 @@ import data
 import machine
 import plot
 import settings
-from dataset import open_shard, write_shard
+from common import cli, errors
+from dataset.tokens import open_shard, write_shard
 
 STEP, FIRST, COUNT = 37, 20, 16  # the noise is in sequences 20 to 35 of step 37
 FLAGS = dict(
@@ -116,5 +117,5 @@ def main(config: SpikeConfig) -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        sys.exit(main(settings.parse(SpikeConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        sys.exit(main(cli.parse(SpikeConfig, sys.argv[1:], __doc__)))

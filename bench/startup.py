@@ -10,9 +10,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
+from common import cli, errors
+from common.errors import UserError
 from measure import in_turns, run_until, spread, timed
-from settings import UserError
 
 
 @dataclass(frozen=True)
@@ -38,5 +38,5 @@ def main(config: StartupConfig) -> None:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(StartupConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(StartupConfig, sys.argv[1:], __doc__))

@@ -20,8 +20,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from common import cli, errors
+from common.errors import RunError
 from memory import make_tokens
-from settings import RunError
 
 
 @dataclass(frozen=True)
@@ -138,5 +139,5 @@ def anonymous_memory() -> int:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(StateMemoryConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(StateMemoryConfig, sys.argv[1:], __doc__))

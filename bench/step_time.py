@@ -14,10 +14,11 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import plan
 import settings
+from common import cli, errors
 from measure import run_until
 from memory import BASE, make_tokens
+from planning import plan
 from settings import PlanConfig
 
 REFERENCE = BASE | dict(seq_len=256, micro_batch_size=8, tokens_per_update=4096, threads=0, device="cpu", eval_every=0)
@@ -85,5 +86,5 @@ def predicted(ranks: int, flags: dict, mfu: float) -> float:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        raise SystemExit(main(settings.parse(StepTimeConfig, sys.argv[1:], __doc__)))
+    with errors.user_errors():
+        raise SystemExit(main(cli.parse(StepTimeConfig, sys.argv[1:], __doc__)))

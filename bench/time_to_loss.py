@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import settings
+from common import cli, errors
 from measure import copy_of_nanogpt, in_fresh_process, in_turns, nanogpt_train, ratio, spread, timed
 
 README_RUN = shlex.split(
@@ -94,5 +94,5 @@ def nanogpt_result(checkout: Path) -> dict:
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(TimeToLossConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(TimeToLossConfig, sys.argv[1:], __doc__))

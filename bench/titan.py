@@ -14,11 +14,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-import hf
-import lookup
-import settings
+from checkpoints import huggingface, lookup
+from common import errors
+from common.errors import UserError
 from model import GPT
-from settings import UserError
 
 
 def main(run: str) -> int:
@@ -35,7 +34,7 @@ def main(run: str) -> int:
     facts = json.loads((directory / "config.json").read_text())
     if facts["architectures"] != ["LlamaForCausalLM"] or facts["tie_word_embeddings"]:
         raise UserError(f"{directory} holds no Llama with an output layer of its own")
-    config, weights = hf.read_model(directory, 64)
+    config, weights = huggingface.read_model(directory, 64)
     ours = GPT(config)
     ours.load_state_dict(weights)
     theirs = load(directory, facts)
@@ -87,7 +86,7 @@ def load(directory: Path, facts: dict):
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
+    with errors.user_errors():
         if len(sys.argv) != 2:
             raise UserError("name the run: python bench/titan.py runs/NAME")
         raise SystemExit(main(sys.argv[1]))

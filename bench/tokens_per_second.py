@@ -19,8 +19,10 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
 import settings
+from common import cli, errors
+from common.errors import RunError
 from measure import copy_of_nanogpt, environment, in_fresh_process, in_turns, ratio, run_until, spread
-from settings import ModelConfig, RunError
+from settings import ModelConfig
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65
@@ -136,7 +138,7 @@ def chosen_dtype() -> str:
     """What --dtype=auto is here."""
     import torch
 
-    import device
+    from hardware import device
 
     return device.choose_dtype("auto", torch.device("cpu"))
 
@@ -159,11 +161,11 @@ def products_alone(dtype: str) -> float:
 
 def flops_of_a_token() -> int:
     """FLOPs of our model for one token, forward and backward."""
-    from footprint import flops_per_token
+    from hardware.footprint import flops_per_token
 
     return flops_per_token(settings.resolve_model(ModelConfig("gpt2", **SHAPE, seq_len=SEQ_LEN), VOCABULARY))
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(TokensPerSecondConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(TokensPerSecondConfig, sys.argv[1:], __doc__))

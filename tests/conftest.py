@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 import machine
 import settings
 import warm
+from common import cli
 from machine import ROOT
 
-STRATEGIES = get_args(settings.flat_fields(settings.Config)["strategy"].type)
+STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
 # 20 updates of 12 micro-batches of 2 x 16 tokens. One thread: as many tests as cores run side by side.
 TINY = machine.TINY | dict(
     steps=20,
@@ -34,8 +35,9 @@ TINY = machine.TINY | dict(
 # train.py with a change to its modules before it runs.
 CHANGED = """
 import os, sys, torch, settings, train
+from common import errors
 {change}
-with settings.user_errors():
+with errors.user_errors():
     sys.exit(train.main(settings.load(sys.argv[1:], "")))
 """
 

@@ -14,8 +14,9 @@ AUTO = dict(dtype="auto", optimizer="muon", steps=12, eval_every=0, save_every=0
 # Seconds of the processor for the updates after the first, by optimizer. Wide enough for Muon's products to count.
 UPDATES = """
 import json, sys, time
-import choices, data, settings, train
-from checkpoint import TrainState
+import data, settings, train
+from planning import choices
+from checkpoints.checkpoint import TrainState
 
 seconds = {}
 for optimizer in ("adamw", "muon"):

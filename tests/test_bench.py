@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-import files
 import hard_kills
 import machine
 import resume
 import same_run
+from common import files
 from conftest import ROOT, environment
 
 

@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-import settings
-import tokenizer
+from common import errors
 from conftest import ROOT, execute
-from dataset import open_dataset, open_shard, write_shard
+from dataset import tokenizer
+from dataset.tokens import open_dataset, open_shard, write_shard
 from prepare_data import main
 from test_prepare_data import DOCUMENTS, write_lines
 
@@ -45,7 +45,7 @@ def test_a_dataset_is_described(made):
     for split in ("train", "val"):
         rows = [row for row in metadata["shards"] if row["split"] == split]
         tokens, documents, size = (sum(row[key] for row in rows) for key in ("tokens", "documents", "bytes_of_text"))
-        shards = settings.plural(len(rows), "shard")
+        shards = errors.plural(len(rows), "shard")
         assert f"{split}: {shards}, {tokens:,} tokens, {documents:,} documents, {size:,} bytes of text" in out
     assert out.count("'<|endoftext|>Document ") == 2 and "vocabulary 400, end-of-text is token 0" in out
     assert "every shard is whole and matches its sha256\n" in out

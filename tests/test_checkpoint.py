@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-import files
-import retention
+from checkpoints import retention
+from common import files
 from conftest import execute
 
 

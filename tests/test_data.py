@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from dataset import Stream, open_dataset, open_shard, write_shard
-from settings import RunError, UserError
+from common.errors import RunError, UserError
+from dataset.tokens import Stream, open_dataset, open_shard, write_shard
+from parallel.world import World
 from test_train import wait_for
-from world import World
 
 ONE = (data.SHARES,)
 

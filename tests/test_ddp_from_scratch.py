@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
-from exact import Exact
+from parallel.exact import Exact
+from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 
 SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=64)  # nearly a bucket a parameter
 STRATEGIES = [

@@ -9,10 +9,10 @@ import transformers
 from safetensors.torch import load_file
 
 import export
-import hf
-import settings
+from checkpoints import huggingface
+from common import cli
+from common.errors import UserError
 from conftest import execute
-from settings import UserError
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,7 @@ def test_a_run_on_several_ranks_whose_settings_changed_says_so(train, tmp_path):
     train("grown", ranks=2, steps=4, eval_every=0, lr=5e-3)
     with open(train.runs / "grown" / "metrics.jsonl", "a") as file:
         file.write('[1]\n{"step": 4, "lo')  # foreign, and torn by a kill
-    export.main(
-        settings.parse(export.ExportConfig, [str(train.runs / "grown"), f"--out={tmp_path}/out", "--dtype=float32"], "")
-    )
+    export.main(cli.parse(export.ExportConfig, [str(train.runs / "grown"), f"--out={tmp_path}/out", "--dtype=float32"], ""))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "torchrun --standalone --nproc_per_node=2 train.py" in card and "changed after step 2." in card
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (train.latest("grown") / "model.safetensors").read_bytes()
@@ -86,7 +84,7 @@ def test_a_run_on_several_ranks_whose_settings_changed_says_so(train, tmp_path):
 def test_bad_input_leaves_nothing_behind(shared, tmp_path):
     def refused(*arguments):
         with pytest.raises(UserError) as caught:
-            export.main(settings.parse(export.ExportConfig, [str(a) for a in arguments], ""))
+            export.main(cli.parse(export.ExportConfig, [str(a) for a in arguments], ""))
         return str(caught.value)
 
     run, out = shared.runs / "plain", tmp_path / "out"
@@ -103,5 +101,5 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
 def test_what_transformers_makes_of_it_comes_back(exported, tmp_path):
     out, _ = exported
     transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").save_pretrained(tmp_path, max_shard_size="20KB")
-    ours, back = hf.read_model(out), hf.read_model(tmp_path)
+    ours, back = huggingface.read_model(out), huggingface.read_model(tmp_path)
     assert ours[0] == back[0] and all(torch.equal(value, back[1][name]) for name, value in ours[1].items())

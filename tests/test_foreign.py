@@ -23,12 +23,11 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
-import hf
 import machine
-import retention
-import settings
 import warm
+from checkpoints import huggingface, retention
 from conftest import ROOT, TINY, environment
+from hardware import host
 
 SECONDS, MEGABYTES = 30, 400  # a case; the memory is what the command takes besides its imports
 OWN_FILES = {".lock", "train.log"}  # of a run: they may appear before what is wrong is found
@@ -565,7 +564,7 @@ TEXT += [
 @functools.cache
 def bytes_tokenizer():
     """The definition of the tokenizer of bytes."""
-    import tokenizer
+    from dataset import tokenizer
 
     return tokenizer.resolve("bytes").json
 
@@ -782,7 +781,7 @@ MODELS = [
         ("nested", lambda c: DEEP, "object"),
         ("no model_type", drop("model_type"), "model_type"),
         ("a model_type of a list", lambda c: c.update(model_type=["gpt2"]), "model_type"),
-        ("another model_type", lambda c: c.update(model_type="mamba"), f"is not one of {', '.join(hf.ARCHITECTURES)}"),
+        ("another model_type", lambda c: c.update(model_type="mamba"), f"is not one of {', '.join(huggingface.ARCHITECTURES)}"),
         ("another activation", lambda c: c.update(hidden_act="relu"), "hidden_act"),
         ("no hidden_size", drop("hidden_size"), "hidden_size"),
         ("hidden_size of a text", lambda c: c.update(hidden_size="32"), "$.hidden_size"),
@@ -1026,7 +1025,7 @@ def outcomes(request, originals, tmp_path_factory):
     mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     chosen = [item.callspec.params["case"] for item in mine]
     root = tmp_path_factory.mktemp("foreign")
-    with concurrent.futures.ThreadPoolExecutor(settings.cores()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(host.cores()) as pool:
         futures = [pool.submit(attempt, case, root / str(number), originals) for number, case in enumerate(chosen)]
         return {case.name: future.result() for case, future in zip(chosen, futures, strict=True)}
 

@@ -6,7 +6,7 @@ import pyarrow
 import pytest
 
 import fuzz
-from settings import UserError
+from common.errors import UserError
 
 TARGETS = fuzz.targets()
 CASES = sorted(fuzz.CORPUS.glob("*/*"))

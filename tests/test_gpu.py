@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cluster
-import device
-import parallel
 import settings
 import train as trainer
 from conftest import TINY
+from hardware import cluster, device
+from parallel.engine import engine
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_copy_through_staging_memory_is_whole_and_stays(shape, dtype):
     staging = torch.empty(64, dtype=torch.uint8)
     tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
     for source in (tensor, tensor.t() if tensor.ndim == 2 else tensor):  # the second is not contiguous
-        copy = parallel.copy_through(staging, source)
+        copy = engine.copy_through(staging, source)
         expected = source.clone()
         staging.fill_(255)
         assert copy.dtype == dtype and torch.equal(copy, expected) and copy.is_contiguous()
@@ -65,9 +64,9 @@ def test_a_copy_through_staging_memory_is_whole_and_stays(shape, dtype):
 
 
 STAGED = """
-import parallel
+from parallel.engine import engine
 buffer = torch.empty(256, dtype=torch.uint8)
-parallel.Engine.staging = property(lambda engine: buffer, lambda engine, value: None)
+engine.Engine.staging = property(lambda engine: buffer, lambda engine, value: None)
 """
 
 

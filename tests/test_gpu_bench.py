@@ -9,8 +9,8 @@ import pytest
 import gpu
 import gpu_probe
 import machine
+from common.errors import RunError
 from conftest import ROOT, environment
-from settings import RunError
 
 # As on a machine where neither is installed.
 WITHOUT = "import sys\nsys.modules['tyro'] = sys.modules['wandb'] = None\n"

@@ -10,13 +10,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-import hf
-import store
-import tokenizer
-from checkpoint import write_manifest
-from lookup import find_model
+from checkpoints import huggingface, store
+from checkpoints.checkpoint import write_manifest
+from checkpoints.lookup import find_model
+from common.errors import UserError
+from dataset import tokenizer
 from model import GPT, RotaryTable, initialize
-from settings import ModelConfig, UserError, resolve_model
+from settings import ModelConfig, resolve_model
 
 SHAPES = {
     "gpt2": ModelConfig(architecture="gpt2", n_layer=2, n_head=2, n_embd=16, seq_len=12),
@@ -55,7 +55,7 @@ def tokenizer_json(tmp_path_factory):
 def written(request, tmp_path, tokenizer_json):
     """A model and the directory that we wrote it to."""
     model = build(request.param)
-    hf.write_model(tmp_path, model.state_dict(), model.config, tokenizer_json, eot_token=0)
+    huggingface.write_model(tmp_path, model.state_dict(), model.config, tokenizer_json, eot_token=0)
     return model, tmp_path
 
 
@@ -67,7 +67,7 @@ def test_transformers_opens_what_we_write(written, tokenizer_json):
     model, directory = written
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     other, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert type(other).__name__ == hf.ARCHITECTURES[model.config.architecture]
+    assert type(other).__name__ == huggingface.ARCHITECTURES[model.config.architecture]
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     assert other.dtype == torch.float32
     torch.testing.assert_close(other(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
@@ -81,7 +81,7 @@ def test_transformers_opens_what_we_write(written, tokenizer_json):
 
 def test_what_we_write_we_read_bit_for_bit(written):
     model, directory = written
-    config, state = hf.read_model(directory)
+    config, state = huggingface.read_model(directory)
     assert config == model.config
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -93,7 +93,7 @@ def test_the_same_model_gives_the_same_bytes(written, tokenizer_json, tmp_path):
     again = tmp_path / "again"
     again.mkdir()
     backwards = dict(reversed(model.state_dict().items()))
-    hf.write_model(again, backwards, model.config, tokenizer_json.parent, eot_token=0)
+    huggingface.write_model(again, backwards, model.config, tokenizer_json.parent, eot_token=0)
     names = sorted(path.name for path in again.iterdir())
     assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert all((again / name).read_bytes() == (directory / name).read_bytes() for name in names)
@@ -103,8 +103,8 @@ def test_the_same_model_gives_the_same_bytes(written, tokenizer_json, tmp_path):
 def test_names_and_shapes_there_and_back_by_rows(shape, tmp_path):
     model = build(shape)
     state = model.state_dict()
-    save_file({name: value.contiguous() for name, value in hf.to_hf(state, model.config).items()}, tmp_path / "model")
-    back = hf.from_hf(store.open_file(tmp_path / "model"), model.config)
+    save_file({name: value.contiguous() for name, value in huggingface.to_hf(state, model.config).items()}, tmp_path / "model")
+    back = huggingface.from_hf(store.open_file(tmp_path / "model"), model.config)
     assert back.keys() == state.keys()
     for rows in (slice(None), slice(0, 5), slice(5, 9), slice(9, 10_000), slice(10_000, 10_001)):
         assert all(torch.equal(back[name][rows], state[name][rows]) for name in state)
@@ -113,7 +113,7 @@ def test_names_and_shapes_there_and_back_by_rows(shape, tmp_path):
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("architecture", [*hf.ARCHITECTURES, "llama3"])
+@pytest.mark.parametrize("architecture", [*huggingface.ARCHITECTURES, "llama3"])
 @torch.no_grad()
 def test_we_read_what_transformers_saves(architecture, tmp_path):
     small = {
@@ -137,7 +137,7 @@ def test_we_read_what_transformers_saves(architecture, tmp_path):
         parameter.add_(torch.randn_like(parameter) * 0.2)
     other.save_pretrained(tmp_path, max_shard_size="8KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    config, state = hf.read_model(tmp_path)
+    config, state = huggingface.read_model(tmp_path)
     model = GPT(config).eval()
     model.load_state_dict(state)
     torch.testing.assert_close(model(TOKENS), other(TOKENS).logits, rtol=1e-5, atol=1e-5)
@@ -150,17 +150,19 @@ def test_the_frequencies_of_llama3_are_those_of_transformers(tmp_path):
     )
     theirs = LlamaRotaryEmbedding(config).inv_freq
     # As transformers 4 has written it, and 5 reads it.
-    old = hf.config_json(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=128, seq_len=9), 300), 0)
+    old = huggingface.config_json(
+        resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=128, seq_len=9), 300), 0
+    )
     del old["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(old | {"rope_theta": 500000.0, "rope_scaling": scaling}))
-    found = hf.read_config(tmp_path)
+    found = huggingface.read_config(tmp_path)
     assert (found.rope_theta, found.rope_scaling) == (500000.0, "32,1,4,8192")
     plain = RotaryTable(dataclasses.replace(found, rope_scaling="")).table[1, 1, 0].asin()  # the sines at position 1
     ours = RotaryTable(found).table[1, 1, 0].asin()
     torch.testing.assert_close(ours, theirs.sin().asin(), rtol=2e-6, atol=0)
     changed = plain / ours
     assert changed[0] == 1 and 1 < changed[16] < 31 and changed[-1] == pytest.approx(32)  # kept, between, and divided by 32
-    again = hf.config_json(found, eot_token=0)
+    again = huggingface.config_json(found, eot_token=0)
     assert again["rope_scaling"] == scaling and again["rope_parameters"] == scaling | {"rope_theta": 500000.0}
 
 
@@ -170,11 +172,11 @@ def test_through_transformers_in_bfloat16_and_shards_and_back(shape, tmp_path):
     model = GPT(resolve_model(dataclasses.replace(SHAPES[shape], n_embd=256), 3000))
     initialize(model, 0)
     (tmp_path / "ours").mkdir()
-    hf.write_model(tmp_path / "ours", model.state_dict(), model.config, None, eot_token=0)
+    huggingface.write_model(tmp_path / "ours", model.state_dict(), model.config, None, eot_token=0)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
     assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 2
-    config, state = hf.read_model(tmp_path / "theirs")
+    config, state = huggingface.read_model(tmp_path / "theirs")
     assert config == model.config and state.keys() == model.state_dict().keys()
     assert all(torch.equal(value.bfloat16().float(), state[name]) for name, value in model.state_dict().items())
 
@@ -182,30 +184,30 @@ def test_through_transformers_in_bfloat16_and_shards_and_back(shape, tmp_path):
 def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
-    assert hf.check_tokenizer(tmp_path / "model", tokenizer_json) == []
+    assert huggingface.check_tokenizer(tmp_path / "model", tokenizer_json) == []
     definition = json.loads(tokenizer_json.read_text())
     extra = {"content": "<|pad|>", "id": 290, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
     definition["added_tokens"].append(extra | {"single_word": False})
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(definition, indent=3))
-    assert hf.check_tokenizer(tmp_path / "model", tokenizer_json) == []  # more tokens, and other bytes in the file
-    assert "no tokenizer.json" in hf.check_tokenizer(tmp_path / "model", None)[0]
-    assert f"{tmp_path} has no tokenizer.json" in hf.check_tokenizer(tmp_path, tokenizer_json)[0]
+    assert huggingface.check_tokenizer(tmp_path / "model", tokenizer_json) == []  # more tokens, and other bytes in the file
+    assert "no tokenizer.json" in huggingface.check_tokenizer(tmp_path / "model", None)[0]
+    assert f"{tmp_path} has no tokenizer.json" in huggingface.check_tokenizer(tmp_path, tokenizer_json)[0]
     other = tmp_path / "other.json"
     tokenizer.resolve("bytes").save(other)
     with pytest.raises(UserError, match=r"token 0 is 'Ā' in .*other.json and '<|endoftext|>' there; .*--tokenizer="):
-        hf.check_tokenizer(tmp_path / "model", other)
+        huggingface.check_tokenizer(tmp_path / "model", other)
 
 
 def test_old_gpt2_files_without_prefix_with_buffers_in_half_precision(tmp_path):
     model = build("gpt2")
-    hf.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
     tensors = {
         name.removeprefix("transformer."): value.half() for name, value in load_file(tmp_path / "model.safetensors").items()
     }
     tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 12, 12).tril() for i in range(2)}
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    _, state = hf.read_model(tmp_path)
+    _, state = huggingface.read_model(tmp_path)
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name].half().float()) for name, value in state.items())
 
@@ -214,8 +216,8 @@ def test_old_gpt2_files_without_prefix_with_buffers_in_half_precision(tmp_path):
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     model = build(shape)
-    hf.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
-    config, state = hf.read_model(tmp_path, seq_len=5)
+    huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    config, state = huggingface.read_model(tmp_path, seq_len=5)
     assert config == dataclasses.replace(model.config, seq_len=5)
     short = GPT(config).eval()
     short.load_state_dict(state)
@@ -247,16 +249,16 @@ def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     ],
 )
 def test_what_is_not_exactly_ours_is_refused_by_name(shape, change, named, tmp_path):
-    config = hf.config_json(resolve_model(SHAPES[shape], 300), eot_token=0) | change
+    config = huggingface.config_json(resolve_model(SHAPES[shape], 300), eot_token=0) | change
     config = {key: value for key, value in config.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=named):
-        hf.read_config(tmp_path)
+        huggingface.read_config(tmp_path)
 
 
 def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
     model = build("llama")
-    hf.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     for change, named in [
@@ -266,21 +268,21 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
     ]:
         save_file({name: value for name, value in (tensors | change).items() if value is not None}, path)
         with pytest.raises(UserError, match=named):
-            hf.read_model(tmp_path)
+            huggingface.read_model(tmp_path)
     path.write_bytes(b"not safetensors")
     with pytest.raises(UserError, match=str(tmp_path)):
-        hf.read_model(tmp_path)
+        huggingface.read_model(tmp_path)
     path.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="no model.safetensors, only config.json, .*pytorch_model.bin"):
-        hf.read_model(tmp_path)
+        huggingface.read_model(tmp_path)
 
 
 def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     model = build("gpt2")
     saved = tmp_path / "run" / "checkpoints" / "step-00000001"
     saved.mkdir(parents=True)
-    hf.write_model(saved, model.state_dict(), model.config, None, eot_token=0)
-    assert hf.find_model(str(saved)) == saved
+    huggingface.write_model(saved, model.state_dict(), model.config, None, eot_token=0)
+    assert huggingface.find_model(str(saved)) == saved
     with pytest.raises(UserError, match="step-00000001 has no manifest.json"):
         find_model(str(tmp_path / "run"))
     (saved / "optimizer.safetensors").touch()
@@ -288,9 +290,9 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     write_manifest(saved)
     assert find_model(str(tmp_path / "run")) == find_model(str(saved)) == (saved, [])
     with pytest.raises(UserError, match="neither a run nor a model directory: it has no config.json, only run"):
-        hf.find_model(str(tmp_path))
+        huggingface.find_model(str(tmp_path))
     with pytest.raises(UserError, match=r"absent is not a directory; .* has run"):
-        hf.find_model(str(tmp_path / "absent"))
+        huggingface.find_model(str(tmp_path / "absent"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="neither a directory here nor to be had from the Hugging Face hub"):
-        hf.find_model("nobody/no-such-model-of-ours")
+        huggingface.find_model("nobody/no-such-model-of-ours")

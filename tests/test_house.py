@@ -8,22 +8,17 @@ import pytest
 
 from conftest import ROOT
 
-# From the ground up. A module may import those on lower floors, and on its own floor those before it.
-FLOORS = [
-    "cli files settings footprint cluster device world kernels",
-    "dataset data hub sources tokenizer model optim replicas ddp_from_scratch log curves",
-    "shards encode join check_data store hf exact sharded",
-    "choices parallel snapshot retention checkpoint lookup",
-    "evaluate sample export plot prepare_data plan",
-    "train",
-    "replay",
+# Folders, and files of the root, from the ground up. What is in one may import what is in those before it, and its neighbours.
+ORDER = [
+    *("common", "settings", "hardware", "dataset", "reports", "data", "kernels", "model", "optim", "parallel", "checkpoints"),
+    *("planning", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay"),
 ]
-ORDER = [module for floor in FLOORS for module in floor.split()]
-MODULES = sorted(path.stem for path in ROOT.glob("*.py"))
+PATHS = [path.relative_to(ROOT) for place in ORDER for path in [*ROOT.glob(f"{place}.py"), *sorted(ROOT.glob(f"{place}/*.py"))]]
+MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
 
 
 def tree(module):
-    return ast.parse((ROOT / f"{module}.py").read_text())
+    return ast.parse((ROOT / MODULES[module]).read_text())
 
 
 def imported(module):
@@ -32,17 +27,35 @@ def imported(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
-            yield node.module
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in MODULES else node.module for name in names)
 
 
-def test_every_module_has_its_floor():
-    assert set(MODULES) <= set(ORDER)
+def place(module):
+    return module.partition(".")[0]
+
+
+def test_every_file_has_its_place():
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders | {path.stem for path in ROOT.glob("*.py")} == set(ORDER)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_downward(module):
-    below = ORDER[: ORDER.index(module)]
-    assert set(imported(module)) <= set(below)
+    assert {place(name) for name in imported(module)} <= set(ORDER[: ORDER.index(place(module)) + 1])
+
+
+def test_no_modules_import_each_other():
+    below = {module: set(imported(module)) for module in MODULES}
+    while free := [module for module, needs in below.items() if not needs]:
+        below = {module: needs - set(free) for module, needs in below.items() if needs}
+    assert not below
+
+
+@pytest.mark.parametrize("folder", [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))])
+def test_a_folder_says_what_it_promises_and_does_nothing(folder):
+    (docstring,) = tree(folder).body
+    assert 3 <= len(ast.unparse(docstring).splitlines()) <= 9
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -17,13 +17,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import hub
 from conftest import ROOT, environment, execute
+from dataset import hub
 from hub_server import HubServer
 
 TOKEN = "hf_TopSecretToken"
 # prepare_data.py with shorter waits between the tries.
-COMMAND = "import hub, prepare_data, sys; hub.WAIT_SECONDS = ({waits}); prepare_data.main()"
+COMMAND = "import prepare_data, sys; from dataset import hub; hub.WAIT_SECONDS = ({waits}); prepare_data.main()"
 PATIENT = "0.01, " * 30
 HASTY = "0.01, 0.01,"
 

@@ -9,12 +9,10 @@ import time
 
 import pytest
 
-import join
-import settings
-import sources
-import tokenizer
+from common import errors
+from dataset import join, sources, tokenizer
+from dataset.sources import SourceFile
 from prepare_data import PrepareConfig, main, prepare
-from sources import SourceFile
 from test_prepare_data import ROOT, command, content, run, write_lines
 
 FLAGS = dict(out="out", tokenizer="bytes", shard_tokens=3000, val_fraction=0.1)
@@ -87,7 +85,7 @@ def test_every_file_is_in_one_part_and_parts_are_about_equal(count):
 
 def test_a_join_that_is_killed_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = (ROOT / "sources.py").read_text()
+    source = (ROOT / "dataset/sources.py").read_text()
     for name, first in (("a.jsonl", 0), ("b.jsonl", 800)):
         write_lines(tmp_path / name, [f"{i} {source}" for i in range(first, first + 800)])
     make("a.jsonl", "b.jsonl", shard_tokens=300_000, out="one")
@@ -147,7 +145,7 @@ def damage(here, what):
 )
 def test_parts_that_do_not_make_one_dataset_are_refused(here, what, message):
     damage(here, what)
-    with pytest.raises(settings.UserError) as error:
+    with pytest.raises(errors.UserError) as error:
         join.join(here.joinpath("out").relative_to(here))
     assert message in str(error.value)
     assert not (here / "out" / "dataset.json").exists() and (here / "out" / "part-0001-of-0003" / "dataset.json").exists()
@@ -155,27 +153,27 @@ def test_parts_that_do_not_make_one_dataset_are_refused(here, what, message):
 
 def test_a_part_of_what_is_there_whole_is_refused(here):
     make("corpus", "lines.jsonl")
-    with pytest.raises(settings.UserError, match="already holds a whole dataset"):
+    with pytest.raises(errors.UserError, match="already holds a whole dataset"):
         make("corpus", "lines.jsonl", part="1/2")
     assert not list((here / "out").glob("part-*"))
 
 
 def test_a_folder_without_parts_and_few_documents_are_refused(here):
-    with pytest.raises(settings.UserError, match="nowhere has no parts; make them with --part=1/N"):
+    with pytest.raises(errors.UserError, match="nowhere has no parts; make them with --part=1/N"):
         join.join(here / "nowhere")
     (here / "few.txt").write_text("one document " * 1000)
     make("few.txt", part="1/1")
-    with pytest.raises(settings.UserError, match="only 1 documents; prepare fewer than 100 without --part"):
+    with pytest.raises(errors.UserError, match="only 1 documents; prepare fewer than 100 without --part"):
         join.join(here / "out")
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "1", "a/b", "-1/3", "1/0"])
 def test_a_bad_part_is_refused(here, part):
-    with pytest.raises(settings.UserError, match=f"--part={part} is not NUMBER/COUNT"):
+    with pytest.raises(errors.UserError, match=f"--part={part} is not NUMBER/COUNT"):
         make("corpus", part=part)
 
 
 @pytest.mark.parametrize("spec", ["", "train:300"])
 def test_a_part_needs_a_given_tokenizer(here, spec):
-    with pytest.raises(settings.UserError, match="--part needs a --tokenizer"):
+    with pytest.raises(errors.UserError, match="--part needs a --tokenizer"):
         make("corpus", part="1/3", tokenizer=spec)

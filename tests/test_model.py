@@ -9,8 +9,8 @@ import torch.utils.checkpoint
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-import hf
-from footprint import flops_per_token
+from checkpoints import huggingface
+from hardware.footprint import flops_per_token
 from model import GPT, attention_kernel, compile_blocks, generate, initialize, new_cache
 from settings import ModelConfig, resolve_model
 
@@ -35,9 +35,9 @@ def build(shape, **changes):
 
 def reference(model):
     """The same model in transformers."""
-    config = transformers.AutoConfig.for_model(**hf.config_json(model.config, eot_token=0))
+    config = transformers.AutoConfig.for_model(**huggingface.config_json(model.config, eot_token=0))
     other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    loaded = other.load_state_dict(hf.to_hf(model.state_dict(), model.config), strict=False)
+    loaded = other.load_state_dict(huggingface.to_hf(model.state_dict(), model.config), strict=False)
     assert not loaded.unexpected_keys
     assert set(loaded.missing_keys) <= {"lm_head.weight"}
     return other
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_transformers(shape):
     other = reference(model)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     other(tokens, labels=tokens).loss.backward()
-    ours = hf.to_hf({name: p.grad for name, p in model.named_parameters()}, model.config)
+    ours = huggingface.to_hf({name: p.grad for name, p in model.named_parameters()}, model.config)
     theirs = dict(other.named_parameters())
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import dataset
-import lookup
-import tokenizer
+from checkpoints import lookup
 from conftest import ROOT, execute
+from dataset import tokenizer
+from dataset.tokens import characters_in
 
 TEXT = "To be, or not to be: größer € 日\n"
 ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=True, vocab_size=50304, dropout=0.1)
@@ -152,7 +152,7 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     for name in ("train.bin", "val.bin", "meta2.pkl"):
         (folder / name.replace("2", "")).write_bytes((characters[0] / name).read_bytes())
     for protocol in range(2, 6):
-        assert dataset.characters_in(characters[0] / f"meta{protocol}.pkl") == len(stoi)
+        assert characters_in(characters[0] / f"meta{protocol}.pkl") == len(stoi)
     told = train("chars", tokens=folder, steps=2).stdout
     how = f"python tools/char_tokenizer.py {folder}/meta.pkl makes {folder}/tokenizer.json"
     assert f"a vocabulary of {len(stoi)} by meta.pkl; the largest id seen is {len(stoi) - 1}; {how}" in told

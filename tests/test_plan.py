@@ -11,11 +11,12 @@ import time
 import pytest
 import torch
 
-import footprint
-import plan
 import settings
+from common import errors
 from conftest import ROOT, environment
+from hardware import footprint
 from model import GPT
+from planning import plan
 from settings import ModelConfig, PlanConfig
 
 
@@ -89,7 +90,7 @@ def test_epochs_and_vocabulary_are_those_of_the_dataset(tokens):
 
 
 def test_an_error_says_how_many_ranks_the_plan_is_for():
-    with pytest.raises(settings.UserError, match=r"x 8 ranks; try .*\n .*--plan_world_size=8\)"):
+    with pytest.raises(errors.UserError, match=r"x 8 ranks; try .*\n .*--plan_world_size=8\)"):
         facts("--tokens_per_update=5000", "--seq_len=256")
 
 

@@ -13,8 +13,8 @@ import pytest
 from matplotlib.text import Text
 
 import plot
+from common.errors import UserError
 from conftest import ROOT, environment, execute
-from settings import UserError
 
 
 def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "") -> Path:

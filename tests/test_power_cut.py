@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import disk
-import files
 import power_cut
-import retention
+from checkpoints import retention
+from checkpoints.retention import write_manifest
+from common import files
 from power_cut import MEMORY, SCENARIOS, Cases, Miniature, Saves
-from retention import write_manifest
 
 
 @pytest.fixture

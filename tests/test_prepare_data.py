@@ -16,13 +16,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import settings
-import sources
-import tokenizer
+from common import errors
+from common.errors import UserError
 from conftest import ROOT, execute
-from dataset import open_dataset, open_shard
+from dataset import sources, tokenizer
+from dataset.tokens import open_dataset, open_shard
 from prepare_data import PrepareConfig, prepare
-from settings import UserError
 
 DOCUMENTS = [
     f"Document {i}: the naïve quick brown fox 🙂 jumps {i * i} times.\r\n\n" + "    lazy dog\n" * (i % 7) for i in range(150)
@@ -132,7 +131,7 @@ def test_every_format_gives_the_same_documents(here, suffix, compression):
         path.with_name(path.name + compression).write_bytes(packed)
         path.unlink()
     if suffix == ".parquet" and compression:
-        with pytest.raises(settings.UserError, match="parquet"):
+        with pytest.raises(errors.UserError, match="parquet"):
             make("source")
         return
     made = make("source")
@@ -270,7 +269,7 @@ def test_another_column_is_read(here):
     one, two = make("a.jsonl", out="one", column="body"), make("b.parquet", out="two", column="body")
     assert one.documents("train") == two.documents("train") and len(one.documents("train")) > 100
     assert one.metadata["options"] == {"column": "body"}
-    with pytest.raises(settings.UserError, match="--column body, not None"):
+    with pytest.raises(errors.UserError, match="--column body, not None"):
         make("a.jsonl", out="one")
 
 
@@ -292,10 +291,10 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     make("a.jsonl")
     assert "already" in capsys.readouterr().out and content("out") == before
     for change in ({"tokenizer": "train:300"}, {"val_fraction": 0.3}, {"shard_tokens": 100}):
-        with pytest.raises(settings.UserError, match=rf"--{next(iter(change))}.*another --out"):
+        with pytest.raises(errors.UserError, match=rf"--{next(iter(change))}.*another --out"):
             make("a.jsonl", **change)
     write_lines(here / "a.jsonl", DOCUMENTS[1:])
-    with pytest.raises(settings.UserError, match=r"source.*another --out"):
+    with pytest.raises(errors.UserError, match=r"source.*another --out"):
         make("a.jsonl")
     assert content("out") == before
 
@@ -337,14 +336,14 @@ def test_a_directory_with_other_files_is_refused(here):
     write_lines(here / "a.jsonl")
     (here / "out").mkdir()
     (here / "out" / "train.bin").write_bytes(b"mine")
-    with pytest.raises(settings.UserError, match="other files"):
+    with pytest.raises(errors.UserError, match="other files"):
         make("a.jsonl")
     assert content("out") == {"train.bin": b"mine"}
 
 
 def test_an_unfinished_dataset_of_another_request_is_begun_anew(here):
     write_lines(here / "a.jsonl")
-    with pytest.raises(settings.UserError, match="val_fraction"):
+    with pytest.raises(errors.UserError, match="val_fraction"):
         make("a.jsonl", val_fraction=1e-9, tokenizer="train:300")
     made = make("a.jsonl", shard_tokens=1000)
     make("a.jsonl", out="clean", shard_tokens=1000)
@@ -398,7 +397,7 @@ def test_a_bad_source_is_refused(here, source, content, message):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), here / "column.parquet")
     if content is not None:
         (here / source).write_bytes(content)
-    with pytest.raises(settings.UserError) as error:
+    with pytest.raises(errors.UserError) as error:
         make(source)
     assert source in str(error.value) or source == "empty.txt"
     assert message in str(error.value)
@@ -409,7 +408,7 @@ def test_a_bad_line_far_in_is_named_by_a_worker(here):
     write_lines(here / "a.jsonl")
     with open(here / "a.jsonl", "a") as file:
         file.write("nonsense\n")
-    with pytest.raises(settings.UserError, match=r"a\.jsonl: line 151"):
+    with pytest.raises(errors.UserError, match=r"a\.jsonl: line 151"):
         make("a.jsonl", workers=2)
     write_lines(here / "a.jsonl")
     assert make("a.jsonl", workers=2).documents("val")
@@ -430,7 +429,7 @@ def test_a_bad_line_far_in_is_named_by_a_worker(here):
 )
 def test_a_bad_flag_is_refused(here, flags):
     write_lines(here / "a.jsonl")
-    with pytest.raises(settings.UserError, match=f"--{next(iter(flags))}"):
+    with pytest.raises(errors.UserError, match=f"--{next(iter(flags))}"):
         make("a.jsonl", **flags)
     assert not (here / "out").exists()
 
@@ -445,7 +444,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, text):
     (tmp_path / "a.txt").write_text("some words\n" * 5)
     paths = sources.fetch_ahead(sources.local_files(str(tmp_path))[0], keep=False)
     next(paths).write_text(text)
-    with pytest.raises(settings.UserError, match=r"a\.txt changed while it was read"):
+    with pytest.raises(errors.UserError, match=r"a\.txt changed while it was read"):
         next(paths)
 
 

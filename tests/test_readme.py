@@ -42,6 +42,7 @@ def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy")
     for path in [
         *ROOT.glob("*.py"),
+        *(path.parent for path in ROOT.glob("*/__init__.py")),
         ROOT / "Makefile",
         ROOT / "config",
         ROOT / "requirements.txt",

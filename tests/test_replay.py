@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import data
-import lookup
-import retention
 import settings
+from checkpoints import checkpoint, lookup, retention
 from conftest import ROOT, execute
-from dataset import Stream
+from dataset.tokens import Stream
 from replay import CHANGED
 from test_train import wait_for
 

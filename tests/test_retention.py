@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-import retention
+from checkpoints import retention
 
 # After the step `step` the process sends itself the signal `number`.
 SIGNALLED = """

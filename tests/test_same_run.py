@@ -13,14 +13,13 @@ import time
 import pytest
 import torch
 
-import checkpoint
 import machine
-import retention
 import settings
+from checkpoints import checkpoint, retention
 from conftest import STRATEGIES
-from exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point
+from parallel.exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point
+from parallel.world import World
 from test_train import kill_when, wait_for
-from world import World
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
 
@@ -280,7 +279,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, stra
 
 
 POISONED_PARAMETER = """
-from exact import Exact
+from parallel.exact import Exact
 seen = []
 def poisoned(self, parameter, ready=Exact.gradient_ready):
     seen.extend([parameter] * (parameter is self.trainable[0]))

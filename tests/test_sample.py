@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-import hf
 import sample
-import settings
-import tokenizer
-from checkpoint import write_manifest
+from checkpoints import huggingface
+from checkpoints.checkpoint import write_manifest
+from common import cli, errors
 from conftest import execute
+from dataset import tokenizer
 from model import GPT, generate, initialize
 from settings import ModelConfig, resolve_model
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     text.save(folder / "tokenizer.json")
     model = GPT(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=32, seq_len=16), text.vocab_size))
     initialize(model, 0)
-    hf.write_model(checkpoint, model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
+    huggingface.write_model(checkpoint, model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
     (checkpoint / "optimizer.safetensors").touch()
     (checkpoint / "trainer_state.json").write_text('{"step": 1}')
     write_manifest(checkpoint)
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
 def sampled(capsys, run, *flags):
     """What `sample.py RUN FLAGS` prints."""
     arguments = [str(run), "--device=cpu", "--dtype=float32", "--max_new_tokens=24", *flags]
-    sample.main(settings.parse(sample.SampleConfig, arguments, ""))
+    sample.main(cli.parse(sample.SampleConfig, arguments, ""))
     return capsys.readouterr().out
 
 
@@ -54,7 +54,7 @@ def test_the_command_prints_prompt_and_sample(run):
 def test_the_sample_is_the_models_and_repeats_by_its_seed(run, capsys):
     out = sampled(capsys, run, "--prompt=def a", "--temperature=0")
     text = tokenizer.load(run / "checkpoints/latest/tokenizer.json")
-    config, state = hf.read_model(run / "checkpoints/latest")
+    config, state = huggingface.read_model(run / "checkpoints/latest")
     model = GPT(config)
     model.load_state_dict(state)
     prompt = torch.tensor([text.encode("def a").tolist()])
@@ -83,8 +83,8 @@ def test_a_character_is_shown_whole(run):
 
 def test_bad_input_names_what_is_there(run, tmp_path):
     def refused(*arguments):
-        with pytest.raises(settings.UserError) as caught:
-            sample.main(settings.parse(sample.SampleConfig, [str(a) for a in arguments], ""))
+        with pytest.raises(errors.UserError) as caught:
+            sample.main(cli.parse(sample.SampleConfig, [str(a) for a in arguments], ""))
         return str(caught.value)
 
     assert "tiny" in refused(run.parent / "absent")

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import data
 import machine
 import settings
+from common import cli, errors
+from common.errors import UserError
 from conftest import ending_what_is_left, execute
-from settings import UserError
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,7 +165,7 @@ def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
 
 def test_every_number_has_a_range():
     """A new setting must be put into RANGES, unless every finite value makes sense."""
-    numbers = {name for name, value in settings.flat_values(settings.Command()).items() if type(value) in (int, float)}
+    numbers = {name for name, value in cli.flat_values(settings.Command()).items() if type(value) in (int, float)}
     ranged = [name for names, *_ in settings.RANGES for name in names.split()]
     assert len(ranged) == len(set(ranged))
     assert set(ranged) - {"micro_batch_size"} == numbers - {"min_lr", "warmup_steps"}
@@ -221,7 +222,7 @@ def test_exact_needs_a_micro_batch_for_each_rank(monkeypatch):
 def test_config_toml_reads_back(name, lr, steps, tied):
     config = settings.replace(settings.Config(), name=name, lr=lr, steps=steps, tie_embeddings=tied)
     tables = tomllib.loads(settings.dumps(config))
-    assert {key: value for table in tables.values() for key, value in table.items()} == settings.flat_values(config)
+    assert {key: value for table in tables.values() for key, value in table.items()} == cli.flat_values(config)
 
 
 def test_config_toml_is_a_preset(tmp_path):
@@ -316,7 +317,7 @@ def test_missing_tokens_are_refused_with_the_command_that_makes_them(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_not_the_users_input(capsys):
-    with pytest.raises(SystemExit) as end, settings.user_errors(), open("/dev/full", "w") as file:
+    with pytest.raises(SystemExit) as end, errors.user_errors(), open("/dev/full", "w") as file:
         file.write("x")
         file.flush()
     assert end.value.code == 1 and capsys.readouterr().err.startswith("error: the disk: No space left on device")
@@ -328,7 +329,7 @@ def test_help_lists_every_flag_and_bad_input_exits_2_without_importing_torch():
     assert re.match(r"usage: python \S*train\.py \[config/NAME\.toml\] ", shown.stdout)
     first_lines = shown.stdout.partition("options")[0]
     assert "    python train.py config/gpt2_124m.toml --lr=3e-4  " in first_lines and "top to bottom" not in first_lines
-    for name in settings.flat_fields(settings.Config):
+    for name in cli.flat_fields(settings.Config):
         assert f"--{name}" in shown.stdout
     refused = run("--lrr=1")
     assert refused.returncode == 2 and refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
@@ -347,8 +348,9 @@ def test_other_ranks_leave_the_master_time_to_tell_of_bad_input(monkeypatch):
 
 
 CLOSED_PIPE = """
-import os, sys, settings
-with settings.user_errors():
+import os, sys
+from common import errors
+with errors.user_errors():
     print("first", flush=True)
     os.read(0, 1)  # the reader has ended by now
     {}
@@ -401,7 +403,7 @@ def test_what_a_full_console_has_not_taken_is_not_taken_for_done(tmp_path):
     assert shell(tmp_path, f"{sys.executable} {ROOT / 'train.py'} --steps=x 2>&-").returncode == 2
 
 
-CONSOLE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import cli\nwith cli.user_errors(): print('text')"
+CONSOLE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common import errors\nwith errors.user_errors(): print('text')"
 
 
 def shell(folder, line):
@@ -442,8 +444,8 @@ for _ in range(600):
 
 def test_ctrl_c_is_not_swallowed_by_an_import_and_shows_no_traceback(tmp_path):
     (tmp_path / "swallowing.py").write_text(SWALLOWING)
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import cli\n"
-    code += "with cli.user_errors():\n    import swallowing"
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; from common import errors\n"
+    code += "with errors.user_errors():\n    import swallowing"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "now\n"
     process.send_signal(signal.SIGINT)

@@ -8,17 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import choices
-import parallel
 import settings
-import sharded
+from common.errors import UserError
 from conftest import largest_difference
+from hardware import host
 from model import GPT, initialize
-from parallel import Engine
-from settings import UserError
+from parallel.engine import Engine, engine, sharded
+from parallel.world import World, connect
+from planning import choices
 from test_same_run import POISONED
 from test_train import GENTLE, wait_for
-from world import World, connect
 
 ADAMW = dict(GENTLE, optimizer="adamw")
 MUON = dict(GENTLE, optimizer="muon")
@@ -97,7 +96,7 @@ def test_every_matrix_is_orthogonalized_once_in_the_world(train, tmp_path, ranks
 
 # Rank 0 writes how many elements it has sent in each exchange of updated weights.
 SENT = """
-import sharded
+from parallel.engine import sharded
 import torch.distributed as dist
 sharded.GATHERED, sent = {gathered}, []
 def counted(received, mine, original=dist.all_gather):
@@ -272,14 +271,14 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
 
 # The third gradient of one rank is not finite although the sum over the ranks was.
 POISONED_RANK = """
-import parallel
-seen, unscale = [], parallel.unscale_gradients
+from parallel.engine import engine
+seen, unscale = [], engine.unscale_gradients
 def poisoned(scaler, parameters):
     seen.append(1)
     if os.environ["RANK"] == "1" and len(seen) == 3:
         next(p for p in parameters if p.grad is not None).grad.view(-1)[0] = float("nan")
     unscale(scaler, parameters)
-parallel.unscale_gradients = poisoned
+engine.unscale_gradients = poisoned
 """
 
 
@@ -290,7 +289,7 @@ def test_one_rank_whose_gradient_is_not_finite_does_not_leave_the_others_waiting
 
 
 def test_nodes_that_share_a_model_need_not_hold_all_of_it():
-    memory = settings.memory_bytes()
+    memory = host.memory_bytes()
     flags = dict(n_layer=1, n_head=1, n_embd=64, n_kv_head=1, head_dim=64, d_ff=256, vocab_size=int(1.5 * memory / 4 / 64))
     config = settings.replace(settings.Config(), strategy="fsdp", **flags)
     two_nodes, device = World(0, 16, 0, 8, torch.device("cpu")), torch.device("cpu")
@@ -306,7 +305,7 @@ def test_nodes_that_share_a_model_need_not_hold_all_of_it():
 
 def test_float8_is_refused_where_there_is_none(train):
     with pytest.raises(UserError, match="--fp8=true: this cpu device has no float8 products"):
-        parallel.use_float8(torch.nn.Module(), SimpleNamespace(device=torch.device("cpu")))
+        engine.use_float8(torch.nn.Module(), SimpleNamespace(device=torch.device("cpu")))
 
 
 def test_float8_is_refused_without_the_compiler():

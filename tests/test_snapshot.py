@@ -11,8 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 import machine
-import retention
-import store
+from checkpoints import retention, store
 from conftest import execute
 from test_checkpoint import damage
 
@@ -21,7 +20,7 @@ SPLIT = dict(max_shard_bytes=20000, optimizer="adamw")
 FSDP = dict(SPLIT, strategy="fsdp", ranks=3, eval_every=0)
 # Instead of training, save again what a checkpoint holds. Every rank writes how many bytes of tensors it has copied for that.
 SAVED_AGAIN = """
-import checkpoint
+from checkpoints import checkpoint
 take = checkpoint.take_snapshot
 def taken(*args):
     snapshot = take(*args)
@@ -156,7 +155,8 @@ def test_every_command_reads_a_checkpoint_in_several_files(train, tmp_path):
 
 # In the save of step 10, rank 1 ends the whole run before its third file.
 KILLED = """
-import signal, checkpoint, store
+import signal
+from checkpoints import checkpoint, store
 calls = []
 def save_file(*args, original=store.save_file):
     calls.append(0)
@@ -182,7 +182,8 @@ def test_a_kill_between_two_files_leaves_the_checkpoint_before(train):
 
 # Rank 2 has no room for its files in the save of step 10, and room again afterwards.
 NO_ROOM = """
-import checkpoint, resource
+import resource
+from checkpoints import checkpoint
 def write(checkpoints, state, *args, original=checkpoint.write):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if os.environ["RANK"] == "2":

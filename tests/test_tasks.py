@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 
-import hf
-import lookup
-import tokenizer
+from checkpoints import huggingface, lookup
 from conftest import execute
+from dataset import tokenizer
 from model import GPT, initialize
 from settings import ModelConfig, resolve_model
 
@@ -38,7 +37,7 @@ def folder(tmp_path_factory):
         for parameter in model.parameters():
             parameter.mul_(5.0)
     (folder / "model").mkdir()
-    hf.write_model(folder / "model", model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
+    huggingface.write_model(folder / "model", model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
     rows = [
         {"activity_label": label, "ctx_a": a, "ctx_b": b, "endings": endings, "label": str(gold)}
         for label, a, b, endings, gold in DOCUMENTS

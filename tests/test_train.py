@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from wandb.proto import wandb_internal_pb2
 
-import checkpoint
-import retention
 import settings
+from checkpoints import checkpoint, retention
+from common import cli
 from conftest import ROOT, execute, largest_difference
 
 
@@ -260,7 +260,11 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     [
         ("validation tokens, less than one window of --seq_len=16384", dict(seq_len=16384, tokens_per_update=98304), ""),
         ("--fp8=true needs --compile=on", dict(fp8="true", compile="auto"), ""),
-        ("curves.png needs matplotlib, which is not installed", {}, "import choices; choices.find_spec = lambda name: None"),
+        (
+            "curves.png needs matplotlib, which is not installed",
+            {},
+            "from planning import choices; choices.find_spec = lambda name: None",
+        ),
         (
             "MB, and the disk has 0 MB left",
             {},
@@ -418,7 +422,12 @@ def test_a_run_keeps_the_micro_batches_it_chose(train):
 
     train("auto", steps=3, micro_batch_size="auto")
     assert chosen() == "24"
-    train.changed("import footprint\nfootprint.rows_at_a_time = lambda *_: 1 << 40", "auto", steps=5, micro_batch_size="auto")
+    train.changed(
+        "from hardware import footprint\nfootprint.rows_at_a_time = lambda *_: 1 << 40",
+        "auto",
+        steps=5,
+        micro_batch_size="auto",
+    )
     assert chosen() == "24"
 
 
@@ -432,7 +441,8 @@ def test_compiled_ddp_on_two_ranks_is_eager_up_to_rounding(train):
 
 
 def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(train):
-    between = "import lookup, subprocess, sys\nfind = lookup.find_start\ndef late(*a):\n    found = find(*a)\n"
+    between = "import subprocess, sys\nfrom checkpoints import lookup\nfind = lookup.find_start\n"
+    between += "def late(*a):\n    found = find(*a)\n"
     between += "    subprocess.run([sys.executable, 'train.py', *sys.argv[1:], '--seed=1'], check=True)\n    return found\n"
     between += "lookup.find_start = late"
     done = train.changed(between, "race", steps=2, status=2)
@@ -442,7 +452,7 @@ def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(train):
 
 # A disk that is full until the files of a run have been written to so many times.
 FULL = """
-import log
+from reports import log
 open_file, write = log.Lines.open, log.Lines.write
 def open_on_a_full_disk(self, path):
     open_file(self, path)
@@ -468,7 +478,8 @@ def test_lines_that_a_full_disk_does_not_take_wait_and_the_run_goes_on(train):
 
 
 BROKEN_WANDB = """
-import types, log
+import types
+from reports import log
 def start(self, config, run_id, more):
     def fail(*a, **k):
         raise RuntimeError("wandb is gone")
@@ -548,7 +559,7 @@ def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
 
 
 def test_flags_and_defaults_cover_the_contract():
-    flags = settings.flat_fields(settings.Config)
+    flags = cli.flat_fields(settings.Config)
     for name in [
         "name",
         "out_dir",

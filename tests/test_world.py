@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import choices
-import device
-import plan
 import settings
 import train as trainer
-import world
 from conftest import CHANGED, execute
+from hardware import device, host
+from parallel.engine import world
+from planning import choices, plan
 from test_train import wait_for
 
 
@@ -120,7 +119,7 @@ def test_what_a_processor_is_fast_at_is_found_beside_other_programs():
         while not stop.is_set():
             torch.ones(512, 512) @ torch.ones(512, 512)
 
-    others = [threading.Thread(target=compute) for _ in range(2 * settings.cores())]
+    others = [threading.Thread(target=compute) for _ in range(2 * host.cores())]
     for thread in others:
         thread.start()
     try:
@@ -135,7 +134,7 @@ def test_what_a_processor_is_fast_at_is_found_beside_other_programs():
 
 def test_ranks_that_share_cores_share_their_peak_rate(monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda on, dtype: 5.0)
-    cores, threads = settings.cores(), torch.get_num_threads()
+    cores, threads = host.cores(), torch.get_num_threads()
     for ranks, peak in ((1, 5.0), (4 * cores, 5.0 * cores / threads)):
         alone = world.World(0, ranks, 0, ranks, torch.device("cpu"))
         assert trainer.peak_flops_of_all(alone, "float32") == pytest.approx(peak)
@@ -176,7 +175,7 @@ def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatc
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
     env = dict(RANK=rank, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    change, flags = "import world; world.PATIENCE = 0.3", dict(timeout_minutes=0.02, status=1 if waits else 2)
+    change, flags = "from parallel import world; world.PATIENCE = 0.3", dict(timeout_minutes=0.02, status=1 if waits else 2)
     done = train.changed(change, "alone", env={name: str(value) for name, value in env.items()}, **flags)
     assert waits.format(port=port) in done.stdout and ends.format(port=port) in done.stderr
     assert not train.runs.exists()
@@ -184,7 +183,9 @@ def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatc
 
 def test_a_rank_does_not_wait_for_a_store_whose_host_hangs(train):
     # Rank 0 holds the store and stops without a word: its kernel still answers for it.
-    change = "import signal, world; world.PATIENCE = 0.3\noriginal = train.update\ndef update(run, *more):\n"
+    change = (
+        "import signal; from parallel import world; world.PATIENCE = 0.3\noriginal = train.update\ndef update(run, *more):\n"
+    )
     change += "    if os.environ['RANK'] == '0' and run.state.step == 2:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
     change += "    return original(run, *more)\ntrain.update = update"
     script = train.runs.parent / "stops.py"
@@ -231,9 +232,9 @@ def test_every_rank_chooses_the_attention_kernel_also_in_a_replay(train):
 def test_threads_look_for_work_less_often_beside_a_program_that_computes(monkeypatch):
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
     try:
-        wait_for(lambda: settings.spin_count() == 1_000)
+        wait_for(lambda: host.spin_count() == 1_000)
         monkeypatch.setattr(os, "cpu_count", lambda: 1000)  # there are cores enough for all
-        assert settings.spin_count() == 10_000
+        assert host.spin_count() == 10_000
     finally:
         for process in busy:
             process.kill()

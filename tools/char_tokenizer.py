@@ -16,9 +16,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import tyro
 
-import settings
-import tokenizer
-from settings import UserError
+from common import cli, errors
+from common.errors import UserError
+from dataset import tokenizer
 
 
 @dataclass(frozen=True)
@@ -98,5 +98,5 @@ def read_plain(content: bytes):
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(CharConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(CharConfig, sys.argv[1:], __doc__))

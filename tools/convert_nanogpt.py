@@ -15,13 +15,14 @@ import torch
 import tyro
 from torch import Tensor
 
-import files
-import hf
 import settings
-import tokenizer
-from dataset import GPT2_VOCAB_SIZE
+from checkpoints import huggingface
+from common import cli, errors, files
+from common.errors import UserError
+from dataset import tokenizer
+from dataset.tokens import GPT2_VOCAB_SIZE
 from model import without_values
-from settings import ModelConfig, UserError
+from settings import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def main(config: ConvertConfig) -> None:
         raise UserError(f"a vocabulary of {model.vocab_size} is not GPT-2's; give its --tokenizer=tokenizer.json")
     state = to_ours(content["model"], model)
     with files.publish_directory(out) as directory:
-        hf.write_model(directory, state, model, Path(config.tokenizer) if config.tokenizer else None, eot_token)
+        huggingface.write_model(directory, state, model, Path(config.tokenizer) if config.tokenizer else None, eot_token)
     print(f"{out}: {model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}")
 
 
@@ -109,7 +110,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
         name.removeprefix("_orig_mod."): value.float() for name, value in tensors.items()
     }  # the prefix of compiled models
     unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
-    names, found = hf.module_names(config), {}
+    names, found = huggingface.module_names(config), {}
     shapes = {name: parameter.shape for name, parameter in without_values(config).named_parameters()}
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")
@@ -127,5 +128,5 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
 
 
 if __name__ == "__main__":
-    with settings.user_errors():
-        main(settings.parse(ConvertConfig, sys.argv[1:], __doc__))
+    with errors.user_errors():
+        main(cli.parse(ConvertConfig, sys.argv[1:], __doc__))

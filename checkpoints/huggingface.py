@@ -1,0 +1,381 @@
+"""Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
+
+transformers and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits).
+`read_model` reads what transformers writes. Only JSON and safetensors are read and written.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+import torch
+from msgspec import Meta, Struct, field, structs
+from torch import Tensor
+
+from checkpoints import store
+from common import files
+from common.cli import similar_runs
+from common.errors import UserError
+from common.files import listing
+from common.records import Size
+from dataset import hub
+from dataset.tokenizer import Definition
+from model import without_values
+from settings import ModelConfig, resolve_model
+
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+CONVERTER = "python tools/convert_nanogpt.py {} --out=DIR makes a model of it"
+
+# The values of config.json that our models compute. Any other value means another arithmetic. A missing key means the first.
+ONLY = {
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "quantization_config": (None,),
+    },
+    "llama": {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "partial_rotary_factor": (1.0,),
+        "quantization_config": (None,),
+    },
+}
+ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
+# What `rope_scaling` of the settings lists, in its order.
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
+Positive = Annotated[float, Meta(gt=0)]
+Rope = TypedDict("Rope", dict.fromkeys(LLAMA3_ROPE, Positive))
+# What config.json has inside it: the rotary positions, as transformers 5 or 4 calls them, and the type of each layer.
+Nested = TypedDict(
+    "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
+)
+
+
+class Gpt2Json(Struct, kw_only=True):
+    """Our settings in the config.json of a GPT-2, each with its name there where that is another."""
+
+    vocab_size: Size
+    n_layer: Layers
+    n_head: Size
+    n_embd: Size
+    d_ff: Size | None = field(name="n_inner", default=None)
+    seq_len: Size = field(name="n_positions")
+    tie_embeddings: bool = field(name="tie_word_embeddings", default=True)
+    norm_eps: Positive = field(name="layer_norm_epsilon", default=1e-5)
+
+
+class LlamaJson(Struct, kw_only=True):
+    """Our settings in the config.json of a Llama or Qwen3, each with its name there where that is another."""
+
+    vocab_size: Size
+    n_layer: Layers = field(name="num_hidden_layers")
+    n_head: Size = field(name="num_attention_heads")
+    n_kv_head: Size | None = field(name="num_key_value_heads", default=None)
+    head_dim: Size | None = None
+    n_embd: Size = field(name="hidden_size")
+    d_ff: Size = field(name="intermediate_size")
+    seq_len: Size = field(name="max_position_embeddings")
+    tie_embeddings: bool = field(name="tie_word_embeddings", default=False)
+    norm_eps: Positive = field(name="rms_norm_eps", default=1e-6)
+    rope_theta: Positive = 10000.0
+
+
+def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
+    """The content of config.json, complete, for weights of `dtype`. It has the keys of transformers 4 and those of 5."""
+    end = eot_token if eot_token < config.vocab_size else None  # a model on characters may have none
+    common = {
+        "architectures": [ARCHITECTURES[config.architecture]],
+        "model_type": config.architecture,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "initializer_range": 0.02,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
+        "use_cache": True,
+    }
+    named = structs.fields(Gpt2Json if config.architecture == "gpt2" else LlamaJson)
+    common |= {setting.encode_name: getattr(config, setting.name) for setting in named}
+    if config.architecture == "gpt2":
+        return common | {
+            "n_ctx": config.seq_len,
+            "activation_function": "gelu" if config.gelu == "erf" else "gelu_new",
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
+        }
+    sliding = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.n_layer}
+    rope, factors = {"rope_type": "default"}, config.rope_factors
+    if factors:
+        rope = {"rope_type": "llama3"} | dict(zip(LLAMA3_ROPE, (*factors[:3], int(factors[3])), strict=True))
+    return common | {
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        **({"rope_scaling": rope} if factors else {}),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": config.dropout,
+        **({"mlp_bias": False} if config.architecture == "llama" else sliding),
+    }
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The model that the config.json of `directory` describes, with dropout 0 because training chooses that.
+
+    Raises UserError, which names the key, if the model's arithmetic is not exactly one of ours.
+    """
+    path = directory / "config.json"
+    config = files.read_json(path)
+    architecture = config.get("model_type")
+    if architecture not in list(ARCHITECTURES):
+        raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
+    nested = files.decode(config, Nested, str(path))
+    if sliding := set(nested.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError(f"{path}: layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
+    found = {"head_dim": 128 if architecture == "qwen3" else None} | config  # null: width / heads
+    found |= nested.get("rope_parameters") or nested.get("rope_scaling") or {}
+    for key, accepted in ONLY[architecture].items():
+        if found.get(key, accepted[0]) not in accepted:
+            raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
+    values = structs.asdict(files.decode(found, Gpt2Json if architecture == "gpt2" else LlamaJson, str(path)))
+    if architecture == "gpt2":
+        values["gelu"] = "erf" if found.get("activation_function") == "gelu" else "tanh"
+    else:
+        values["rope_scaling"] = read_rope_scaling(found, path)
+    model = resolve_model(ModelConfig(architecture, **values), 0)
+    if architecture == "gpt2" and model.n_embd % model.n_head:
+        raise UserError(f"{path}: n_embd = {model.n_embd} is not a multiple of n_head = {model.n_head}")
+    if model.n_head % model.n_kv_head:
+        raise UserError(f"{path}: {model.n_kv_head} key/value heads do not divide {model.n_head} heads")
+    return model
+
+
+def read_rope_scaling(found: dict, path: Path) -> str:
+    """Our `rope_scaling` for what a config.json and its rotary positions have `found`. Raises UserError."""
+    rope_type = found.get("rope_type", found.get("type", "default"))
+    if rope_type == "default":
+        return ""
+    if rope_type != "llama3":
+        raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
+    found = {"original_max_position_embeddings": found["max_position_embeddings"]} | found
+    factors = files.decode(found, Rope, str(path))
+    return ",".join(str(factors[key]).removesuffix(".0") for key in LLAMA3_ROPE)
+
+
+def module_names(config: ModelConfig) -> dict[str, str]:
+    """Their name for each of our modules. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
+    if config.architecture == "gpt2":
+        layer = "transformer.h"
+        names = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f"}
+        block = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+        block |= {f"attn.{x}": "attn.c_attn" for x in "qkv"}
+    else:
+        layer = "model.layers"
+        names = {"embed": "model.embed_tokens", "norm": "model.norm"}
+        block = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+        block |= {f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"} | {f"attn.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
+        block |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    names |= {f"blocks.{i}.{our}": f"{layer}.{i}.{their}" for i in range(config.n_layer) for our, their in block.items()}
+    return names | {"head": "lm_head"}
+
+
+def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
+    """Their name for each of our parameters `ours`."""
+    modules = module_names(config)
+    return {name: f"{modules[module]}.{leaf}" for name in ours for module, _, leaf in [name.rpartition(".")]}
+
+
+def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float, bytes_each: int = 4) -> store.Layout:
+    """The files for our parameters of these `shapes`, of at most `limit` bytes each."""
+    sizes = Counter()
+    for name, theirs in tensor_names(shapes, config).items():
+        sizes[theirs] += bytes_each * math.prod(shapes[name])
+    return store.lay_out("model", sizes, limit)
+
+
+def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Rename and reshape our parameters, all or some, to theirs. GPT-2 keeps its matrices transposed, and q, k and v in one."""
+    tensors = {}
+    for name, theirs in tensor_names(state, config).items():
+        value = state[name]
+        if theirs in tensors:  # c_attn, complete since the first of its three parts
+            continue
+        if "c_attn" in theirs:
+            module, _, leaf = name.rpartition(".")  # the leaf is weight or bias
+            value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
+        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `store.write` makes it contiguous
+    return tensors
+
+
+def from_hf(tensors: dict[str, store.Stored], config: ModelConfig) -> dict[str, store.Stored]:
+    """Find our parameters in their `tensors`: the inverse of `to_hf`.
+
+    Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out. Raises UserError if a tensor is
+    missing, unknown or of the wrong shape.
+    """
+    root = module_names(config)["embed"].partition(".")[0] + "."
+    if not any(name.startswith(root) for name in tensors):
+        tensors = {name if name.startswith("lm_head.") else root + name: value for name, value in tensors.items()}
+    buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    unknown = {name for name in tensors if not name.endswith(buffers)}
+    if config.tie_embeddings:
+        unknown.discard("lm_head.weight")
+    shapes = {name: tuple(parameter.shape) for name, parameter in without_values(config).named_parameters()}
+    found, missing = {}, []
+    for name, theirs in tensor_names(shapes, config).items():
+        shape = shapes[name]
+        if theirs not in tensors:
+            missing.append(theirs)
+            continue
+        value, part = tensors[theirs], 3 if "c_attn" in theirs else 1
+        transposed = is_conv1d(theirs, len(value.shape))
+        rows, *columns = reversed(value.shape) if transposed else value.shape
+        unknown.discard(theirs)
+        if (rows, *columns) != (part * shape[0], *shape[1:]):
+            raise UserError(
+                f"{theirs} has the wrong shape: {list(value.shape)} does not hold {name}, {list(shape)} by config.json"
+            )
+        first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if part == 3 else 0
+        found[name] = dataclasses.replace(value, shape=shape, transposed=transposed, first=first)
+    if missing or unknown:
+        faults = [f"{word} {', '.join(sorted(names)[:3])}" for word, names in (("no", missing), ("unknown", unknown)) if names]
+        raise UserError(f"the weights are not those of config.json: {'; '.join(faults)}")
+    return found
+
+
+def is_conv1d(name: str, ndim: int) -> bool:
+    """Whether their tensor `name` is a matrix of GPT-2's Conv1D, which is ours transposed."""
+    return ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
+
+
+def write_model(
+    directory: Path,
+    state: dict[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Path | None,
+    eot_token: int,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: float = math.inf,
+) -> None:
+    """Write a Hugging Face model into the existing `directory`. The same input gives the same bytes.
+
+    max_shard_size: bytes of tensors in a file, as far as one tensor has no more. See `write_description` for the tokenizer.
+    """
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    files_of_model = layout(shapes, config, max_shard_size, dtype.itemsize)
+    store.write(directory, files_of_model, to_hf(state, config), dtype)
+    files_of_model.write_index(directory)
+    write_description(directory, config, tokenizer, eot_token, dtype)
+
+
+def write_description(
+    directory: Path, config: ModelConfig, tokenizer: Path | None, eot_token: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write all files of a Hugging Face model but its weights, which have `dtype`.
+
+    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
+    """
+    store.write_json(directory / "config.json", config_json(config, eot_token, dtype))
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
+    store.write_json(directory / "generation_config.json", special)
+    if tokenizer is None:
+        return
+    tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), token_text(tokenizer, eot_token)),
+        "clean_up_tokenization_spaces": False,
+    }
+    store.write_json(directory / "tokenizer_config.json", settings)
+
+
+def vocabulary(tokenizer: Path) -> dict[int, str]:
+    """The tokens of a tokenizer.json by id. Raises UserError."""
+    definition = files.read_json(tokenizer, Definition)
+    tokens = {i: text for text, i in definition.model.vocab.items()}
+    return tokens | {item["id"]: item["content"] for item in definition.added_tokens}
+
+
+def token_text(tokenizer: Path, token: int) -> str:
+    """How a tokenizer.json spells a token. Raises UserError."""
+    tokens = vocabulary(tokenizer)
+    if token not in tokens:
+        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text")
+    return tokens[token]
+
+
+def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
+    """Check that a model directory has the tokenizer of a dataset: the same token by every id of the dataset's.
+
+    tokenizer: the dataset's tokenizer.json, if it has one. Returns what could not be checked. Raises UserError if they differ:
+    the weights know nothing about tokens with other meanings.
+    """
+    path = directory / "tokenizer.json"
+    if not tokenizer or not path.exists():
+        which = directory if tokenizer else "the dataset"
+        return [f"warning: {which} has no tokenizer.json; nothing shows that weights and tokens have the same tokenizer"]
+    theirs = vocabulary(path)
+    for i, token in sorted(vocabulary(tokenizer).items()):
+        if theirs.get(i) != token:
+            raise UserError(
+                f"the tokens were made with another tokenizer than that of {directory}: token {i} is {token!r} in {tokenizer} "
+                f"and {theirs.get(i)!r} there; prepare the text again with --tokenizer={path}"
+            )
+    return []
+
+
+def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, store.Stored]]:
+    """Open a Hugging Face model of whole or sharded safetensors: its parameters by our names, to be read by rows.
+
+    seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
+    """
+    config = read_config(directory)
+    tensors = store.open_tensors(directory, "model")
+    try:
+        found = from_hf(tensors, config)
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from None
+    if seq_len and seq_len < config.seq_len:
+        config = dataclasses.replace(config, seq_len=seq_len)
+        if positions := found.get("positions.weight"):
+            found["positions.weight"] = dataclasses.replace(positions, shape=(seq_len, config.n_embd))
+    return config, found
+
+
+def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Read all parameters of a Hugging Face model, in float32. See `open_model`."""
+    config, found = open_model(directory, seq_len)
+    return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
+
+
+def find_model(name: str) -> Path:
+    """The model directory that `name` means: itself, or a model of the Hugging Face hub (or its cache). Raises UserError."""
+    path = Path(name)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return path
+        what = f"it has no config.json, only {listing(path)}"
+        near = f"; {CONVERTER.format(path / 'ckpt.pt')}" if (path / "ckpt.pt").exists() else similar_runs(name)
+        raise UserError(f"{name} is neither a run nor a model directory: {what}{near}")
+    if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
+        parent = next(p for p in path.absolute().parents if p.is_dir())
+        converter = f"; {CONVERTER.format(path)}" if path.suffix in (".pt", ".pth") else ""
+        raise UserError(f"{name} is not a directory{converter}; {parent} has {listing(parent)}{similar_runs(name)}")
+    try:
+        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
+
+        hub.session()  # which keeps the token
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
+        reason = hub.explain(error, getattr(getattr(error, "response", None), "status_code", None))
+        raise UserError(
+            f"{name} is neither a directory here nor to be had from the Hugging Face hub: {reason}{similar_runs(name)}"
+        ) from None

@@ -1,0 +1,222 @@
+"""How a command begins, speaks, fails and ends: no traceback for what a user can mend.
+
+`UserError` is bad input, exit status 2. `RunError` is a run that cannot go on, exit status 1. A message names the flag or the
+file, and what would work.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as a shell reports it
+LONGEST_HALF = 2000  # characters of an error's beginning and of its end: it may hold something enormous
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class UserError(Exception):
+    """Bad input. The message names the flag or file and what would work."""
+
+
+class RunError(Exception):
+    """The run cannot go on. The message says why and what is left."""
+
+
+def begin() -> None:
+    """Make this process one of a command, before anything slow is imported. Raises UserError without a working directory.
+
+    Ctrl-C ends it at once while something is imported, because imports may swallow it, and the second time in any case. What an
+    import raises is printed as `user_errors` does. A console that is closed is one that nobody reads.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # another file would get its number
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    for console in (sys.stdout, sys.stderr):  # a character that the terminal does not have must not end the program
+        console.reconfigure(errors="backslashreplace")
+    if sys.stdout is sys.__stdout__:  # not where a test reads it
+        style = {name: getattr(sys.stdout, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(Console(sys.stdout.fileno(), "w", closefd=False)), **style)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
+    sys.excepthook = end_by
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was removed; go to one that is there") from None
+
+
+def interrupt(number: int, frame) -> None:
+    """Answer the first Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    while frame:
+        if is_import(frame):
+            with contextlib.suppress(OSError):
+                os.write(2, b"interrupted\n")
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def is_import(frame) -> bool:
+    """Whether a module is being imported in this frame."""
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+
+
+def end_by(kind: type, error: BaseException, trace) -> None:
+    """End the process by an error that nobody has caught, as from an import."""
+    try:
+        with user_errors():
+            raise error
+    except SystemExit as end:
+        os._exit(end.code)
+    except BaseException:
+        sys.__excepthook__(kind, error, trace)
+
+
+def import_problem(error: Exception) -> str:
+    """Why a package could not be imported: it is not there, or does not take a variable of the environment. Else nothing."""
+    trace, importing = error.__traceback__, False
+    while trace:
+        importing, trace = importing or is_import(trace.tb_frame), trace.tb_next
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there"
+    said = str(error).strip()
+    refused = [
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if importing and name.startswith(("TORCH", "PYTORCH", "MPL")) and (name in said or value in said)
+    ]
+    return f"the environment has {' '.join(refused)}: {said.splitlines()[0]}" if refused else ""
+
+
+class LostConsole(OSError):
+    """stdout takes nothing any more."""
+
+
+class Console(io.FileIO):
+    """stdout, whose errors can be told from those of other files."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise LostConsole(error.errno, error.strerror) from None
+
+
+@contextlib.contextmanager
+def survive_lost_console():
+    """Go on without a console that takes nothing any more, as after `| head`, in a closed terminal or with > /dev/full."""
+    lost = None
+    try:
+        yield
+    except LostConsole as error:
+        lost = error
+    finally:  # an exit status that is on its way stays what it is
+        try:
+            sys.stdout.flush()
+        except LostConsole as error:
+            lost = error
+        if lost:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if lost.errno != errno.EPIPE:  # `| head` has what it wanted
+                complain(f"warning: the console takes nothing any more: {lost.strerror}")
+
+
+def complain(message: str) -> None:
+    """Write a message to stderr, if anybody reads it."""
+    if len(message) > 2 * LONGEST_HALF:
+        message = f"{message[:LONGEST_HALF]} ... {message[-LONGEST_HALF:]}"
+    with contextlib.suppress(OSError):
+        print(printable(message), file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """Write a line to the console."""
+    print(printable(message), flush=True)
+
+
+def printable(text: str) -> str:
+    """`text` with escapes in place of control characters, which a name may have and a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+@contextlib.contextmanager
+def user_errors():
+    """Print an error that the user can act on as `error: ...`, without a traceback, and exit.
+
+    The status is 2 for bad input (a UserError, or a path that is not what it has to be), 1 where the run cannot go on
+    (a RunError, or a full disk), and 130 after Ctrl-C. --debug prints the traceback of an error, too.
+    """
+    try:
+        begin()
+        with survive_lost_console():
+            yield
+            sys.stdout.flush()
+            return
+        raise SystemExit(1)  # the rest was not done, so nobody may take it for done
+    except UserError as error:
+        message, status = str(error), 2
+    except RunError as error:
+        message, status = str(error), 1
+    except KeyboardInterrupt:
+        complain("interrupted")
+        raise SystemExit(INTERRUPTED) from None
+    except OSError as error:
+        full = error.errno in FULL_DISK
+        if not full and error.filename is None:
+            raise
+        message, status = f"{error.filename or 'the disk'}: {error.strerror}", 1 if full else 2
+    except Exception as error:
+        message, status = import_problem(error), 2
+        if not message:
+            raise
+    rank = os.environ.get("RANK", "0")
+    if rank.strip("0"):
+        # torchrun ends all ranks when the first one exits. Let that be the master, whose message is mostly the same.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+        message += f" [rank {rank}]"
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    complain(f"error: {message}")
+    raise SystemExit(status)
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work()` returns or raises. Raises TimeoutError where it takes longer; its thread is then left behind."""
+    from concurrent.futures import Future  # here, because --help does not need it
+
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
+
+
+def plural(count: int, word: str) -> str:
+    """`count` with its noun, as in 1 rank, 1,024 ranks and 2 micro-batches."""
+    return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith("ch") else "s")
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one UserError with all `problems`, a line each, if there are any."""
+    if problems := list(problems):
+        raise UserError("\n       ".join(problems))

@@ -1,0 +1,244 @@
+"""Files: what we write is complete or not there, and what others may have written is checked before it is used.
+
+Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
+new one, never a mixture. Every foreign file is opened by `open_regular`, and JSON is decoded against a type by `read_json`.
+A directory may be a link to another disk, and so may a file that is only read. A file that is written never is.
+"""
+
+import errno
+import hashlib
+import itertools
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.errors import UserError
+
+LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
+FILE_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"} | {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFSOCK: "a socket",
+}
+AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # do not wait for the other end of a FIFO
+UNLINKED = AT_ONCE | getattr(os, "O_NOFOLLOW", 0)  # and do not follow a link
+NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none
+
+
+def hidden(path: Path) -> Path:
+    """The name under which `path` is written before it is complete."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def sync(path: Path) -> None:
+    """Flush a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file to write to, in the place of whatever a killed process, or somebody else, has left under its name."""
+    remove(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | UNLINKED, 0o666), "wb")
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a file that no other program writes, to read and to change, without buffering. It is made if it is not there.
+
+    Raises UserError where it is not a regular file. Of a directory that somebody else has made, a FIFO would stop the program,
+    and a link would lead to a file outside.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | UNLINKED, 0o666)
+    except OSError as error:
+        if not path.is_symlink() and error.errno != errno.ENXIO:  # a socket
+            raise
+        raise UserError(f"{path} is {kind(path.lstat())}, not a regular file; remove it") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is {kind(path.lstat())}, not a regular file; remove it")
+    return os.fdopen(descriptor, "r+b", buffering=0)
+
+
+@contextmanager
+def publish(path: Path) -> Iterator[BinaryIO]:
+    """A binary file to write to. It becomes `path` when the block ends, and vanishes if the block raises."""
+    temporary = hidden(path)
+    try:
+        with create(temporary) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def publish_text(path: Path, text: str) -> None:
+    """Publish `text` as UTF-8."""
+    with publish(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
+    """An empty directory to fill. It becomes `path` when the block ends, and vanishes if the block raises.
+
+    make: False where the block makes it, because other processes fill it, too.
+    """
+    temporary = hidden(path)
+    if make:
+        remove(temporary)
+    try:
+        if make:
+            temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        sync(temporary)
+    except BaseException:
+        remove(temporary)  # on a full disk its space is needed
+        raise
+    if path.exists():
+        retire(path)
+    os.rename(temporary, path)
+    sync(path.parent)
+
+
+def retire(directory: Path) -> None:
+    """Remove a published directory. It is renamed first: a kill halfway must not leave a part of it under its name."""
+    doomed = directory.with_name(f".{directory.name}.old.tmp")
+    remove(doomed)
+    os.rename(directory, doomed)
+    sync(directory.parent)
+    remove(doomed)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, link or directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what a killed process has left half written in `directory`."""
+    for path in directory.glob(".*.tmp"):
+        remove(path)
+
+
+def link(name: Path, target: Path) -> None:
+    """Point the symbolic link `name` at its sibling directory `target`, atomically. Without symbolic links, copy it."""
+    temporary = hidden(name)
+    remove(temporary)
+    try:
+        temporary.symlink_to(target.name)
+    except OSError as error:
+        if error.errno not in NO_SYMLINKS:
+            raise
+        with publish_directory(name) as copy:
+            shutil.copytree(target, copy, dirs_exist_ok=True)
+        return
+    if name.is_dir() and not name.is_symlink():  # the run was copied by something that follows links
+        retire(name)
+    os.replace(temporary, name)
+    sync(name.parent)
+
+
+def open_regular(path: Path, limit: int | None = None, links: bool = True) -> BinaryIO:
+    """Open a file to read. Raises UserError where it is not a regular file, or larger than `limit` bytes.
+
+    links: False refuses a symbolic link, for what is read to be written again.
+
+    Other kinds of file would stop the program: a FIFO waits for a writer, and /dev/zero has no end.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | (AT_ONCE if links else UNLINKED))
+    except FileNotFoundError:
+        there = f"only {listing(path.parent)}" if path.parent.is_dir() else "it is not a directory"
+        raise UserError(f"{path.parent} has no {path.name}: {there}") from None
+    except OSError as error:
+        if not links and path.is_symlink():
+            raise UserError(f"{path} is a symbolic link, not a regular file; remove it") from None
+        raise UserError(f"{path}: {error.strerror}") from None
+    status = os.fstat(descriptor)
+    is_regular, size = stat.S_ISREG(status.st_mode), status.st_size
+    if is_regular and (limit is None or size <= limit):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if is_regular:
+        raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
+    raise UserError(f"{path} is {kind(status)}, not a regular file")
+
+
+def kind(status: os.stat_result) -> str:
+    """What a file is that is not a regular one."""
+    return FILE_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+
+
+def require_regular(path: Path) -> Path:
+    """`path`, for a library that opens it itself. Raises UserError where it is not a regular file."""
+    open_regular(path).close()
+    return path
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_bytes(path: Path, limit: int = LARGEST_TEXT) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises UserError."""
+    try:
+        with open_regular(path, limit) as file:
+            return file.read(limit)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def read_text(path: Path, limit: int = LARGEST_TEXT) -> str:
+    """The content of a text file in UTF-8. Raises UserError."""
+    try:
+        return read_bytes(path, limit).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The content of a JSON file as `kind`, a type for msgspec. Keys that a TypedDict does not have are left out.
+
+    Raises UserError, which names the file, the key and what is allowed there.
+    """
+    return decode(read_bytes(path), kind, str(path))
+
+
+def decode(value: Any, kind: type, name: str) -> Any:
+    """`value` as `kind`: JSON in bytes, or what JSON was decoded to. Raises UserError, which begins with `name`."""
+    import msgspec  # here, because --help does not need it
+
+    try:
+        return msgspec.json.decode(value, type=kind) if isinstance(value, bytes) else msgspec.convert(value, kind)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{name}: it is nested too deeply") from None
+
+
+def listing(directory: Path) -> str:
+    """The first names in `directory`, for messages."""
+    return shortened(sorted(path.name for path in directory.iterdir()))
+
+
+def shortened(names: Iterable[str]) -> str:
+    """The first of `names`, for messages: they may be thousands, or as long as a book."""
+    shown = [name if len(name) <= 60 else f"{name[:60]}..." for name in itertools.islice(names, 9)]
+    return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "nothing"

@@ -1,0 +1,12 @@
+"""Types of the fields in JSON files, with their limits, as msgspec checks them."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 24)]
+FileName = Annotated[str, Meta(pattern=r"\A\w[\w.-]*\Z")]  # in the same directory
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

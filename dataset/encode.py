@@ -1,0 +1,100 @@
+"""Text to tokens: which split each document goes to, and workers that encode the units of text in parallel."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import UserError
+from dataset.shards import SPLITS
+from dataset.sources import Piece, Position, TextFormat, parse, read_units, split_hash
+from dataset.tokenizer import Tokenizer
+from dataset.tokens import token_dtype
+
+FEW_DOCUMENTS = 100  # a source of fewer documents is split by its tail
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which text is for validation: documents chosen by their hash, or everything from character `boundary` on."""
+
+    val_fraction: float
+    boundary: int | None = None
+    offsets: dict[Position, int] = field(default_factory=dict)  # with a boundary: the first character of each unit
+
+    def parts(self, unit: list[Piece], position: Position, left_out: Counter) -> Iterator[tuple[str, bool, str]]:
+        """The unit at `position` as (split, whether a document starts here, text). Counts what is left out; see `parse`."""
+        offset = self.offsets.get(position, 0)
+        for piece in parse(unit, left_out):
+            text = piece.data.decode("utf-8", "replace")
+            if self.boundary is None:
+                document_hash = split_hash(piece.data) if piece.split_hash is None else piece.split_hash
+                yield "val" if document_hash < self.val_fraction else "train", piece.starts_document, text
+                continue
+            before = max(0, self.boundary - offset)  # characters of this text that are for training
+            if text[:before]:
+                yield "train", piece.starts_document, text[:before]
+            if text[before:]:
+                yield "val", piece.starts_document or offset <= self.boundary, text[before:]
+            offset += len(text)
+
+
+def by_hash(val_fraction: float) -> Split:
+    """The split of a source of many documents (val_fraction negative: 0.05)."""
+    return Split(val_fraction if val_fraction > 0 else 0.05)
+
+
+def choose_split(paths: Iterable[Path], form: TextFormat, val_fraction: float) -> Split:
+    """The split of a source, which is read up to FEW_DOCUMENTS. Raises UserError if a split would be empty."""
+    documents, characters, offsets = 0, 0, {}
+    for position, unit in read_units(paths, form):
+        offsets[position] = characters
+        for piece in parse(unit):
+            documents += piece.starts_document
+            characters += len(piece.data.decode("utf-8", "replace"))
+        if documents >= FEW_DOCUMENTS:
+            return by_hash(val_fraction)
+    if not documents:
+        raise UserError("there is no text in the source")
+    val_fraction = val_fraction if val_fraction > 0 else 0.1
+    boundary = int(characters * (1 - val_fraction))
+    if not 0 < boundary < characters:
+        raise UserError(f"--val_fraction={val_fraction} of {characters} characters leaves a split empty; try 0.1")
+    return Split(val_fraction, boundary, offsets)
+
+
+def encode_unit(
+    tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position
+) -> tuple[dict[str, np.ndarray], Counter]:
+    """The tokens of a unit in each split, and how many documents are left out. Each one is preceded by end-of-text."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    parts, left_out = {name: [np.empty(0, dtype)] for name in SPLITS}, Counter()
+    for name, starts_document, text in split.parts(unit, position, left_out):
+        parts[name] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}, left_out
+
+
+def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], workers: int) -> Iterator[tuple]:
+    """Encode units (position, pieces) in parallel. Yields (position, bytes on disk, *what `encode_unit` returns) in order.
+
+    A few units per worker are in memory at a time.
+    """
+    pool, pending = ThreadPoolExecutor(workers), deque()
+
+    def next_result():
+        position, size, future = pending.popleft()
+        return position, size, *future.result()
+
+    try:
+        for position, unit in units:
+            size = sum(piece.bytes_on_disk for piece in unit)
+            pending.append((position, size, pool.submit(encode_unit, tokenizer, split, unit, position)))
+            if len(pending) > 2 * workers:
+                yield next_result()
+        while pending:
+            yield next_result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,132 @@
+"""One corpus prepared by many machines: which files each one takes, and how their parts become one dataset.
+
+A part is a contiguous range of the files, so the tokens of all parts, one after another, are those that one machine makes.
+Joining copies them into new shards, because one machine's shards begin and end anywhere in a part. That takes seconds for a
+gigabyte, and the dataset does not depend on the number of parts.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from common import files
+from common.errors import UserError
+from dataset.encode import FEW_DOCUMENTS
+from dataset.shards import SPLITS, DatasetWriter, is_finished, read_progress
+from dataset.sources import Position, SourceFile
+from dataset.tokenizer import load
+from dataset.tokens import Metadata, open_shard, read_metadata
+
+COPIED_TOKENS = 1 << 22  # at a time
+
+
+def part_directory(directory: Path, number: int, count: int) -> Path:
+    """Where part `number` of `count` is made."""
+    return directory / f"part-{number:04d}-of-{count:04d}"
+
+
+def part_files(source_files: list[SourceFile], number: int, count: int) -> range:
+    """Which of the files belong to part `number` of `count`: a contiguous range, about as many bytes as any other part."""
+    ends = np.cumsum([file.size for file in source_files], dtype=np.float64)
+    middles = ends - np.array([file.size for file in source_files]) / 2
+    owners = np.minimum(middles * count / max(1.0, ends[-1]), count - 1).astype(int)
+    return range(int(np.searchsorted(owners, number - 1)), int(np.searchsorted(owners, number)))
+
+
+def join(directory: Path) -> None:
+    """Make one dataset of the parts in `directory`, and remove them. Raises UserError."""
+    files.remove_unfinished(directory)
+    if (directory / "dataset.json").exists() and not list(directory.glob("part-*")):
+        print(f"{directory} already holds this dataset")
+        return
+    began, parts = time.perf_counter(), read_parts(directory)
+    metadata = parts[0][1]
+    options = {key: value for key, value in metadata["options"].items() if key not in ("part", "shard_tokens")}
+    request = {
+        "source": metadata["source"],
+        "tokenizer": metadata["tokenizer"]["name"],
+        "val_fraction": metadata["val_fraction"],
+        "shard_tokens": metadata["options"]["shard_tokens"],
+        "options": options,
+    }
+    if is_finished(directory, request):
+        print(f"{directory} already holds this dataset")
+    else:
+        request["parts"] = [record["sha256"] for _, part in parts for record in part["shards"]]
+        tokenizer = load(parts[0][0] / "tokenizer.json", name=request["tokenizer"])
+        writer = DatasetWriter(directory, request, tokenizer, metadata["val_fraction"], by_tail=False)
+        if progress := read_progress(directory, request, ignore="part-*"):
+            writer.restore(progress)
+        else:
+            writer.begin()
+        for position, tokens in read_tokens(parts, writer.position):
+            for record in writer.add(tokens, position):
+                print(f"{record['file']}: {record['tokens']:,} tokens", flush=True)
+        writer.finish()
+        print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
+    for part, _ in parts:
+        files.retire(part)
+
+
+def read_parts(directory: Path) -> list[tuple[Path, Metadata]]:
+    """The directory and dataset.json of each part, in order. Beside the joined dataset some may be removed already.
+
+    Raises UserError if a part is missing or there twice, or if the parts are not of one dataset.
+    """
+    found: dict[str, tuple[Path, Metadata]] = {}
+    for path in sorted(directory.glob("part-*")):
+        if not (path / "dataset.json").exists():
+            raise UserError(f"{path} is not finished; run its command again, or remove it")
+        metadata = read_metadata(path)
+        name = metadata.get("options", {}).get("part")
+        if name is None or "shard_tokens" not in metadata["options"]:
+            raise UserError(f"{path} is not a part; move it elsewhere")
+        if name in found:
+            raise UserError(f"{path} and {found[name][0]} are both part {name}; remove one")
+        found[name] = path, metadata
+    if not found:
+        raise UserError(f"{directory} has no parts; make them with --part=1/N ... --part=N/N, and put them all there")
+    first_path, first = next(iter(found.values()))
+    count = int(first["options"]["part"].partition("/")[2])
+    names = [f"{number}/{count}" for number in range(1, count + 1)]
+    for path, metadata in found.values():
+        for key in ("source", "listing", "tokenizer", "val_fraction", "options"):
+            values = [without_names(m.get(key)) for m in (first, metadata)]
+            if values[0] != values[1]:
+                raise UserError(f"{path} does not belong to {first_path}: {key} {values[1]}, not {values[0]}")
+    if (directory / "dataset.json").exists():
+        return list(found.values())
+    if missing := [name for name in names if name not in found]:
+        raise UserError(f"{directory} lacks {len(missing)} of {count} parts: {', '.join(missing[:8])}")
+    documents = sum(record["documents"] for _, metadata in found.values() for record in metadata["shards"])
+    if documents < FEW_DOCUMENTS:
+        raise UserError(f"{directory}: there are only {documents} documents; prepare fewer than {FEW_DOCUMENTS} without --part")
+    return [found[name] for name in names]
+
+
+def without_names(value):
+    """A value of dataset.json without what may differ between parts: their number, and a tokenizer's path."""
+    return {k: v for k, v in value.items() if k not in ("part", "name")} if isinstance(value, dict) else value
+
+
+def read_tokens(parts: list[tuple[Path, Metadata]], start: Position) -> Iterator[tuple[Position, dict[str, np.ndarray]]]:
+    """The tokens of all parts by split, in order, each with its position; those after position `start`. Raises UserError."""
+    shards = [
+        (path / record["file"], record)
+        for split in SPLITS
+        for path, metadata in parts
+        for record in metadata["shards"]
+        if record["split"] == split
+    ]
+    for number, (path, record) in enumerate(shards):
+        if number < start[0]:
+            continue
+        tokens = open_shard(path)
+        if files.sha256(path) != record["sha256"]:
+            raise UserError(f"{path} does not match its sha256; copy it again, or make its part again")
+        for chunk, first in enumerate(range(0, len(tokens), COPIED_TOKENS)):
+            if (number, chunk) > start:
+                nothing = dict.fromkeys(SPLITS, tokens[:0])
+                yield (number, chunk), nothing | {record["split"]: tokens[first : first + COPIED_TOKENS]}

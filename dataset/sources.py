@@ -1,0 +1,314 @@
+"""Sources of text: files and folders on this machine or the Hugging Face hub, read in units of about a megabyte."""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import lzma
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from common import files
+from common.errors import UserError
+from dataset import hub
+
+UNIT_BYTES = 1 << 20  # how much is read at a time; a worker encodes one unit
+HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
+PARQUET_ROWS = 16  # that are decoded at a time; each may be as long as the longest document
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME, which is also the form of a path
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+OPENERS = {
+    ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
+    ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
+    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # any bytes begin a .lzma, which may ask for 4 GB
+}
+HUB_SUFFIXES = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in OPENERS))  # .md is documentation there
+NULL, EMPTY = "null in place of a text", "an empty text"  # why a document is left out
+NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of text."""
+
+    path: Path  # on this machine; a file on the hub is there once it is downloaded
+    name: str  # relative to its source
+    size: int
+    modified: int = 0  # when it was last changed, in nanoseconds
+    remote: hub.HubFile | None = None
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How files hold documents."""
+
+    column: str = "text"  # of .parquet files, or the key in .jsonl files
+    max_document_bytes: int = 1 << 25  # the longest line or row
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, a part of a long one, or lines of JSON that are not parsed yet."""
+
+    bytes_on_disk: float
+    data: bytes  # UTF-8
+    starts_document: bool = True
+    split_hash: float | None = None  # of the whole document, if this is a part of one
+    lines: tuple[Path, int, str] | None = None  # of lines of JSON: their file, the first one's number, the key of the text
+    not_utf8: Path | None = None  # the file, if these bytes of it are not UTF-8
+    is_null: bool = False  # whether there is null in place of a text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def embedded_corpus() -> list[SourceFile]:
+    """The Python standard library's own source files, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return listed(root, (path for path in root.rglob("*.py") if not NOT_EMBEDDED & set(path.relative_to(root).parts)))
+
+
+def text_format(path: Path) -> str:
+    """The suffix that says how `path` holds text, without the suffix of its compression. Empty if it is unknown."""
+    suffix = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    return suffix if suffix in SUFFIXES else ""
+
+
+def local_files(source: str) -> tuple[list[SourceFile], Counter[str]]:
+    """The files of a file or folder on this machine, in order, and how many others it has of each suffix.
+
+    Raises UserError if there are none to read.
+    """
+    root = Path(source)
+    if not root.exists():
+        name = source.removeprefix("https://huggingface.co/datasets/")
+        hint = f"; perhaps you meant hf://datasets/{name}" if HUB_NAME.fullmatch(name) else ""
+        raise UserError(f"{source}: no such file or folder{hint}")
+    paths = [path for path in (root.rglob("*") if root.is_dir() else [root]) if path.is_file()]
+    found = listed(root, filter(text_format, paths))
+    if not found:
+        special = "" if root.is_dir() or root.is_file() else "it is no regular file; "
+        raise UserError(f"{source}: {special}wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
+    others = (path.suffixes[-2:] if path.suffix in OPENERS else [path.suffix] for path in paths if not text_format(path))
+    return found, Counter(sorted("".join(suffixes) or "no suffix" for suffixes in others))
+
+
+def listed(root: Path, paths: Iterable[Path]) -> list[SourceFile]:
+    """The files among `paths`, which are `root` or under it, in the order of their names."""
+    found = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
+    return [SourceFile(path, path.relative_to(root).as_posix(), s.st_size, s.st_mtime_ns) for path, s in found]
+
+
+def hub_files(source: str, commit: str, downloads: Path) -> list[SourceFile]:
+    """The files of a source on the hub, in order. `downloads` is where they will be. Raises UserError."""
+    found = hub.list_files(source, commit, HUB_SUFFIXES, downloads)
+    if not found:
+        raise UserError(
+            f"{source}: no file of that name or pattern ends in {' '.join(HUB_SUFFIXES)}; download others and give their paths"
+        )
+    return [SourceFile(file.local, file.path, file.size, remote=file) for file in found]
+
+
+def fetch(file: SourceFile) -> Path:
+    """The path of a file, which is downloaded first if it is on the hub. Raises UserError."""
+    if file.remote:
+        hub.download(file.remote)
+    return file.path
+
+
+def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
+    """The paths of files in order. While one is read, the next one is downloaded.
+
+    A downloaded file is deleted as soon as the next one is asked for, unless `keep`: at most two are on the disk.
+    """
+
+    def start(file: SourceFile | None) -> Future | None:
+        return hub.in_background(hub.download, file.remote) if file and file.remote else None
+
+    download = start(files[0]) if files else None
+    for file, following in itertools.zip_longest(files, files[1:]):
+        if download:
+            download.result()
+        download = start(following)
+        yield file.path
+        check_unchanged(file)
+        if file.remote and not keep:
+            file.path.unlink()
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Raise UserError if a file on this machine is not the one that was listed: its text would be of two versions."""
+    if not file.remote:
+        status = file.path.stat()
+        if (status.st_size, status.st_mtime_ns) != (file.size, file.modified):
+            raise UserError(f"{file.path} changed while it was read; remove what was prepared, and prepare it again")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def read_chunks(path: Path, find_cut: Callable[[bytes], int], limit: int) -> Iterator[tuple[int, bytes]]:
+    """Read a file, decompressed, as (bytes on disk, content) in chunks of about UNIT_BYTES.
+
+    find_cut: where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also where no chunk ends within
+    `limit` bytes.
+    """
+    try:
+        with files.open_regular(path) as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
+            rest, position, buffer = b"", 0, memoryview(bytearray(UNIT_BYTES))
+            while size := stream.readinto(buffer):  # pyarrow's read() never frees its buffer where the stream is corrupt
+                content = rest + buffer[:size]
+                end = find_cut(content) if len(content) >= UNIT_BYTES else 0
+                rest = content[end:]
+                if len(rest) > limit:
+                    raise UserError(f"{path}: a line is longer than --max_document_bytes={limit}")
+                if end:
+                    yield raw.tell() - position, content[:end]
+                    position = raw.tell()
+            if rest:
+                yield raw.tell() - position, rest
+    except MemoryError:
+        raise UserError(f"{path}: unpacking it takes more memory than there is") from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def end_of_words(content: bytes) -> int:
+    """The end of the last word before white space: no token crosses it, so both sides keep the tokens of the whole.
+
+    If the last 4096 bytes have no such place, the end of the last whole character.
+    """
+    tail = max(0, len(content) - 4096)
+    if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[tail:])]:
+        return tail + ends[-1]
+    incomplete = re.search(rb"[\xc0-\xff][\x80-\xbf]{0,2}\Z", content)
+    return incomplete.start() if incomplete else len(content)
+
+
+def parquet_documents(path: Path, form: TextFormat) -> Iterator[Piece]:
+    """The rows of a column of a parquet file, one document each. Raises UserError."""
+    column, limit = form.column, form.max_document_bytes
+    try:
+        file = pyarrow.parquet.ParquetFile(files.require_regular(path), buffer_size=UNIT_BYTES)
+        schema, strings = file.schema_arrow, (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+        if schema.names.count(column) > 1:
+            raise UserError(f'{path}: {schema.names.count(column)} columns are called "{column}"')
+        if column not in schema.names or schema.field(column).type not in strings:
+            raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {files.shortened(schema.names)}')
+        row_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+            # Of all columns: pyarrow ends the process where the description of a single one is damaged.
+            if group.total_byte_size > max(1, group.num_rows) * limit:
+                raise UserError(f"{path}: a row is longer than --max_document_bytes={limit}")
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
+            for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                if text and len(text) > limit:
+                    raise UserError(f"{path}: a row is longer than --max_document_bytes={limit}")
+                yield Piece(row_bytes, text or b"", is_null=text is None)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def read_pieces(path: Path, form: TextFormat) -> Iterator[Piece]:
+    """Read a file in pieces of at most about UNIT_BYTES (a row of a parquet file is one piece)."""
+    if text_format(path) == ".parquet":
+        yield from parquet_documents(path, form)
+    elif text_format(path) == ".jsonl":
+        line = 1
+        for size, data in read_chunks(path, lambda content: content.rfind(b"\n") + 1, form.max_document_bytes):
+            yield Piece(size, data, lines=(path, line, form.column))
+            line += data.count(b"\n")
+    else:
+        document_hash = None
+        for size, data in read_chunks(path, end_of_words, form.max_document_bytes):
+            is_first = document_hash is None
+            document_hash = split_hash(data) if is_first else document_hash
+            yield Piece(size, data, is_first, document_hash, not_utf8=None if is_utf8(data) else path)
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether `data` is text in UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+Position = tuple[int, int]  # of a unit: the file it was counted from, and its number since
+
+
+def read_units(paths: Iterable[Path], form: TextFormat, first_file: int = 0) -> Iterator[tuple[Position, list[Piece]]]:
+    """Read files in order, in units of about UNIT_BYTES, each with its position.
+
+    Units are counted from the last file at whose beginning one begins. Whoever starts to read at that file (its number
+    among all files is `first_file`) gets the same units from there on. So the end of a file that was cut ends a unit too.
+    """
+    unit, filled, counted_from, number = [], 0, first_file, 0
+    for index, path in enumerate(paths, first_file):
+        if not unit:
+            counted_from, number = index, 0
+        for piece in read_pieces(path, form):
+            unit.append(piece)
+            filled += len(piece.data)
+            if filled >= UNIT_BYTES:
+                yield (counted_from, number), unit
+                unit, filled, number = [], 0, number + 1
+        if unit and number:
+            yield (counted_from, number), unit
+            unit, filled = [], 0
+    if unit:
+        yield (counted_from, number), unit
+
+
+def parse(unit: list[Piece], left_out: Counter | None = None) -> Iterator[Piece]:
+    """The pieces of a unit that hold text, with lines of JSON parsed. Raises UserError for a line without a text.
+
+    left_out: counts the documents that have none, by what is in its place.
+    """
+    left_out = Counter() if left_out is None else left_out
+    for piece in unit:
+        if piece.lines is None:
+            if piece.data:
+                yield piece
+            elif piece.starts_document:
+                left_out[NULL if piece.is_null else EMPTY] += 1
+            continue
+        path, first, column = piece.lines
+        for number, line in enumerate(piece.data.split(b"\n"), first):
+            try:
+                if not line.strip():
+                    continue
+                if text := json.loads(line)[column]:
+                    yield Piece(0, text.encode("utf-8", "replace"))
+                elif text is None or text == "":
+                    left_out[NULL if text is None else EMPTY] += 1
+                else:
+                    raise TypeError("no string")
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                wanted = f'{path}: line {number} is not a JSON object with a string under "{column}"'
+                raise UserError(f"{wanted}; --column names the key{other_keys(line)}") from None
+
+
+def other_keys(line: bytes) -> str:
+    """The keys of strings in a line of JSON, as the end of an error. Empty if there are none."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        if keys := [key for key, value in json.loads(line).items() if isinstance(value, str)]:
+            return f": {files.shortened(keys)}"
+    return ""
+
+
+def split_hash(data: bytes) -> float:
+    """A hash of the beginning of a document, uniform in [0, 1). It chooses the document's split."""
+    return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48

@@ -1,0 +1,347 @@
+"""Byte-level BPE tokenizers: text to tokens through tiktoken, on disk as a Hugging Face tokenizer.json.
+
+A tokenizer is defined by its tokenizer.json alone; everything else is derived from it. Both libraries give the same tokens for
+the same text: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines.
+"""
+
+import base64
+import functools
+import hashlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tiktoken
+import tokenizers
+from msgspec import Meta, Struct
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from common import files
+from common.errors import UserError
+from common.records import TokenId
+from dataset import hub
+from dataset.tokens import AddedToken
+
+END_OF_TEXT = "<|endoftext|>"
+FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+DOWNLOAD_SECONDS = 30
+LARGEST_TRAINED = 1_000_000  # N of train:N
+PROBE_SECONDS, PROBE_BYTES, PROBE_GROWTH = 5, 1 << 29, 32  # what encoding PROBE may take: computing, memory, tokens a character
+PROBE = "".join(f"{char * 32}! {char}\n" for char in map(chr, range(32, 127))) + "Hello, wörld 123\n\n  def\t🙂 " * 20
+LONGEST_RUN = 2_000_000  # characters of white space that are encoded at once
+LONGEST_TOKEN = 1 << 16  # bytes; BPE trained on a text that repeats itself makes long ones
+
+# Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
+# end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
+TRAINED_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\s*\n\s*)?|\s+"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTION = r"'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"  # spelled out: the engines differ in case folding
+CL100K_PATTERN = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K_PATTERN = "|".join(
+    [rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?:{CONTRACTION})?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")]
+    + [r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
+)
+# OpenAI's .tiktoken files by their number of ranks: the pattern, and the id of the end-of-text token.
+KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
+NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
+
+
+class Bpe(Struct):
+    """The vocabulary and its merges. Other values of the last three keys mean another arithmetic, so they are refused."""
+
+    type: Literal["BPE"]
+    vocab: dict[Annotated[str, Meta(min_length=1, max_length=LONGEST_TOKEN)], TokenId]
+    merges: list[str | tuple[str, str]]
+    ignore_merges: bool | None = None
+    byte_fallback: bool | None = None
+    dropout: None = None
+    continuing_subword_prefix: Literal["", None] = None
+    end_of_word_suffix: Literal["", None] = None
+
+
+class Definition(Struct):
+    """The outline of a tokenizer.json. The library checks the rest."""
+
+    model: Bpe
+    added_tokens: list[AddedToken]
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+
+
+@functools.cache
+def byte_chars() -> dict[int, str]:
+    """The printable character for each byte with which a tokenizer.json spells tokens (GPT-2's table)."""
+    printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def _ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
+    """The vocabulary of a tokenizer.json with its tokens as bytes."""
+    byte_of = {char: byte for byte, char in byte_chars().items()}
+    return {bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A byte-level BPE. `json` defines it; `fast` gives the same tokens through tiktoken, if tiktoken can."""
+
+    name: str
+    json: str
+    vocab_size: int
+    eot_token: int
+    bytes_per_token: np.ndarray  # [vocab_size] how many bytes of text each token stands for; 0 for special tokens
+    slow: tokenizers.Tokenizer
+    fast: tiktoken.Encoding | None
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the tokenizer.json."""
+        return hashlib.sha256(self.json.encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of `text`, uint32 [n]. A special token spelled out in the text is ordinary text. Releases the GIL."""
+        if self.fast:
+            try:
+                return self.fast.encode_to_numpy(text, disallowed_special=())
+            except ValueError:  # a run of a million spaces exhausts the look-ahead of tiktoken's regex engine
+                if max((len(run[0]) for run in re.finditer(r"\s+", text)), default=0) > LONGEST_RUN:  # the other takes n^2
+                    raise UserError(
+                        f"{self.name} cannot encode a text with more than {LONGEST_RUN:,} characters of white space in a row; "
+                        "take it out, or use --tokenizer=train:N, which has another pattern"
+                    ) from None
+        self.slow.encode_special_tokens = True
+        try:
+            return np.array(self.slow.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic, where a regex goes back and forth for too long, is no Exception
+            raise UserError(f"{self.name} cannot encode a text: {error}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        return self.slow.decode(np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        """Publish the tokenizer.json."""
+        files.publish_text(Path(path), self.json)
+
+
+def load(path: str | Path, name: str = "") -> Tokenizer:
+    """Load a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token."""
+    return from_json(files.read_text(Path(path)), name or str(path))
+
+
+def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
+    """Make the tokenizer that `--tokenizer=spec` names. `sample` gives the text that train:N learns from. Raises UserError."""
+    scheme, _, number = spec.partition(":")
+    if scheme == "train":
+        if not number.isdecimal() or len(number) > 9 or not 257 <= int(number) <= LARGEST_TRAINED:
+            raise UserError(
+                f"--tokenizer={spec}: N of train:N is a vocabulary of 257 (bytes and end-of-text) to {LARGEST_TRAINED:,}"
+            )
+        return train(sample(), int(number), spec)
+    if spec == "bytes":
+        return from_ranks({bytes([b]): b for b in range(256)}, TRAINED_PATTERN, {END_OF_TEXT: 256}, spec)
+    if spec in NAMED:
+        return download(spec)
+    if spec.endswith(".json"):
+        return load(spec)
+    if spec.endswith(".tiktoken"):
+        return load_ranks(Path(spec))
+    near = f"{spec}/tokenizer.json"
+    if Path(near).is_file():
+        raise UserError(f"--tokenizer={spec} is a directory; perhaps you meant {near}")
+    raise UserError(f"--tokenizer={spec} is none of train:N, bytes, {', '.join(NAMED)}, a tokenizer.json and a .tiktoken file")
+
+
+def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
+    """Learn a byte-level BPE from `texts`: at most `vocab_size` tokens, including end-of-text (token 0) and the 256 bytes."""
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = _pre_tokenizer(TRAINED_PATTERN)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=list(byte_chars().values()), show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    vocabulary = model.get_vocab()
+    special = {END_OF_TEXT: vocabulary.pop(END_OF_TEXT)}
+    return from_ranks(_ranks(vocabulary), TRAINED_PATTERN, special, name)
+
+
+def download(name: str) -> Tokenizer:
+    """One of OpenAI's tokenizers, from tiktoken's cache or the network. Raises UserError."""
+    from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
+
+    try:  # tiktoken's download has no time limit
+        found = hub.in_background(ENCODING_CONSTRUCTORS[name]).result(DOWNLOAD_SECONDS)
+    except Exception as error:  # network, proxy or disk: the remedy is the same
+        reason = str(error)[:200] or f"nothing in {DOWNLOAD_SECONDS} s"
+        raise UserError(
+            f"--tokenizer={name}: tiktoken could not download it ({reason})\n"
+            "       offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use --tokenizer=train:N, "
+            "--tokenizer=bytes, or the path of a tokenizer.json or .tiktoken file"
+        ) from None
+    return from_ranks(found["mergeable_ranks"], NAMED[name], found["special_tokens"], name)
+
+
+def load_ranks(path: Path) -> Tokenizer:
+    """Load a .tiktoken file: on each line a token in base64 and its rank. The number of ranks tells the pattern."""
+    try:
+        lines = [line.split() for line in files.read_bytes(path).splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError:
+        raise UserError(f"{path}: a .tiktoken file has lines of a base64 token and its rank") from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
+        raise UserError(f"{path}: the ranks must be 0 to {len(ranks) - 1}, each once, with all 256 bytes among the tokens")
+    if max(map(len, ranks)) > LONGEST_TOKEN:
+        raise UserError(f"{path}: a token has more than {LONGEST_TOKEN} bytes")
+    pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
+    return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
+
+
+def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], name: str) -> Tokenizer:
+    """Make a tokenizer from tiktoken's definition: merge the adjacent tokens whose joined bytes have the lowest rank."""
+
+    def spell(token: bytes) -> str:
+        return "".join(chars[b] for b in token)
+
+    chars, by_rank = byte_chars(), sorted(ranks, key=ranks.__getitem__)
+    halves = [_merge(token, ranks) for token in by_rank if len(token) > 1]
+    merges = [tuple(map(spell, pair)) for pair in halves if len(pair) == 2]
+    vocabulary = {spell(token): ranks[token] for token in by_rank} | special
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    model.pre_tokenizer = _pre_tokenizer(pattern)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(sorted(special, key=special.__getitem__))
+    return from_json(model.to_str(), name)
+
+
+def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two parts whose merge makes `token`: merge its bytes, and stop one merge early.
+
+    BPE merges the bytes of a token in the same way wherever the token stands, so no other pair ever makes it.
+    """
+    parts = [bytes([b]) for b in token]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, len(ranks) + 256) for a, b in itertools.pairwise(parts)]
+        best = min(range(len(joined)), key=joined.__getitem__)
+        if joined[best] >= ranks[token]:
+            break
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts
+
+
+def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def from_json(text: str, name: str) -> Tokenizer:
+    """Make a tokenizer from the text of a tokenizer.json. Raises UserError."""
+    definition = files.decode(text.encode(), Definition, f"{name} is not a tokenizer.json, or not a byte-level BPE")
+    model, added = definition.model, {item["content"]: item["id"] for item in definition.added_tokens}
+    ordinary = {token: i for token, i in model.vocab.items() if token not in added}
+    alphabet = set(byte_chars().values())
+    if not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
+        raise UserError(f"{name} is not a byte-level BPE (of all 256 bytes and nothing else), the only type read here")
+    if len({*ordinary.values(), *added.values()}) < len(ordinary) + len(added):
+        raise UserError(f"{name}: two tokens have the same id")
+    eot_token = next((added[token] for token in FOREIGN_END_OF_TEXT if token in added), None)
+    if eot_token is None:
+        raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
+    try:
+        slow = tokenizers.Tokenizer.from_str(text)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the library raises bare Exception, and when it panics, what is no Exception
+        raise UserError(f"{name} is not a tokenizer.json: {error}") from None
+    slow.no_truncation()
+    slow.no_padding()
+    _probe(slow, name)
+    for token, i in added.items():
+        if slow.token_to_id(token) != i:
+            raise UserError(f"{name}: added token {token!r} has the id {i}, and the vocabulary means {slow.token_to_id(token)}")
+    vocab_size = max(*ordinary.values(), *added.values()) + 1
+    lengths = np.zeros(vocab_size, dtype=np.uint32)
+    lengths[list(ordinary.values())] = [len(token) for token in ordinary]
+    pattern, fast = _pattern(definition), None
+    if pattern and _is_mergeable(model, ordinary, slow):
+        fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)
+    return Tokenizer(name, text, vocab_size, eot_token, lengths, slow, fast)
+
+
+def _probe(slow: tokenizers.Tokenizer, name: str) -> None:
+    """Encode and decode PROBE in a fork that may take PROBE_SECONDS of computing and PROBE_BYTES. Raises UserError.
+
+    A tokenizer.json may replace a letter by a million others, or split by a regex that takes time without end.
+    """
+    if not hasattr(os, "fork"):
+        return
+    import resource  # here, because Windows has none
+
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic prints
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (PROBE_SECONDS, PROBE_SECONDS))
+            if (memory := Path("/proc/self/statm")).exists():
+                in_use = int(memory.read_text().split()[5]) * resource.getpagesize()  # data and stack
+                resource.setrlimit(resource.RLIMIT_DATA, (in_use + PROBE_BYTES, in_use + PROBE_BYTES))
+            ids = slow.encode(PROBE, add_special_tokens=False).ids
+            status = 0 if max(len(ids), len(slow.decode(ids))) <= PROBE_GROWTH * len(PROBE) else 1
+        finally:
+            os._exit(status)
+    if os.waitpid(pid, 0)[1]:
+        raise UserError(
+            f"{name} fails at a text of {len(PROBE):,} characters, takes more than {PROBE_SECONDS} s for it, or makes more than"
+            f" {PROBE_GROWTH} tokens of a character; use another tokenizer.json"
+        )
+
+
+def _pattern(definition: Definition) -> str | None:
+    """The regex with which a tokenizer.json splits text. None if it does anything more to the text before merging."""
+    if definition.normalizer or not all(item["special"] for item in definition.added_tokens):
+        return None
+    match definition.pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return GPT2_PATTERN
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        } if pattern in (TRAINED_PATTERN, GPT2_PATTERN, CL100K_PATTERN, O200K_PATTERN):
+            return pattern
+    return None
+
+
+def _is_mergeable(model: Bpe, ordinary: dict[str, int], slow: tokenizers.Tokenizer) -> bool:
+    """Whether tiktoken gives the same tokens. It has no merges: it joins two tokens wherever their bytes together are a token.
+
+    So the order of the merges must be that of the ids, and the merges must make every token out of its bytes. A token without
+    a merge, which only text that is exactly this token gives, must be one that tiktoken cannot join either.
+    """
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.merges]
+    made = {"".join(pair): ordinary.get("".join(pair), -1) for pair in pairs}
+    ordered = len(made) == len(pairs) and all(a < b for a, b in itertools.pairwise([-1, *made.values()]))
+    whole = [token for token in ordinary if len(token) > 1 and token not in made]
+    if not ordered or model.byte_fallback or (whole and not model.ignore_merges):
+        return False
+    ranks = _ranks(ordinary)
+    if any(len(_merge(token, ranks)) == 2 for token in _ranks(dict.fromkeys(whole, 0))):
+        return False
+    ignored, slow.model.ignore_merges = slow.model.ignore_merges, False
+    alone = [slow.model.tokenize(token) for token in made]
+    slow.model.ignore_merges = ignored
+    return all(len(tokens) == 1 for tokens in alone)

@@ -1,0 +1,244 @@
+"""The hardware of one rank: which device, precision and compiler it gets, its peak rate, its memory, its determinism.
+
+What a processor is fast at is measured, because names do not tell: two processors with the same instructions for bfloat16
+may be twice as fast with them as without, or slower (bench/LOG.md, "Classes of processors").
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from getpass import getuser
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from hardware.cluster import GPU_PEAK_FLOPS, cpu_name
+from hardware.host import cores
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
+FASTER = 1.25  # how much faster than in float32 products in bfloat16 must be to be chosen
+# Compiling for a CPU takes COMPILE_SECONDS more than not compiling and saves a part of training, whose operations run at
+# about these FLOP/s of a core (bench/LOG.md, "Classes of processors"). These are round numbers of measurements, not
+# measurements of now: those would choose otherwise on a busy day, and the same command would give other bits.
+COMPILE_SECONDS = 20.0
+COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
+EAGER_FLOPS = {"float32": 50e9, "bfloat16": 170e9}
+MOST_RANKS = 4  # on a CPU; more were not measured
+EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
+
+# What is less than the whole GPU of the datasheet: a slice of it, a virtual one, or one with fewer units and watts.
+GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
+
+
+def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
+    """The device of this rank. auto: the accelerator that torch finds (CUDA, Intel's xpu or Apple's mps), else the CPU.
+
+    share_gpus: more ranks than GPUs may share them (gloo only: NCCL refuses). Raises UserError where the device is missing.
+    """
+    if name == "auto":
+        found = {"cuda": torch.cuda.is_available, "xpu": torch.xpu.is_available, "mps": torch.backends.mps.is_available}
+        name = next((kind for kind, is_there in found.items() if is_there()), "cpu")
+    if name == "cpu":
+        return torch.device(name)
+    count = getattr(torch, name).device_count()
+    if share_gpus and count:
+        local_rank %= count
+    if local_rank >= count:
+        raise UserError(
+            f"--device={name}: rank {local_rank} of this node needs a GPU of its own and torch sees {count}; start "
+            "torchrun with --nproc_per_node of at most that, or use --device=cpu"
+        )
+    return torch.device(name, local_rank)
+
+
+def ranks_here() -> int:
+    """How many ranks `make train` starts: one for each GPU. Metal has one GPU. On a CPU a power of two, at most one a core.
+
+    Small models train faster on four ranks of one thread than on one rank of four threads (bench/LOG.md, "Ranks and threads").
+    """
+    own = find_device("auto", 0, share_gpus=False)
+    if own.type != "cpu":
+        return getattr(torch, own.type).device_count()
+    return 1 << min(MOST_RANKS, cores()).bit_length() - 1
+
+
+def choose_dtype(name: str, device: torch.device) -> str:
+    """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on CUDA.
+
+    It depends on the hardware alone, so the same command takes the same precision.
+    """
+    if name != "auto":
+        return name
+    if fast_at_bfloat16(device):
+        return "bfloat16"
+    return "float16" if device.type == "cuda" else "float32"
+
+
+def fast_at_bfloat16(device: torch.device) -> bool:
+    """Whether `device` multiplies bfloat16 matrices clearly faster than float32 ones. mps: no, nobody has measured it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        rates = product_rates()
+        return rates["bfloat16"] > FASTER * rates["float32"]
+    return device.type == "xpu"
+
+
+@functools.cache
+def product_rates(dtype: str = "bfloat16") -> dict[str, float]:
+    """FLOP/s of matrix products in float32 and in `dtype` on one thread of this CPU: the best of ten in each, in turns.
+
+    What counts is the time that the processor works for this thread, because other programs add nothing to it. A dtype that is
+    much slower is tried only twice: where bfloat16 is emulated, a product takes 10 ms.
+    """
+    size, best, threads = 256, {"float32": math.inf, dtype: math.inf}, torch.get_num_threads()
+    matrices = {name: torch.ones(size, size, dtype=DTYPES[name]) for name in best}
+    coarse = time.get_clock_info("thread_time").resolution > 1e-6  # on Windows
+    clock = time.perf_counter if coarse else time.thread_time
+    torch.set_num_threads(1)
+    for turn in range(10):
+        for name, matrix in matrices.items():
+            if turn < 2 or best[name] < 10 * min(best.values()):
+                began = clock()
+                matrix @ matrix
+                best[name] = min(best[name], clock() - began)
+    torch.set_num_threads(threads)
+    return {name: 2 * size**3 / seconds for name, seconds in best.items()}
+
+
+def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
+    """Whether a run is long enough to win back the time of compiling. On a GPU it always is; on mps it is not tried."""
+    if device.type != "cpu":
+        return device.type in ("cuda", "xpu")
+    kind = "bfloat16" if dtype == "bfloat16" else "float32"
+    return COMPILE_SAVES[kind] * run_flops / (cores() * EAGER_FLOPS[kind]) > COMPILE_SECONDS
+
+
+def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float) -> str:
+    """on or off. auto compiles where it pays. Where no compiler works it is off, with a warning."""
+    if name == "off" or (name == "auto" and not compiling_pays(device, dtype, run_flops)):
+        return "off"
+    for module in ("torch", "ctx_manager"):  # they warn of the profiler hooks in optimizers and DDP, which cost nothing
+        logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
+    # The compiler would build and start a program for each kind of vector instructions that the CPU says it has: 4 seconds.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    if device.type == "cpu":
+        # Its cache does not tell processors apart: code made for one with wider vectors corrupts the memory of another.
+        kind = hashlib.sha256(describe(device).encode()).hexdigest()[:8]
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{getuser()}_{kind}")))
+    try:
+        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+            raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
+        probe = torch.ones(8, device=device, requires_grad=True)
+        torch.compile(lambda x: (x * x).sum())(probe).backward()
+        return "on"
+    except Exception as error:  # inductor raises many kinds
+        warnings.warn(f"torch.compile does not work here, going on without it: {error}", stacklevel=2)
+        return "off"
+
+
+def autocast(device: torch.device, dtype: str):
+    """Context in which matrix products are in `dtype`."""
+    return contextlib.nullcontext() if dtype == "float32" else torch.autocast(device.type, DTYPES[dtype])
+
+
+def make_deterministic(device: torch.device, integers_only: bool) -> None:
+    """Let CUDA and NCCL use only kernels that give the same bits every time. A CPU has no others.
+
+    Call it before the process group is made: NCCL reads its variables when the first communicator is.
+    integers_only: the ranks add nothing but integers, whose sum does not depend on the order.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # choose no kernel by timing it
+        if not integers_only:
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink switches add in any order (NVIDIA/nccl#1497)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
+    """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else that of the best matrix product.
+
+    Ten products are made, or more for `seconds`. A CPU has the rate of one thread times the threads, which other programs
+    hardly lower; threads that share a core reach less together.
+    """
+    if known := known_peak_flops(device, dtype):
+        return known
+    if device.type == "cpu":
+        rates = product_rates()  # measured already, where the precision was chosen
+        return (rates if dtype in rates else product_rates(dtype))[dtype] * torch.get_num_threads()
+    size = 8192 if device.type == "cuda" else 4096  # so large that starting and awaiting a product does not count
+    a = torch.randn(size, size, device=device).to(DTYPES[dtype])
+    best, deadline, products = float("inf"), time.perf_counter() + seconds, 0
+    while products < 10 or time.perf_counter() < deadline:  # on a busy machine the first one may wait for all of them
+        products += 1
+        began = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def describe(device: torch.device) -> str:
+    """The hardware on which bits may depend: a GPU's name, or a CPU's with the vector instructions that torch uses."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def known_peak_flops(device: torch.device, dtype: str) -> float | None:
+    """The peak in FLOP/s that the datasheet of this rank's GPU has for `dtype`. None: it has to be measured."""
+    return datasheet_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != "float32" else None
+
+
+def datasheet_flops(name: str) -> float | None:
+    """The dense bfloat16 peak in FLOP/s of the GPU that CUDA calls `name`. None: not known, or not a whole GPU."""
+    words = set(re.split(r"[ -]", name)) | set(name.split())
+    if words & GPU_PARTS:
+        return None
+    return next((peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split())), None)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory in GB that this process has held: allocated on the GPU, or resident on a CPU and on mps."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).max_memory_allocated(device) / 1e9
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors for the next ones, in huge pages where Linux grants them.
+
+    By default glibc returns large blocks to the kernel at every free. The page faults of taking them again are a tenth of an
+    eager training step on a CPU. Huge pages save another 1.5 % of a compiled step.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        libc = ctypes.CDLL(None)
+        # M_MMAP_THRESHOLD: take blocks up to this size from the heap. glibc before 2.35 refuses more than 32 MB.
+        libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
+        libc.mallopt(-2, 1 << 30)  # M_TOP_PAD: grow it by this much at once; memory is taken only where it is used
+        for function in (libc.sbrk, libc.malloc):
+            function.restype = ctypes.c_void_p
+        first = libc.sbrk(0)
+        libc.free(ctypes.c_void_p(libc.malloc(1 << 28)))
+        size = libc.sbrk(0) - first
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), 14)  # MADV_HUGEPAGE
+
+
+if __name__ == "__main__":
+    print(ranks_here())

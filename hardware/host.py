@@ -1,0 +1,34 @@
+"""What a process may use of the machine that it runs on. Nothing slow is imported here."""
+
+import os
+import time
+from pathlib import Path
+
+from common.cli import read_ranks
+
+
+def cores() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def spin_count() -> int:
+    """How often a thread of GNU OpenMP should look for work before it sleeps: less often if other programs compute here, too.
+
+    A small model waits often and briefly, and waking a thread takes as long as one of its products (bench/LOG.md). But a
+    thread that looks for work takes a core from others.
+    """
+    running, stat = [], Path("/proc/stat")
+    for _ in range(5 if stat.exists() else 0):  # a program that computes is running every time
+        running.append(int(stat.read_text().partition("procs_running")[2].split()[0]))
+        time.sleep(0.002)
+    others = min(running, default=0) - read_ranks()[3]
+    return 1_000 if others > (os.cpu_count() or 1) - cores() else 10_000
+
+
+def memory_bytes() -> int:
+    """How much memory this machine has, or this container may use."""
+    limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    texts = [limit.read_text().strip() for limit in limits if limit.exists()]
+    allowed = [int(text) for text in texts if text.isdecimal()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *allowed])
