@@ -381,3 +381,8 @@ class Prefetcher:
         """Stop the thread."""
         self._stop.set()
         self._thread.join()
+
+
+def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
+    """The random state for the dropout of a micro-batch, the same whichever rank computes it."""
+    return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -190,26 +190,23 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
     """Compute the steps up to `last` again, and look closely at those that are `wanted`. All ranks must call it."""
     upcoming = [(s, m) for s in range(run.state.step, last) for m in run.world.share(run.config.micro_batches)]
     prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
-    norms, clip = {}, run.engine.clip
+    norms = {}
 
-    def clip_and_note_norms(limit: float) -> float:  # an update calls it when the gradients are complete
+    def note_norms() -> None:
         for name, parameter in run.engine.parameters.items():
             if parameter.grad is not None:
                 norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item()
-        return clip(limit)
 
-    run.engine.clip = clip_and_note_norms
     replayed = []
     while run.state.step < last:
         step = run.state.step + 1
         sequences = look_at_sequences(run) if step in wanted else []
         before = {n: p.detach().clone() for n, p in run.engine.parameters.items()} if step in wanted else {}
-        loss, grad_norm = train.update(run, prefetcher)
+        loss, grad_norm = train.update(run, prefetcher, note_norms)
         updates = {n: relative_change(old, run.engine.parameters[n].detach()) for n, old in before.items()}
         skip = ",".join(filter(None, [run.config.data.skip_steps, str(run.batches.batch_number(step - 1) + 1)]))
         replayed.append(Replayed(step, skip, loss, grad_norm, records.get(step), dict(norms), updates, sequences))
     prefetcher.close()
-    run.engine.clip = clip
     return replayed
 
 
@@ -362,11 +359,4 @@ def obstacle(directory: Path, state: TrainState, world: World, first: int, last:
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        with errors.user_errors():
-            status = main(cli.parse(ReplayConfig, sys.argv[1:], __doc__))
-    except SystemExit as end:
-        status = end.code
-    sys.stdout.flush()
-    os._exit(status)  # as train.py does
+    errors.end_with(lambda: main(cli.parse(ReplayConfig, sys.argv[1:], __doc__)))

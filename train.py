@@ -9,7 +9,7 @@ The same command again continues the run. Exit status: 0 complete, 2 bad input, 
 state saved.
 """
 
-# Read from top to bottom: what is made, the loop, one update, then the helpers in the order of their use.
+# Read from top to bottom: what is made, the loop, one update, and then the rest in the order of its use.
 
 import os
 import sys
@@ -18,50 +18,42 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
 
 import settings
-from common import cli, errors
+from common import errors
 from hardware import host
 
-if __name__ == "__main__":  # --help and bad flags are answered before torch, which takes seconds, is imported
+if __name__ == "__main__":  # --help, --plan and bad flags are answered before torch, which takes seconds, is imported
     with errors.user_errors():
         COMMAND = settings.load_command(sys.argv[1:], __doc__)
-        CONFIG = COMMAND.config
         if COMMAND.plan.plan:
             from planning import plan
 
-            plan.main(CONFIG, COMMAND.plan)
+            plan.main(COMMAND.config, COMMAND.plan)
             raise SystemExit(0)
-    # Read when torch is imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", str(host.spin_count()))
+    os.environ.setdefault("GOMP_SPINCOUNT", str(host.spin_count()))  # read when torch is imported
 
 import math
 import time
-import traceback
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import data
 import optim
-import plot
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Checkpoints, TrainState
-from common import files
-from common.errors import RunError, plural
+from common import cli, files
+from common.errors import EX_TEMPFAIL, RunError, plural
 from evaluate import evaluate
-from hardware import device
 from hardware.footprint import flops_per_token
 from model import initial_weights, without_values
 from parallel.engine import Engine
 from parallel.world import Stop, World, connect, unheard
 from planning import choices
-from reports.log import Log, Meter, duration
+from reports.log import Log, duration
+from reports.progress import Progress
 from settings import Config
-
-EX_TEMPFAIL = 75
-WORTH_TELLING = 10  # seconds that are left; of fewer a run need not tell
-DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
 
 @dataclass
@@ -77,28 +69,23 @@ class Run:
     state: TrainState
     # The loop's. A replay has none of them.
     log: Log | None = None
+    progress: Progress | None = None
     checkpoints: Checkpoints | None = None
-    meter: Meter | None = None
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
     val_loss: float = math.nan  # of the last evaluation
-    drawn_at: float = field(default_factory=time.monotonic)  # when curves.png was last drawn
 
 
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
-    began = time.monotonic()
+    began, status = time.monotonic(), 1
     world = join(config)
     with world.naming_missing_ranks():
         run = prepare(config, world)
-    status = 1
     try:
         with world.naming_missing_ranks():
             status = train(run)
-        if not status:
-            command = f"{'sample.py' if run.dataset.tokenizer else 'evaluate.py'} {run.log.directory}"
-            if run.dataset.tokenizer and run.dataset.eot_token >= run.config.model.vocab_size:  # no start of a document
-                command += ' --prompt="..."'
-            run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {command}")
+        if status == 0:
+            run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {next_command(run)}")
     finally:
         run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is still worth finishing
         run.log.close(status)
@@ -107,7 +94,7 @@ def main(config: Config) -> int:
 
 
 def join(config: Config) -> World:
-    """Join the other ranks, on the device and with the threads that `config` says."""
+    """Join the other ranks, whose number WORLD_SIZE tells, on the device and with the threads that `config` says."""
     exact = config.parallel.strategy == "exact"
     return connect(
         config.train.device,
@@ -119,54 +106,34 @@ def join(config: Config) -> World:
 
 
 def prepare(config: Config, world: World) -> Run:
-    """Make everything that training needs, from scratch or from a checkpoint. Raises UserError."""
+    """Make everything that training needs. Nothing is written before everything is checked. Raises UserError."""
     dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
-    directory = Path(config.run.out_dir) / config.run.name
-    log = Log(directory, world.is_master)
-    found = lookup.find_start(directory, config, dataset) if world.is_master else None
-    start, pretrained, notes = world.from_master(found)
-    continues = start is not None and start.parent.parent == directory
-    state = checkpoint.load_state(start) if start else TrainState()
-    if continues:
-        lookup.check_origin(state, config, dataset)
-    shape = start or pretrained if config.model.init_from != "scratch" else None  # also when the run continues
-    threads, began_from = config.train.threads, state.config.run.resume if continues else str(start)
-    if start and began_from not in ("auto", "off"):
-        config = settings.replace(config, resume=began_from)  # config.toml names the very checkpoint
-    config = choices.resolve(config, dataset.vocab_size, world, shape, state.settings)
-    notes += unheard(threads)
-    changed = lookup.check_changes(state, config, dataset, continues)
-    peak_flops = peak_flops_of_all(world, config.train.dtype)
-    trains = state.step < config.train.steps
-    kept = config.checkpoint if trains or not continues else state.config.checkpoint  # a complete run loses no checkpoint
-    retention = settings.replace(config, keep_last=kept.keep_last, keep_best=kept.keep_best)
-    if world.is_master:
-        introduction = [choices.introduce(config, dataset, world, state.step, peak_flops)] if trains else []
-        for line in [*introduction, *notes, *(changed if trains else [])]:
-            log.say(line)
-    began = time.monotonic()
-    run = build(config, world, dataset, state, start, pretrained)
-    if trains and (start or pretrained):
-        which = "weights and optimizer state" if start else "weights"
-        log.say(f"loaded the {which} of {start or pretrained} in {duration(time.monotonic() - began)}")
-    state.begin(config, dataset, world, continues, start or pretrained)
 
-    run.log = log
-    run.meter = Meter(flops_per_token(config.model), peak_flops, config.train.tokens_per_update)
-    run.checkpoints = Checkpoints(directory / "checkpoints", retention, dataset, world, log, start_step=state.step)
-    log.check_wandb(config)
-    evaluation = world.from_master(log.begin(state.step))  # all is checked: from here on there are files
-    run.checkpoints.begin()
-    if evaluation:
-        run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
-        run.checkpoints.evaluated(state, run.val_loss)
-    if world.is_master:
-        if trains:  # a complete run keeps the settings that it was trained with
-            files.publish_text(directory / "config.toml", settings.dumps(config))
-        facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-        state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "", facts)
+    # Which run is this? A new one, or one that goes on.
+    log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
+    start = lookup.find_start(log.directory, config, dataset, world)
+
+    # What will it need? Every `auto` becomes a value.
+    notes = [*start.notes, *unheard(config.train.threads)]
+    config = choices.resolve(start.settle(config), dataset.vocab_size, world, start.shape(config), start.state.settings)
+    notes += lookup.check_changes(start, config, dataset)
+    peak_flops = choices.peak_flops(world, config.train.dtype)
+    if start.state.step < config.train.steps:
+        log.say(choices.introduce(config, dataset, world, start.state.step, peak_flops))
+    for note in notes:
+        log.say(note)
+
+    # Make it.
+    began = time.monotonic()
+    run = build(config, world, dataset, start.state, start.checkpoint, start.pretrained)
+    if start.weights and run.state.step < config.train.steps:
+        which = "weights and optimizer state" if start.checkpoint else "weights"
+        log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
+    run.log, run.progress = log, Progress(log, config, flops_per_token(config.model), peak_flops)
+    run.state.begin(config, dataset, world, start.continues, start.weights)
+    open_files(run, start.continues)
     return run
 
 
@@ -188,10 +155,28 @@ def build(
     return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)
 
 
+def open_files(run: Run, continues: bool) -> None:
+    """Open the run's directory: metrics.jsonl, checkpoints, config.toml and wandb's run."""
+    config, world, state, log = run.config, run.world, run.state, run.log
+    run.checkpoints = Checkpoints(log.directory / "checkpoints", config, run.dataset, world, log, start_step=state.step)
+    log.check_wandb(config)
+    evaluation = world.from_master(log.begin(state.step))
+    run.checkpoints.begin()
+    if evaluation:
+        run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
+        run.checkpoints.evaluated(state, run.val_loss)
+    if not world.is_master:
+        return
+    if state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
+        files.publish_text(log.directory / "config.toml", settings.dumps(config))
+    facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
+    state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "", facts)
+
+
 def train(run: Run) -> int:
-    """Update until the last step; save, evaluate and log on the way. Returns the exit status."""
+    """Update until the last step; save, evaluate and report on the way. Returns the exit status."""
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
-    steps, skipped_in_a_row, loss = config.train.steps, 0, 0.0
+    steps, loss = config.train.steps, 0.0
     if state.step == steps and run.evaluated_at == steps:
         check_finite(run, run.val_loss)
         log.say(f"{log.directory} is complete at step {steps}; --steps=N goes further")
@@ -214,33 +199,28 @@ def train(run: Run) -> int:
         stop.ask()
         began, waited = time.perf_counter(), prefetcher.wait_seconds
         loss, grad_norm = update(run, prefetcher)
-        run.meter.add(time.perf_counter() - began, prefetcher.wait_seconds - waited)
-        if (seconds := run.meter.first_estimate(steps - state.step)) > WORTH_TELLING:
-            log.say(f"about {duration(seconds)} for {plural(steps - state.step, 'more step')}; evaluations come on top")
-        log.progress(state.step)
-        skipped_in_a_row = 0 if math.isfinite(grad_norm) else skipped_in_a_row + 1
-        if skipped_in_a_row:
-            note_skipped(run, skipped_in_a_row)
-        if due(config.log.log_every, state.step) or state.step in (1, steps):
-            report(run, loss, grad_norm)
+        run.progress.updated(state, loss, grad_norm, time.perf_counter() - began, prefetcher.wait_seconds - waited)
+        if run.progress.skipped_in_a_row > config.train.max_skipped_steps:
+            give_up(run)
     prefetcher.close()
     run.checkpoints.finish(state, final=True)
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
     if config.log.wandb_artifact:
-        log.save_artifact(
-            run.checkpoints.directory / "latest",
-            {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss},
-        )
+        facts = {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss}
+        log.save_artifact(run.checkpoints.directory / "latest", facts)
     check_finite(run, run.val_loss, loss)
     best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
     log.say(f"done: {plural(steps, 'step')}, {state.tokens:,} tokens{best}; {log.directory}")
     return 0
 
 
-def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
-    """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
+def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | None = None) -> tuple[float, float]:
+    """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm.
+
+    inspect: what to call when the gradients are complete, before they are clipped.
+    """
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
     # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
@@ -252,7 +232,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
         model.require_backward_grad_sync = micro_step == len(mine) - 1
         inputs, targets = prefetcher.next()  # [micro_batch_size, seq_len] each
         if config.model.dropout:
-            torch.manual_seed(dropout_seed(config.run.seed, state.step, micro_batch))
+            torch.manual_seed(data.dropout_seed(config.run.seed, state.step, micro_batch))
         with engine.autocast():
             loss = model(inputs, targets)
         # Backward adds to the gradients, and we want their mean. (exact adds integers and divides them at the end.)
@@ -260,6 +240,8 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
         losses[micro_batch] = loss.detach()
     # It travels to the host while the gradients are computed. `clip` waits for them, and for nothing after them.
     loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
+    if inspect:
+        inspect()
     grad_norm = engine.clip(config.optim.grad_clip)
     if math.isfinite(grad_norm):  # all ranks see the same norm, so all step or none does
         optimizers.step()
@@ -273,12 +255,6 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Helpers, in the order of their use
-
-
-def peak_flops_of_all(world: World, dtype: str) -> float:
-    """Peak FLOP/s of all ranks. Each is measured by itself: more threads than cores would count cores twice."""
-    used = 1.0 if world.device.type != "cpu" else min(1.0, host.cores() / (world.local_size * torch.get_num_threads()))
-    return device.peak_flops(world.device, dtype) * world.size * used
 
 
 def warm_up(run: Run) -> None:
@@ -297,48 +273,28 @@ def due(every: int, step: int) -> bool:
 
 
 def validate(run: Run) -> None:
-    """Evaluate on all ranks, log it, remember the best checkpoint and redraw the curves."""
-    config, state, engine, log = run.config, run.state, run.engine, run.log
-    began = time.monotonic()
+    """Evaluate on all ranks, report it, and remember the best checkpoint."""
+    config, state, engine, began = run.config, run.state, run.engine, time.monotonic()
     streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
     tokens = -(-config.eval.eval_tokens // len(streams))  # of each dataset; the mixture weighs their losses
     engine.module.eval()
     losses = [evaluate(engine.eval_model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     engine.module.train()
     validation = run.dataset.validation(losses)
-    val_loss, bits = validation["val_loss"], validation["val_bpb"]
-    run.evaluated_at, run.val_loss = state.step, val_loss
-    run.checkpoints.evaluated(state, val_loss)
-    if not run.world.is_master:
-        return
-    log.metrics({"step": state.step, "tokens": state.tokens, **validation})
-    line = f"step {state.step:>6}/{config.train.steps}  validation loss {val_loss:.4f}"
-    line += f"  {bits:.4f} bits per byte" if bits else ""
-    log.say(f"{line}  evaluated in {duration(time.monotonic() - began)}")
-    if state.step >= config.train.steps or time.monotonic() - run.drawn_at > DRAW_SECONDS:
-        with log.surviving("drawing curves.png"):
-            plot.draw([log.directory], log.directory / "curves.png")
-        run.drawn_at = time.monotonic()
+    run.evaluated_at, run.val_loss = state.step, validation["val_loss"]
+    run.checkpoints.evaluated(state, run.val_loss)
+    run.progress.evaluated(state, validation, time.monotonic() - began)
 
 
-def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """The random state of a micro-batch, the same whichever rank computes it."""
-    return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def note_skipped(run: Run, in_a_row: int) -> None:
-    """Say that an update was left out. Raises RunError if too many were."""
-    state, limit = run.state, run.config.train.max_skipped_steps
-    run.log.warn(
-        f"step {state.step}: the gradient is not finite, update left out ({in_a_row} in a row, {state.skipped} in all)"
+def give_up(run: Run) -> None:
+    """Raise RunError, because too many updates were left out in a row."""
+    limit = run.config.train.max_skipped_steps
+    run.checkpoints.finish(run.state)
+    newest = f"the checkpoint of step {run.checkpoints.saved_at} is the newest"
+    raise RunError(
+        f"{run.progress.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); "
+        f"{newest if run.checkpoints.saved_at else 'there is no checkpoint yet'}; lower --lr, or try --dtype=float32"
     )
-    if in_a_row > limit:
-        run.checkpoints.finish(state)
-        newest = f"the checkpoint of step {run.checkpoints.saved_at} is the newest"
-        raise RunError(
-            f"{in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); "
-            f"{newest if run.checkpoints.saved_at else 'there is no checkpoint yet'}; lower --lr, or try --dtype=float32"
-        )
 
 
 def check_finite(run: Run, *losses: float) -> None:
@@ -350,30 +306,14 @@ def check_finite(run: Run, *losses: float) -> None:
         )
 
 
-def report(run: Run, loss: float, grad_norm: float) -> None:
-    """Log the last update, and the speed since the last report."""
-    config, state, step, speed = run.config, run.state, run.state.step, run.meter.report()
-    lr = optim.learning_rate(step - 1, config.train.steps, config.optim)
-    memory = round(device.peak_memory_gb(run.world.device), 3)
-    record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
-    run.log.metrics(record | {"memory_gb": memory, "skipped": state.skipped or None})
-    line = f"step {step:>6}/{config.train.steps}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.2f}"
-    if speed:
-        eta = duration((config.train.steps - step) * speed["step_ms"] / 1000)
-        line += f"  {speed['tokens_per_second']:,.0f} tok/s  mfu {speed['mfu']:.0%}  eta {eta}"
-    run.log.say(line)
+def next_command(run: Run) -> str:
+    """What to do with a complete run: sample from it, if it has a tokenizer."""
+    directory, tokenizer = run.log.directory, run.dataset.tokenizer
+    if not tokenizer:
+        return f"evaluate.py {directory}"
+    starts = run.dataset.eot_token < run.config.model.vocab_size  # the model knows how a document starts
+    return f"sample.py {directory}" + ("" if starts else ' --prompt="..."')
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        with errors.user_errors():
-            status = main(CONFIG)
-    except SystemExit as end:
-        status = end.code
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    # Everything is on disk. The tear-down of the interpreter may hang: threads of torch's libraries and the process group
-    # wait for one another, and other ranks wait for this process to end.
-    os._exit(status)
+    errors.end_with(lambda: main(COMMAND.config))

@@ -17,8 +17,8 @@ from typing import Literal
 sys.path.append(str(Path(__file__).parent.parent))
 
 import machine
-import plot
 from common import cli, errors
+from reports import curves
 
 # 0.5 million parameters with dropout. An update has 12 micro-batches, which 1, 2, 3, 4 and 6 ranks can share equally.
 FLAGS = machine.TINY | dict(
@@ -127,7 +127,7 @@ def draw(rows: list[dict], out: Path) -> None:
     for strategy, (upper, lower) in zip(strategies, axes.T, strict=True):
         mine = [row for row in rows if row["strategy"] == strategy]
         for i, row in enumerate(mine):
-            steps, color = range(1, len(losses(row)) + 1), plot.COLORS[i % len(plot.COLORS)]
+            steps, color = range(1, len(losses(row)) + 1), curves.COLORS[i % len(curves.COLORS)]
             width = 1 + 1.1 * (len(mine) - 1 - i)  # so that no line hides another
             upper.plot(steps, losses(row), color=color, linewidth=width)
             lower.plot(steps, drift(row, rows), color=color, linewidth=1.4)
@@ -147,10 +147,12 @@ def draw(rows: list[dict], out: Path) -> None:
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel("distance to the loss on W=1")
     names = [row["run"].replace("=", " = ").replace("killed", "killed, W changed") for row in mine]
-    handles = [Line2D([], [], color=plot.COLORS[i % len(plot.COLORS)], linewidth=3, label=name) for i, name in enumerate(names)]
+    handles = [
+        Line2D([], [], color=curves.COLORS[i % len(curves.COLORS)], linewidth=3, label=name) for i, name in enumerate(names)
+    ]
     handles.append(Line2D([], [], label="SIGKILL", **KILL))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    plot.save(figure, out)
+    curves.save(figure, out)
 
 
 def report(rows: list[dict]) -> int:

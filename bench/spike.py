@@ -20,10 +20,10 @@ import numpy as np
 
 import data
 import machine
-import plot
 import settings
 from common import cli, errors
 from dataset.tokens import open_shard, write_shard
+from reports import curves
 
 STEP, FIRST, COUNT = 37, 20, 16  # the noise is in sequences 20 to 35 of step 37
 FLAGS = dict(
@@ -76,20 +76,23 @@ def draw(spoiled: list[dict], skipped: list[dict], sequences: list[dict], out: P
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
     runs, step = figure.subplots(1, 2)
-    for records, color, label in ((spoiled, plot.COLORS[1], "as it was"), (skipped, plot.COLORS[0], f"--skip_steps={STEP}")):
+    for records, color, label in (
+        (spoiled, curves.COLORS[1], "as it was"),
+        (skipped, curves.COLORS[0], f"--skip_steps={STEP}"),
+    ):
         runs.plot([r["step"] for r in records], [r["loss"] for r in records], color=color, label=label)
     runs.set_title("training loss", loc="left")
     runs.set_xlabel("step")
     runs.legend(frameon=False)
     noise = [FIRST <= row["sequence"] < FIRST + COUNT for row in sequences]
-    colors = [plot.COLORS[1] if is_noise else "0.75" for is_noise in noise]
+    colors = [curves.COLORS[1] if is_noise else "0.75" for is_noise in noise]
     step.bar(range(len(sequences)), [row["loss"] for row in sequences], color=colors, width=0.9)
     step.set_title(f"replay.py --step={STEP}: its sequences, worst first", loc="left")
     step.set_xlabel("sequence (orange: noise)")
     step.set_ylim(bottom=0.9 * min(row["loss"] for row in sequences))
     for axis in (runs, step):
         axis.spines[["top", "right"]].set_visible(False)
-    plot.save(figure, out)
+    curves.save(figure, out)
 
 
 def main(config: SpikeConfig) -> int:

@@ -1,16 +1,18 @@
 """Which checkpoint or model a command starts from, and which settings a run that goes on may change."""
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import settings
 from checkpoints import huggingface
-from checkpoints.checkpoint import Origin, TrainState
+from checkpoints.checkpoint import Origin, TrainState, load_state
 from checkpoints.retention import MANIFEST, fault, newest, published, strangers
 from common import cli, files
 from common.errors import UserError
 from data import Mixture
 from model import GPT
+from parallel.world import World
 from settings import Config, ModelConfig
 
 # Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
@@ -40,7 +42,52 @@ def find(name: str) -> tuple[Path, list[str]]:
     return found, damaged
 
 
-def find_start(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Path | None, list[str]]:
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at a checkpoint, with the weights of a model, or from scratch."""
+
+    state: TrainState
+    checkpoint: Path | None = None  # weights, optimizer state and step
+    pretrained: Path | None = None  # a model directory, for its weights alone
+    continues: bool = False  # the checkpoint is one of this very run
+    notes: list[str] = field(default_factory=list)  # what the user should know of the choice
+
+    @property
+    def weights(self) -> Path | None:
+        """The directory that the weights come from, if they are not made from scratch."""
+        return self.checkpoint or self.pretrained
+
+    def shape(self, config: Config) -> Path | None:
+        """The directory that gives the shape of the model, where the settings do not; also when a run continues."""
+        return self.weights if config.model.init_from != "scratch" else None
+
+    def settle(self, config: Config) -> Config:
+        """`config` with what the start decides: the very checkpoint that the run began from, for config.toml.
+
+        A complete run keeps its checkpoints, whatever the settings say now.
+        """
+        if self.checkpoint is None:
+            return config
+        before = self.state.config
+        began_from = before.run.resume if self.continues else str(self.checkpoint)
+        if began_from not in ("auto", "off"):
+            config = settings.replace(config, resume=began_from)
+        if self.continues and self.state.step >= config.train.steps:
+            config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
+        return config
+
+
+def find_start(run: Path, config: Config, dataset: Mixture, world: World) -> Start:
+    """Where a run begins. The master looks for it, and all ranks open the same. Raises UserError."""
+    checkpoint, pretrained, notes = world.from_master(search(run, config, dataset) if world.is_master else None)
+    continues = checkpoint is not None and checkpoint.parent.parent == run
+    state = load_state(checkpoint) if checkpoint else TrainState()
+    if continues:
+        check_origin(state, config, dataset)
+    return Start(state, checkpoint, pretrained, continues, notes)
+
+
+def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Path | None, list[str]]:
     """The checkpoint that a run starts from, or else the model directory that gives its weights, or neither: from scratch.
 
     Also returns what the user should know about the choice. Raises UserError.
@@ -97,11 +144,12 @@ def another_run(config: Config) -> str:
     return f"or start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
 
 
-def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool) -> list[str]:
+def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
     """A line for each setting that differs from the checkpoint's. Raises UserError for one that may not.
 
-    own: the checkpoint is of this very run, whose model and data are fixed. A new run from it may change the data.
+    The model and the data of a run that continues are fixed. A new run from its checkpoint may change the data.
     """
+    state, own = start.state, start.continues
     now, before = cli.flat_values(config), state.settings
     changed = [name for name in now if name in before and now[name] != before[name]]
     fixed = FIXED if own else [*cli.flat_fields(ModelConfig), "optimizer"]
@@ -117,6 +165,8 @@ def check_changes(state: TrainState, config: Config, dataset: Mixture, own: bool
     if refused:
         way_out = "take only the weights with --init_from=PATH, or leave --resume out"
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))
+    if state.step >= config.train.steps:
+        return []
     silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
     lines = [
         f"changed: {name} {str(before[name]) or 'none'} -> {str(now[name]) or 'none'}" for name in changed if name not in silent

@@ -14,8 +14,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
+EX_TEMPFAIL = 75  # the exit status of a run that was stopped and goes on with the same command
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as a shell reports it
 LONGEST_HALF = 2000  # characters of an error's beginning and of its end: it may hold something enormous
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -220,3 +221,21 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise one UserError with all `problems`, a line each, if there are any."""
     if problems := list(problems):
         raise UserError("\n       ".join(problems))
+
+
+def end_with(command: Callable[[], int]) -> NoReturn:
+    """Run `command` and end the process with the exit status that it returns, without the tear-down of the interpreter.
+
+    That may hang: threads of torch's libraries and the process group wait for one another, and other ranks wait for this
+    process to end. Everything is on disk by then.
+    """
+    status = 1
+    try:
+        with user_errors():
+            status = command()
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)

@@ -135,6 +135,12 @@ def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
     return footprint.largest_micro_batch(config, world.size, world.device.type, budget)
 
 
+def peak_flops(world: World, dtype: str) -> float:
+    """Peak FLOP/s of all ranks. Each is measured by itself: more threads than cores would count cores twice."""
+    used = 1.0 if world.device.type != "cpu" else min(1.0, cores() / (world.local_size * torch.get_num_threads()))
+    return device.peak_flops(world.device, dtype) * world.size * used
+
+
 def introduce(config: Config, mixture: data.Mixture, world: World, step: int, peak_flops: float) -> str:
     """What is about to run, as aligned lines. config: resolved. step: where it begins. peak_flops: of all ranks, in FLOP/s."""
     model, train, ranks = config.model, config.train, plural(world.size, "rank")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ try:
 except ImportError:  # not on Windows, where two runs in one directory are not noticed
     fcntl = None
 
-FEW = 5  # updates that are measured before the time of a run is told
 FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest: an artifact may be large; after a failure, others wait
 LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
@@ -249,53 +247,6 @@ class Lines:
             return os.path.samestat(self.path.stat(), self.opened)
         except FileNotFoundError:
             return False
-
-
-class Meter:
-    """The speed of training since the last report.
-
-    The first update is left out: it allocates memory, warms caches and may compile. `peak_flops` is of all ranks, and raised to
-    whatever is reached.
-    """
-
-    def __init__(self, flops_per_token: float, peak_flops: float, tokens_per_update: int):
-        self.flops_per_token, self.peak_flops, self.tokens_per_update = flops_per_token, peak_flops, tokens_per_update
-        self.updates, self.seconds, self.waited = -1, 0.0, 0.0
-        self.first: list[float] | None = []  # seconds of the first FEW updates; None once they were used
-
-    def add(self, seconds: float, waited: float) -> None:
-        """Count an update of `seconds`, in which training waited for data for `waited` seconds."""
-        self.updates += 1
-        if self.updates:
-            self.seconds += seconds
-            self.waited += waited
-            if self.first is not None:
-                self.first.append(seconds)
-
-    def first_estimate(self, steps: int) -> float:
-        """Seconds that `steps` more updates will take, once FEW were measured; 0 before and after that."""
-        if self.first is None or len(self.first) < FEW:
-            return 0.0
-        seconds, self.first = steps * statistics.median(self.first), None
-        return seconds
-
-    def report(self) -> dict:
-        """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and waiting for data.
-
-        Empty where nothing was counted.
-        """
-        if self.updates < 1:
-            return {}
-        speed = self.updates * self.tokens_per_update / self.seconds
-        self.peak_flops = max(self.peak_flops, speed * self.flops_per_token)
-        report = {
-            "tokens_per_second": round(speed, 1),
-            "mfu": round(speed * self.flops_per_token / self.peak_flops, 4),
-            "step_ms": round(1000 * self.seconds / self.updates, 2),
-            "data_wait_ms": round(1000 * self.waited / self.updates, 3),
-        }
-        self.updates, self.seconds, self.waited = 0, 0.0, 0.0
-        return report
 
 
 def lock(directory: Path):

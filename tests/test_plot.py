@@ -1,20 +1,16 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
-import functools
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from matplotlib.text import Text
 
-import plot
 from common.errors import UserError
-from conftest import ROOT, environment, execute
+from conftest import execute
+from reports import curves
 
 
 def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "") -> Path:
@@ -39,8 +35,8 @@ def figure_of(monkeypatch, tmp_path):
 
     def figure(*runs: Path, **more):
         kept = []
-        monkeypatch.setattr(plot, "save", lambda figure, out: kept.append(figure))
-        plot.draw(list(runs), tmp_path / "unused.png", **more)
+        monkeypatch.setattr(curves, "save", lambda figure, out: kept.append(figure))
+        curves.draw(list(runs), tmp_path / "unused.png", **more)
         monkeypatch.undo()
         return kept[0]
 
@@ -71,19 +67,19 @@ def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):
     assert over_tokens.axes[2].get_xlabel() == "tokens"
     assert max(max(line.get_xdata()) for line in over_tokens.axes[0].lines) == 100 * 1024
     assert figure_of(short, half, x="step").axes[2].get_xlabel() == "step"
-    assert plot.read(half).points("val_loss", "tokens") == ([20 * 512, 40 * 512, 60 * 512], [1.5, 1.5, 1.5])
+    assert curves.read(half).points("val_loss", "tokens") == ([20 * 512, 40 * 512, 60 * 512], [1.5, 1.5, 1.5])
 
 
 def test_time_is_that_of_the_updates(tmp_path, figure_of):
     run = write_run(tmp_path / "run")  # 10 steps of 1,024 tokens at 10,000 tokens a second take 1.024 s
-    assert plot.read(run).points("loss", "time")[0] == pytest.approx([1.024 * i for i in range(6)])
-    assert plot.read(run).points("val_loss", "time")[0] == pytest.approx([1.024, 3 * 1.024, 5 * 1.024])
+    assert curves.read(run).points("loss", "time")[0] == pytest.approx([1.024 * i for i in range(6)])
+    assert curves.read(run).points("val_loss", "time")[0] == pytest.approx([1.024, 3 * 1.024, 5 * 1.024])
     half_as_fast = {"step": 70, "tokens": 70 * 1024, "loss": 1.0, "tokens_per_second": 5e3}
     slow = write_run(tmp_path / "slow", tail=json.dumps(half_as_fast) + "\n")
-    assert plot.read(slow).points("loss", "time")[0][-1] == pytest.approx(7 * 1.024)
+    assert curves.read(slow).points("loss", "time")[0][-1] == pytest.approx(7 * 1.024)
     first = {"step": 1, "tokens": 1024, "loss": 9.0}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(first) + "\n" + (run / "metrics.jsonl").read_text())
-    assert plot.read(run).points("loss", "time")[0][:2] == pytest.approx([0, 0.9 * 1.024])
+    assert curves.read(run).points("loss", "time")[0][:2] == pytest.approx([0, 0.9 * 1.024])
     assert figure_of(run, slow, x="time").axes[2].get_xlabel() == "time of the updates"
 
 
@@ -101,7 +97,7 @@ def test_restarts_are_marked(train, figure_of):
     train("run", steps=20)
     with open(train.runs / "run" / "train.log", "a") as log:
         print("continuing from runs/run/checkpoints/step-00000020", file=log)  # started once more when it was complete
-    assert plot.read(train.runs / "run").restarts == [10]
+    assert curves.read(train.runs / "run").restarts == [10]
     figure = figure_of(train.runs / "run")
     assert "continued" in words(figure) and "left out" not in words(figure)
     marks = [line for axis in figure.axes for line in axis.lines if line.get_marker() == "^"]
@@ -111,39 +107,8 @@ def test_restarts_are_marked(train, figure_of):
 def test_updates_left_out_are_marked(tmp_path, figure_of):
     lost = [{"step": step, "loss": 1.0, "skipped": skipped} for step, skipped in ((70, 2), (80, 2), (90, 3))]
     run = write_run(tmp_path / "run", tail="".join(json.dumps(record) + "\n" for record in lost))
-    assert plot.read(run).skipped() == [70, 90]
+    assert curves.read(run).skipped() == [70, 90]
     assert "left out" in words(figure_of(run)) and "continued" not in words(figure_of(run))
-
-
-def test_watching_shows_each_new_record_until_ctrl_c(tmp_path):
-    run = write_run(tmp_path / "run")
-    command = [sys.executable, "plot.py", run, "--watch"]
-    window = environment(COLUMNS="40", LINES="12")
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-    with subprocess.Popen(command, cwd=ROOT, env=window, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as shown:
-        limit = threading.Timer(60, shown.kill)  # reading a line waits for ever
-        limit.start()
-        first = [shown.stdout.readline().rstrip("\n") for _ in range(11)]
-        assert first[0].startswith("run  step 60  loss 1.15  val_loss 1.5  grad_norm 0.083333  tokens_per_second 10,000")
-        assert first[1].split()[0] == "1.9" and first[9].split()[0] == "1.15" and first[10].split() == ["10", "60", "step"]
-        curve = [line[8:] for line in first[1:10]]
-        assert all(len(line) == 31 and set(line) <= {chr(0x2800 + i) for i in range(256)} for line in curve)
-        assert curve[0][0] != "\u2800" and curve[-1][-1] != "\u2800"  # from the upper left to the lower right
-        with open(run / "metrics.jsonl", "a") as file:
-            print(json.dumps({"step": 70, "loss": 1.0}), file=file)
-        assert shown.stdout.readline().startswith("run  step 70  loss 1")
-        shown.send_signal(signal.SIGINT)
-        assert shown.wait() == 0
-        limit.cancel()
-
-
-def test_what_can_be_watched_and_what_not(tmp_path):
-    empty, only = tmp_path / "empty", write_run(tmp_path / "only", steps=0)
-    assert execute([sys.executable, "plot.py", empty, "--watch"], status=2).stderr.startswith("error: no ")
-    evaluated = '{"step": 3, "val_loss": 2.0}\n'
-    for tail, lines in [(evaluated, 1), (evaluated + '{"step": 4, "loss": 2.0}\n', 23)]:
-        (only / "metrics.jsonl").write_text(tail)
-        assert len(plot.screen([plot.read(only)], "auto", 80, 24, colored=True)) == lines
 
 
 def test_a_gradient_norm_over_decades_is_drawn_on_a_log_axis(tmp_path, figure_of):
@@ -160,21 +125,21 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, figure_of):
 @pytest.mark.parametrize("tail", ['{"step": 70, "lo', '{"step"', "7", '{"step": 70, "loss": 1.0'])
 def test_a_torn_last_line_is_ignored(tmp_path, tail):
     whole, torn = write_run(tmp_path / "whole"), write_run(tmp_path / "torn", tail=tail)
-    assert plot.read(torn).training == plot.read(whole).training
-    assert plot.read(torn).validation == plot.read(whole).validation
-    plot.draw([torn], tmp_path / "curves.png")
+    assert curves.read(torn).training == curves.read(whole).training
+    assert curves.read(torn).validation == curves.read(whole).validation
+    curves.draw([torn], tmp_path / "curves.png")
 
 
 def test_values_that_are_not_numbers_are_left_out(tmp_path):
     run = write_run(tmp_path / "run", tail='{"step": 70, "loss": NaN, "lr": null}\n{"step": 80, "loss": Infinity}\n')
-    assert plot.read(run).points("loss")[0] == [10, 20, 30, 40, 50, 60]
-    plot.draw([run], tmp_path / "curves.png")
+    assert curves.read(run).points("loss")[0] == [10, 20, 30, 40, 50, 60]
+    curves.draw([run], tmp_path / "curves.png")
 
 
 @pytest.mark.parametrize("line", [{"step": 10, "loss": 2.0}, {"step": 10, "val_loss": 2.0}])
 def test_a_run_of_one_line_is_drawn(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    plot.draw([tmp_path], tmp_path / "curves.png")
+    curves.draw([tmp_path], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").exists()
 
 
@@ -197,22 +162,22 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
     out = tmp_path / "curves.png"
-    plot.draw([write_run(tmp_path / "run")], out)
+    curves.draw([write_run(tmp_path / "run")], out)
     before = out.read_bytes()
     with pytest.raises(UserError):
-        plot.draw([tmp_path / "run", tmp_path / "missing"], out)
+        curves.draw([tmp_path / "run", tmp_path / "missing"], out)
     assert out.read_bytes() == before
 
 
 def test_smoothing_neither_lags_nor_follows_a_spike():
     falling = [float(100 - i) for i in range(100)]
-    assert plot.smooth(falling) == falling
+    assert curves.smooth(falling) == falling
     spiked = [1.0] * 100
     spiked[50] = 1000.0
-    assert plot.smooth(spiked) == [1.0] * 100
-    assert plot.smooth([]) == [] and plot.smooth([3.0]) == [3.0]
+    assert curves.smooth(spiked) == [1.0] * 100
+    assert curves.smooth([]) == [] and curves.smooth([3.0]) == [3.0]
 
 
 def test_labels_are_spread_in_order():
-    assert plot.spread([3.0, 1.0, 1.1], 0.5) == [3.0, 1.0, 1.5]
-    assert plot.spread([], 0.5) == []
+    assert curves.spread([3.0, 1.0, 1.1], 0.5) == [3.0, 1.0, 1.5]
+    assert curves.spread([], 0.5) == []

@@ -473,7 +473,7 @@ def test_lines_that_a_full_disk_does_not_take_wait_and_the_run_goes_on(train):
     done = train.changed(FULL.format(calls=-1), "never", steps=2)
     assert "metrics.jsonl could not be written: the disk is full" in done.stdout and train.metrics("never") == []
     assert train.files("never") == train.files("plain")
-    change = "import plot\ndef draw(*a):\n    raise OSError(28, 'No space left on device')\nplot.draw = draw"
+    change = "from reports import curves\ndef draw(*a):\n    raise OSError(28, 'No space left on device')\ncurves.draw = draw"
     assert "drawing curves.png failed: [Errno 28] No space" in train.changed(change, "undrawn", steps=2).stdout
 
 
