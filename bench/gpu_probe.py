@@ -103,7 +103,7 @@ def train_in_forks(config: Config, ranks: int, folder: Path, limit: float, enoug
     def work() -> int:
         os.environ.update(variables)
         import train
-        from parallel.engine import engine
+        from parallel import engine
 
         if os.environ.get("RANK", "0") == "0":
             note_norms(engine.Engine, path)
@@ -366,7 +366,7 @@ def copies_to_the_host(size: int, device_name: str) -> dict:
     """Seconds to copy `size` bytes to ordinary host memory: by the driver, and through a page-locked buffer."""
     import torch
 
-    from parallel.engine import engine
+    from parallel import engine
 
     torch.set_num_threads(host.cores())  # as the trainer has them
     source = torch.ones(size // 4, device=device_name)

@@ -8,7 +8,7 @@ import settings
 import train as trainer
 from conftest import TINY
 from hardware import cluster, device
-from parallel.engine import engine
+from parallel import engine
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_copy_through_staging_memory_is_whole_and_stays(shape, dtype):
 
 
 STAGED = """
-from parallel.engine import engine
+from parallel import engine
 buffer = torch.empty(256, dtype=torch.uint8)
 engine.Engine.staging = property(lambda engine: buffer, lambda engine, value: None)
 """

@@ -55,7 +55,7 @@ def test_parameters_are_those_of_the_model(architecture, n_kv_head, tied):
 def test_plan_needs_neither_torch_nor_data_and_leaves_nothing(tmp_path):
     began = time.perf_counter()
     done = run(str(ROOT / "config/gpt2_124m.toml"), "--plan", cwd=tmp_path, options=["-X", "importtime"])
-    assert re.search(r"\| +footprint$", done.stderr, re.MULTILINE) and not re.search(r"\| +torch", done.stderr)
+    assert re.search(r"\| +hardware.footprint$", done.stderr, re.MULTILINE) and not re.search(r"\| +torch", done.stderr)
     assert time.perf_counter() - began < 20
     verdict = done.stdout.splitlines()[0]
     assert re.fullmatch(r"gpt2_124m on 8 x H100, ddp, bfloat16: fits, \d+ min \d+ s, \$\d+", verdict), verdict

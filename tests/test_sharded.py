@@ -13,7 +13,8 @@ from common.errors import UserError
 from conftest import largest_difference
 from hardware import host
 from model import GPT, initialize
-from parallel.engine import Engine, engine, sharded
+from parallel import engine, sharded
+from parallel.engine import Engine
 from parallel.world import World, connect
 from planning import choices
 from test_same_run import POISONED
@@ -96,7 +97,7 @@ def test_every_matrix_is_orthogonalized_once_in_the_world(train, tmp_path, ranks
 
 # Rank 0 writes how many elements it has sent in each exchange of updated weights.
 SENT = """
-from parallel.engine import sharded
+from parallel import sharded
 import torch.distributed as dist
 sharded.GATHERED, sent = {gathered}, []
 def counted(received, mine, original=dist.all_gather):
@@ -271,7 +272,7 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
 
 # The third gradient of one rank is not finite although the sum over the ranks was.
 POISONED_RANK = """
-from parallel.engine import engine
+from parallel import engine
 seen, unscale = [], engine.unscale_gradients
 def poisoned(scaler, parameters):
     seen.append(1)

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 import settings
-import train as trainer
 from conftest import CHANGED, execute
 from hardware import device, host
-from parallel.engine import world
+from parallel import world
 from planning import choices, plan
 from test_train import wait_for
 
@@ -137,7 +136,7 @@ def test_ranks_that_share_cores_share_their_peak_rate(monkeypatch):
     cores, threads = host.cores(), torch.get_num_threads()
     for ranks, peak in ((1, 5.0), (4 * cores, 5.0 * cores / threads)):
         alone = world.World(0, ranks, 0, ranks, torch.device("cpu"))
-        assert trainer.peak_flops_of_all(alone, "float32") == pytest.approx(peak)
+        assert choices.peak_flops(alone, "float32") == pytest.approx(peak)
 
 
 @pytest.mark.parametrize(
