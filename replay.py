@@ -181,7 +181,7 @@ def open_before(
     ours = checkpoint.versions(world.device)
     if world.is_master and ours != era["versions"]:
         print(f"warning: the step was computed with {era['versions']}; here are {ours}", file=sys.stderr)
-    run = train.build(training, world, dataset, before, start, pretrained)
+    run = train.build(training, world, dataset, lookup.Start(before, start, pretrained))
     run.engine.warm_up(training.train.micro_batch_size, training.model.seq_len)
     return run
 

@@ -43,8 +43,9 @@ import data
 import optim
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Checkpoints, TrainState
+from checkpoints.lookup import Start
 from common import cli, files
-from common.errors import EX_TEMPFAIL, RunError, plural
+from common.errors import EX_TEMPFAIL, RunError
 from evaluate import evaluate
 from hardware.footprint import flops_per_token
 from model import initial_weights, without_values
@@ -77,15 +78,12 @@ class Run:
 
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
-    began, status = time.monotonic(), 1
-    world = join(config)
+    world, status = join(config), 1
     with world.naming_missing_ranks():
         run = prepare(config, world)
     try:
         with world.naming_missing_ranks():
             status = train(run)
-        if status == 0:
-            run.log.say(f"this took {duration(time.monotonic() - began)}; next: python {next_command(run)}")
     finally:
         run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is still worth finishing
         run.log.close(status)
@@ -127,7 +125,7 @@ def prepare(config: Config, world: World) -> Run:
 
     # Make it.
     began = time.monotonic()
-    run = build(config, world, dataset, start.state, start.checkpoint, start.pretrained)
+    run = build(config, world, dataset, start)
     if start.weights and run.state.step < config.train.steps:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
@@ -137,19 +135,18 @@ def prepare(config: Config, world: World) -> Run:
     return run
 
 
-def build(
-    config: Config, world: World, dataset: data.Mixture, state: TrainState, start: Path | None, pretrained: Path | None = None
-) -> Run:
-    """Make what an update needs. start: the checkpoint of `state`. pretrained: a model to start with. Neither: from scratch."""
-    module = without_values(config.model)  # and without memory, until each rank takes its part
-    if start or pretrained:
-        weights = huggingface.open_model(start or pretrained, config.model.seq_len)[1].items()
+def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> Run:
+    """Make what an update needs, with the weights and the state that it starts from."""
+    module, state = without_values(config.model), start.state  # without memory, too, until each rank takes its part
+    if start.weights:
+        weights = huggingface.open_model(start.weights, config.model.seq_len)[1].items()
     else:
         weights = initial_weights(module, config.run.seed)
     engine = Engine(module, config, world, weights)
     optimizers = engine.build_optimizers(config.optim)
-    if start:
-        engine.scatter(optimizers, checkpoint.open_optimizer(start, engine.parameters, state, config.optim.optimizer))
+    if start.checkpoint:
+        saved = checkpoint.open_optimizer(start.checkpoint, engine.parameters, state, config.optim.optimizer)
+        engine.scatter(optimizers, saved)
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
     return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)
@@ -178,8 +175,9 @@ def train(run: Run) -> int:
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
     steps, loss = config.train.steps, 0.0
     if state.step == steps and run.evaluated_at == steps:
-        check_finite(run, run.val_loss)
+        run.progress.check_finite(state, run.val_loss)
         log.say(f"{log.directory} is complete at step {steps}; --steps=N goes further")
+        run.progress.tell_next(run.dataset)
         return 0
     mine = world.share(config.micro_batches)
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
@@ -210,9 +208,9 @@ def train(run: Run) -> int:
     if config.log.wandb_artifact:
         facts = {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss}
         log.save_artifact(run.checkpoints.directory / "latest", facts)
-    check_finite(run, run.val_loss, loss)
-    best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
-    log.say(f"done: {plural(steps, 'step')}, {state.tokens:,} tokens{best}; {log.directory}")
+    run.progress.check_finite(state, run.val_loss, loss)
+    run.progress.done(state)
+    run.progress.tell_next(run.dataset)
     return 0
 
 
@@ -295,24 +293,6 @@ def give_up(run: Run) -> None:
         f"{run.progress.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); "
         f"{newest if run.checkpoints.saved_at else 'there is no checkpoint yet'}; lower --lr, or try --dtype=float32"
     )
-
-
-def check_finite(run: Run, *losses: float) -> None:
-    """Raise RunError unless the last losses of a complete run are finite."""
-    if not all(map(math.isfinite, losses)):
-        raise RunError(
-            f"{run.log.directory} ended at step {run.state.step} with a loss that is not finite: the weights are of no use; "
-            "start another run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
-        )
-
-
-def next_command(run: Run) -> str:
-    """What to do with a complete run: sample from it, if it has a tokenizer."""
-    directory, tokenizer = run.log.directory, run.dataset.tokenizer
-    if not tokenizer:
-        return f"evaluate.py {directory}"
-    starts = run.dataset.eot_token < run.config.model.vocab_size  # the model knows how a document starts
-    return f"sample.py {directory}" + ("" if starts else ' --prompt="..."')
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Log:
     """
 
     def __init__(self, directory: Path, is_master: bool):
-        self.directory, self.is_master = directory, is_master
+        self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
         self.bar = self.wandb = None
         self._text, self._metrics = Lines(), Lines()
         self._is_new = not (directory / "metrics.jsonl").exists()

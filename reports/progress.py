@@ -7,7 +7,7 @@ import time
 import torch
 
 import optim
-from common.errors import plural
+from common.errors import RunError, plural
 from hardware import device
 from reports import curves
 from reports.log import Log, duration
@@ -69,6 +69,26 @@ class Progress:
             with self.log.surviving("drawing curves.png"):
                 curves.draw([self.log.directory], self.log.directory / "curves.png")
             self.drawn_at = time.monotonic()
+
+    def check_finite(self, state, *losses: float) -> None:
+        """Raise RunError unless the last `losses` of a complete run are finite."""
+        if not all(map(math.isfinite, losses)):
+            raise RunError(
+                f"{self.log.directory} ended at step {state.step} with a loss that is not finite: the weights are of no use; "
+                "start another run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
+            )
+
+    def done(self, state) -> None:
+        """Say what a run has reached that is complete now."""
+        best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
+        self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {self.log.directory}")
+
+    def tell_next(self, dataset) -> None:
+        """Say what to do with a complete run: sample from it, if its `dataset` has a tokenizer."""
+        command = f"sample.py {self.log.directory}" if dataset.tokenizer else f"evaluate.py {self.log.directory}"
+        if dataset.tokenizer and dataset.eot_token >= self.config.model.vocab_size:  # no start of a document is known
+            command += ' --prompt="..."'
+        self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")
 
 
 class Meter:

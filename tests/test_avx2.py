@@ -17,6 +17,7 @@ import json, sys, time
 import data, settings, train
 from planning import choices
 from checkpoints.checkpoint import TrainState
+from checkpoints.lookup import Start
 
 seconds = {}
 for optimizer in ("adamw", "muon"):
@@ -24,7 +25,7 @@ for optimizer in ("adamw", "muon"):
     world = train.join(config)
     dataset = data.open_mixture(config.data.tokens)
     config = choices.resolve(config, dataset.vocab_size, world, None, {})
-    run = train.build(config, world, dataset, TrainState(), None)
+    run = train.build(config, world, dataset, Start(TrainState()))
     ahead = data.Prefetcher(run.batches, [(step, 0) for step in range(4)], world.device)
     for step in range(4):
         began = time.process_time()

@@ -6,6 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import settings
 import train as trainer
+from checkpoints.checkpoint import TrainState
+from checkpoints.lookup import Start
 from conftest import TINY
 from hardware import cluster, device
 from parallel import engine
@@ -93,7 +95,7 @@ def test_an_update_computes_its_loss_before_it_waits_for_the_norm_and_then_waits
     world = trainer.join(config)
     dataset = trainer.data.open_mixture(str(tokens))
     config = trainer.choices.resolve(config, dataset.vocab_size, world, None, {})
-    run = trainer.build(config, world, dataset, trainer.TrainState(), None)
+    run = trainer.build(config, world, dataset, Start(TrainState()))
     prefetcher = trainer.data.Prefetcher(run.batches, [(0, m) for m in range(config.micro_batches)], world.device)
     with Operations() as operations:
         loss, norm = trainer.update(run, prefetcher)
