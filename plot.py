@@ -1,6 +1,7 @@
 """Draw the curves of one or several runs: loss, learning rate, gradient norm and throughput.
 
-`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two.
+`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two, also in a table, the lowest validation loss first.
+`python plot.py runs/* --csv=metrics.csv` writes their metrics for a spreadsheet.
 """
 
 import os
@@ -18,9 +19,9 @@ from typing import Literal
 
 import tyro
 
-from common import cli, errors
+from common import cli, errors, files
 from common.errors import UserError
-from reports import curves
+from reports import compare, curves
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class PlotConfig:
     x: Literal["auto", "step", "tokens", "time"] = "auto"
     """What the curves are drawn over. time: that of the updates alone, without evaluations, saves and pauses.
     auto: tokens if the runs have different global batches, else steps."""
+    csv: str = ""
+    """Also write every record of metrics.jsonl to this file, as comma-separated values."""
 
 
 def main() -> None:
@@ -41,7 +44,11 @@ def main() -> None:
         if not config.runs:
             raise UserError(f"name at least one run: {cli.run_example()}")
         runs = [Path(run) for run in config.runs]
-        curves.draw(runs, Path(config.out), config.x)
+        if config.csv:
+            files.publish_text(Path(config.csv), compare.as_csv(runs))
+        curves.draw(runs, Path(config.out), config.x, compare.labels(runs))
+        if len(runs) > 1:
+            print("\n".join(compare.table(runs)))
         print(config.out)
 
 

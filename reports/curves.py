@@ -15,6 +15,7 @@ from reports.log import LONGEST_LINE, Record, duration, read_records
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
 DECADES = 30  # a gradient norm whose largest value is this many times its smallest is drawn on a logarithmic axis
+DASH = 5  # of lines that lie on one another, in widths of the line
 LABEL_GAP = 0.075  # between the validation values written at the lines, as a fraction of the axis
 MARKS = {
     "continued": dict(linestyle="", marker="^", markersize=5),
@@ -131,8 +132,10 @@ def short(value: float, _position=None) -> str:
     return f"{value:g}"
 
 
-def draw(runs: list[Path], out: Path, x: str = "auto") -> None:
+def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None = None) -> None:
     """Draw the curves of `runs` in four panels, one colour for each run, and publish the picture as `out`.
+
+    labels: what to call each run (None: by its name).
 
     Raises UserError for a run without metrics, and for a file that cannot be written.
     """
@@ -161,7 +164,7 @@ def draw(runs: list[Path], out: Path, x: str = "auto") -> None:
         axis.set_xlabel(x if x != "time" else "time of the updates", color="0.3")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short if x != "time" else lambda seconds, _position: duration(seconds))
-    name_runs(figure, drawn, [str(run) for run in runs])
+    name_runs(figure, drawn, labels or [run.name for run in curves], [str(run) for run in runs])
     save(figure, Path(out))
 
 
@@ -170,12 +173,14 @@ def draw_panel(axis, drawn: list[tuple], key: str, title: str, x: str) -> None:
 
     Marks at the bottom show where a run was continued and where updates were left out.
     """
-    for run, color in drawn:
-        places, y = run.points(key, x)
+    lines = [run.points(key, x) for run, _ in drawn]
+    for i, ((run, color), (places, y)) in enumerate(zip(drawn, lines, strict=True)):
+        same, before = lines.count((places, y)), lines[:i].count((places, y))
+        dashes = (DASH * before, (DASH, DASH * (same - 1))) if same > 1 else "-"  # equal lines take turns
         if key != "lr":
             axis.plot(places, y, color=color, linewidth=0.8, alpha=0.3)
             y = smooth(y)
-        axis.plot(places, y, color=color, linewidth=1.7, marker="o" if len(y) == 1 else None)
+        axis.plot(places, y, color=color, linewidth=1.7, linestyle=dashes, marker="o" if len(y) == 1 else None)
         for mark, steps in zip(MARKS.values(), (run.restarts, run.skipped()), strict=True):
             if steps:
                 bottom = axis.get_xaxis_transform()
@@ -222,17 +227,18 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     axis.legend(handles=handles, frameon=False, fontsize=9.5, handlelength=1, handletextpad=0.5, columnspacing=1, **place)
 
 
-def name_runs(figure, drawn: list[tuple], paths: list[str]) -> None:
+def name_runs(figure, drawn: list[tuple], names: list[str], paths: list[str]) -> None:
     """Write the run's name as the title, or a legend for several runs: their names, or their paths if names repeat."""
     from matplotlib.lines import Line2D
 
-    names = [run.name for run, _ in drawn]
-    names = names if len(set(names)) == len(names) else paths
+    if len(set(names)) < len(names):
+        names = paths
     if len(names) == 1:
         figure.suptitle(names[0], fontsize=14)
         return
+    columns = max(1, 80 // (max(map(len, names)) + 5))
     lines = [Line2D([], [], color=color, linewidth=3, label=name) for name, (_, color) in zip(names, drawn, strict=True)]
-    figure.legend(handles=lines, loc="outside upper center", ncols=min(4, len(lines)), frameon=False, fontsize=12)
+    figure.legend(handles=lines, loc="outside upper center", ncols=min(len(lines), columns), frameon=False, fontsize=12)
 
 
 def save(figure, out: Path) -> None:

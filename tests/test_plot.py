@@ -1,5 +1,6 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
+import csv
 import json
 import os
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 from matplotlib.text import Text
 
+import machine
 from common.errors import UserError
 from conftest import execute
-from reports import curves
+from reports import compare, curves
 
 
 def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "") -> Path:
@@ -181,3 +183,21 @@ def test_smoothing_neither_lags_nor_follows_a_spike():
 def test_labels_are_spread_in_order():
     assert curves.spread([3.0, 1.0, 1.1], 0.5) == [3.0, 1.0, 1.5]
     assert curves.spread([], 0.5) == []
+
+
+def test_runs_are_told_apart_by_the_settings_that_were_chosen_differently(train, tmp_path):
+    for name, flags in (("a", dict(lr=1e-2)), ("b", dict(lr=1e-3)), ("c", dict(lr=1e-3, n_embd=16))):
+        train(name, **flags)
+    runs = [train.runs / name for name in "abc"]
+    assert compare.labels(runs) == ["n_embd=32 lr=0.01", "n_embd=32 lr=0.001", "n_embd=16 lr=0.001"]
+    assert compare.labels([runs[0], runs[0]]) == [str(runs[0])] * 2 and compare.labels(runs[:1]) == ["a"]
+    out = execute([sys.executable, "plot.py", *runs, f"--out={tmp_path}/a.png", f"--csv={tmp_path}/a.csv"]).stdout.splitlines()
+    assert out[0].split() == ["run", "n_embd", "lr", "steps", "tokens", "time", "val_loss", "val_bpb"]
+    lowest = [min(r["val_loss"] for r in machine.metrics(run) if "val_loss" in r) for run in runs]
+    order = sorted(range(3), key=lowest.__getitem__)
+    assert [line.split()[0] for line in out[1:4]] == [str(runs[i]) for i in order]
+    assert [float(line.split()[-2]) for line in out[1:4]] == [round(lowest[i], 4) for i in order]
+    rows = list(csv.DictReader((tmp_path / "a.csv").open()))
+    assert [row["loss"] for row in rows if row["run"] == str(runs[0]) and row["loss"]] == [
+        str(r["loss"]) for r in machine.metrics(runs[0]) if "loss" in r
+    ]
