@@ -213,6 +213,8 @@ class CheckpointConfig:
 class LogConfig:
     log_every: int = 10
     """Steps between lines of metrics.jsonl and of the console."""
+    tensorboard: bool = False
+    """Also write the metrics to the run's directory as TensorBoard reads them."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
     wandb_group: str = ""

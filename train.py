@@ -167,7 +167,7 @@ def open_files(run: Run, continues: bool) -> None:
     if state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config))
     facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-    state.wandb_run_id = log.start_wandb(config, state.wandb_run_id if continues else "", facts)
+    state.wandb_run_id = log.start_boards(config, state.step, state.wandb_run_id if continues else "", facts)
 
 
 def train(run: Run) -> int:

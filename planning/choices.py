@@ -102,7 +102,9 @@ def check_peak(config: Config, world: World) -> None:
 
 def check_saving(config: Config) -> None:
     """Raise UserError if what a run leaves could not be written: a package is missing, or the disk too small."""
-    packages = {"matplotlib": "curves.png"} | ({"wandb": f"--wandb={config.log.wandb}"} if config.log.wandb != "off" else {})
+    packages = {"matplotlib": "curves.png"}
+    packages |= {"wandb": f"--wandb={config.log.wandb}"} if config.log.wandb != "off" else {}
+    packages |= {"tensorboard": "--tensorboard=true"} if config.log.tensorboard else {}
     for package, purpose in packages.items():
         if find_spec(package) is None:
             raise UserError(f"{purpose} needs {package}, which is not installed; try: pip install {package}")

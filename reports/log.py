@@ -55,7 +55,7 @@ class Log:
 
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
-        self.bar = self.wandb = None
+        self.bar = self.board = self.wandb = None
         self._text, self._metrics = Lines(), Lines()
         self._is_new = not (directory / "metrics.jsonl").exists()
         self._lock = lock(directory) if is_master and os.path.lexists(directory / ".lock") else None
@@ -134,11 +134,16 @@ class Log:
             reason = str(error).rstrip(".")
         raise UserError(f"--wandb=online: {reason}; --wandb=offline needs no account")
 
-    def start_wandb(self, config: Config, run_id: str, more: dict) -> str:
-        """Start wandb if it is on, and continue its run `run_id` if there is one. Returns the id of the run.
+    def start_boards(self, config: Config, step: int, run_id: str, more: dict) -> str:
+        """Start TensorBoard's files and wandb's run, where they are on. Returns the id of the latter.
 
-        Its config has all settings and `more`.
+        wandb continues its run `run_id` if there is one. Its config has all settings and `more`. TensorBoard forgets what it
+        has of steps after `step`: those that a killed run did not save.
         """
+        if self.is_master and config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1)
         if not self.is_master or config.log.wandb == "off":
             return run_id
         import wandb
@@ -186,6 +191,12 @@ class Log:
                     run, self.wandb = self.wandb, None
                     run.log(record)
                     self.wandb = run
+            with self.surviving("tensorboard"):
+                if self.board is not None:
+                    board, self.board = self.board, None
+                    for name in record.keys() - {"step", "time"}:
+                        board.add_scalar(name, record[name], record["step"], record["time"])
+                    self.board = board
 
     def save_artifact(self, checkpoint: Path, metadata: dict) -> None:
         """Give a checkpoint to wandb, if wandb is on, as the next version of the run's model."""
@@ -206,6 +217,9 @@ class Log:
             with suppress(OSError):
                 self.bar.close()
             self.bar = None
+        if self.board is not None:
+            with self.surviving("tensorboard"):
+                self.board.close()
         if self.wandb is not None:
             seconds = FINISH_SECONDS[status == 1]
             with self.surviving(f"what wandb has not sent in {seconds} s"):

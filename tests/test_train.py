@@ -480,12 +480,12 @@ def test_lines_that_a_full_disk_does_not_take_wait_and_the_run_goes_on(train):
 BROKEN_WANDB = """
 import types
 from reports import log
-def start(self, config, run_id, more):
+def start(self, config, step, run_id, more):
     def fail(*a, **k):
         raise RuntimeError("wandb is gone")
     self.wandb = types.SimpleNamespace(log=fail, finish=fail, id="x") if self.is_master else None
     return "x"
-log.Log.start_wandb = start
+log.Log.start_boards = start
 """
 
 
@@ -611,3 +611,16 @@ def test_flags_and_defaults_cover_the_contract():
         "wandb_artifact",
     ]:
         assert name in flags
+
+
+def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    kill = "original = train.update\ntrain.update = lambda run, *more: (run.state.step == 13 and os.kill(os.getpid(), 9), "
+    train.changed(kill + "original(run, *more))[1]", "board", status=-9, tensorboard=True)
+    train("board", tensorboard=True)
+    board = EventAccumulator(str(train.runs / "board/tensorboard"), size_guidance={"scalars": 0}).Reload()
+    records = train.metrics("board")
+    for name in ("loss", "val_loss", "lr"):
+        wanted = [(r["step"], pytest.approx(r[name])) for r in records if name in r]
+        assert [(event.step, event.value) for event in board.Scalars(name)] == wanted
