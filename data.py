@@ -57,6 +57,14 @@ class Mixture:
         """The end-of-text token."""
         return self.datasets[0].eot_token
 
+    def document_token(self, attend: str) -> int | None:
+        """The token that starts a document, if tokens are to attend within documents. Raises UserError without such a token."""
+        if attend == "window":
+            return None
+        if self.eot_token >= self.vocab_size:
+            raise UserError(f"--attend=document: {self} has no end-of-text tokens, which start documents; use --attend=window")
+        return self.eot_token
+
     @property
     def tokenizer(self) -> Path | None:
         """The tokenizer.json, if one of the datasets has it."""

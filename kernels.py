@@ -3,6 +3,7 @@
 Autograd would read and write memory more often than these need. Each one is tested against the plain formula.
 """
 
+import functools
 import importlib.util
 import math
 
@@ -10,22 +11,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from hardware.footprint import SHORT, rows_at_a_time
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, within: "Tensor | BlockMask | None" = None) -> Tensor:
     """Causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]. Returns [B, H, T, D].
 
     The T queries belong to the last T of the S tokens, so each of them sees S - T earlier tokens, and itself, and no later one.
-    Dropout acts on the attention weights.
+    Dropout acts on the attention weights. within: what `within_documents` returns, where T = S.
     """
-    T, S = q.shape[2], k.shape[2]
+    T, S, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
+    if isinstance(within, BlockMask):
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        return flex(q, k, v, block_mask=within, enable_gqa=grouped)
     if q.device.type == "cpu" and q.dtype is torch.bfloat16 and T == S <= SHORT:
-        return short_attention(q, k, v, dropout_p)
+        return short_attention(q, k, v, dropout_p, within)
+    if within is not None:
+        return F.scaled_dot_product_attention(q, k, v, within, dropout_p, enable_gqa=grouped)
     mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
+
+
+def within_documents(starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":
+    """What keeps `attention` within documents. starts: for each token [B, T] the place in its window where its document starts.
+
+    On CUDA it is FlexAttention's mask (Dong et al. 2024), which computes no block between documents. Elsewhere, and with
+    dropout, which FlexAttention does not have, it is what to add to the scores: 0 or -inf, [B, 1, T, T] in `dtype`.
+    """
+    B, T = starts.shape
+    if starts.device.type == "cuda" and not dropout_p:
+
+        def seen(b, h, query, key):
+            return (key <= query) & (key >= starts[b, query])
+
+        return create_block_mask(seen, B, None, T, T, device=starts.device)
+    places = torch.arange(T, device=starts.device)
+    seen = (places <= places[:, None]) & (places >= starts[:, :, None])  # [B, T queries, T keys]
+    return torch.where(seen, 0.0, float("-inf")).to(dtype)[:, None]
+
+
+@functools.cache
+def compiled_flex_attention():
+    """FlexAttention for code that is not compiled. Eager, it would keep all scores."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
@@ -55,7 +85,7 @@ def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
     return kernels.get(backward, "matrix products and softmax") + problem
 
 
-def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, within: Tensor | None = None) -> Tensor:
     """`attention` for S = T up to SHORT, as two matrix products and a softmax, with the [T, T] weights in memory.
 
     For bfloat16 on a CPU, PyTorch's flash attention takes two to four times as long, because its backward pass does not use
@@ -64,7 +94,9 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor
     B, H, T, D = q.shape
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] != H else x for x in (k, v))
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
-    if torch.compiler.is_compiling():  # the compiler fuses scale, mask and softmax into one pass over memory
+    if within is not None:
+        scores = (torch.bmm(q, k.transpose(1, 2)) * D**-0.5).unflatten(0, (B, H)).add(within).flatten(0, 1)
+    elif torch.compiler.is_compiling():  # the compiler fuses scale, mask and softmax into one pass over memory
         scores = torch.bmm(q, k.transpose(1, 2)) * D**-0.5 + mask_table(T, q.dtype, q.device)
     else:
         scores = torch.baddbmm(causal_mask(T, q.dtype, q.device).expand(B * H, T, T), q, k.transpose(1, 2), alpha=D**-0.5)

@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kernels import (
+    BlockMask,
     attention,
     choose_attention_kernel,
+    compute_dtype,
     cross_entropy_part,
     gelu,
     linear_cross_entropy,
     norm_and_rotate,
     rms_norm,
     rotate,
+    within_documents,
 )
 from settings import ModelConfig
 
@@ -44,27 +47,41 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = norm_layer(config)
         self.cross_entropy_part = None  # `compile_blocks` sets it
+        self.document_token: int | None = None  # with which a document starts, if a token sees only its own document
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
         """`tokens` [B, T] int64. Returns logits [B, T, V], or with `targets` [B, T] the mean cross-entropy, a float32 scalar.
 
-        With `cache` (`new_cache`) the tokens continue those it holds. It must have room for T more.
+        With `cache` (`new_cache`) the tokens continue those it holds. It must have room for T more. They are then one
+        document, whatever `document_token` is.
         """
         start = cache[0].length if cache else 0  # position of the first token
         end = start + tokens.shape[1]
         x = self.embed(tokens)  # [B, T, C]
+        places, within = slice(start, end), None
+        if self.document_token is not None and cache is None:
+            places, within = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            x = x + self.positions.weight[start:end]
+            x = x + self.positions.weight[places]
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, cache[i] if cache else None)
+            x = block(x, rope, cache[i] if cache else None, within)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight  # [V, C]
         if targets is None:
             return F.linear(x, weight)
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.cross_entropy_part)
+
+    def find_documents(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, "Tensor | BlockMask"]:
+        """For `tokens` [B, T] the place of each in its document, [B, T], and what keeps attention within documents.
+
+        Rotary positions need no such places: they tell attention how far two tokens are apart, which is the same.
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        starts = torch.where(tokens == self.document_token, places, 0).cummax(1).values
+        return places - starts, within_documents(starts, dtype, self.config.dropout if self.training else 0.0)
 
     def parameter_count(self) -> int:
         """Number of weights. Tied embeddings count once."""
@@ -97,9 +114,12 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
-        """`x` [B, T, C] to [B, T, C]; `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions."""
-        x = x + self.dropout(self.attn(self.norm1(x), rope, cache))
+    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", within: "Tensor | BlockMask | None") -> Tensor:
+        """`x` [B, T, C] to [B, T, C]; `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
+
+        within: see `kernels.attention`.
+        """
+        x = x + self.dropout(self.attn(self.norm1(x), rope, cache, within))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -118,7 +138,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
 
-    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", within: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # [B, T, H or n_kv_head, D]
@@ -130,7 +150,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or n_kv_head, T, D]
         if cache is not None:
             k, v = cache.append(k, v)  # of the earlier tokens too
-        y = attention(q, k, v, self.dropout if self.training else 0.0)  # [B, H, T, D]
+        y = attention(q, k, v, self.dropout if self.training else 0.0, within)  # [B, H, T, D]
         return self.o(y.transpose(1, 2).flatten(2))
 
 

@@ -73,6 +73,8 @@ class DataConfig:
     """Order of the windows of an epoch."""
     skip_steps: str = ""
     """Batches to leave out, named by the steps that would have seen them, as in 812-815,990. A run may add steps to come."""
+    attend: Literal["window", "document"] = "window"
+    """Which tokens of its window a token sees: all earlier ones, or only those of its own document."""
     prepare_command: str = ""
     """The command that makes the dataset. It is printed where the dataset is missing."""
 

@@ -138,6 +138,7 @@ def prepare(config: Config, world: World) -> Run:
 def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> Run:
     """Make what an update needs, with the weights and the state that it starts from."""
     module, state = without_values(config.model), start.state  # without memory, too, until each rank takes its part
+    module.document_token = dataset.document_token(config.data.attend)
     if start.weights:
         weights = huggingface.open_model(start.weights, config.model.seq_len)[1].items()
     else:

@@ -16,7 +16,7 @@ from parallel.world import World
 from settings import Config, ModelConfig
 
 # Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
-FIXED = [*cli.flat_fields(ModelConfig), "order", "seed", "tokens_per_update", "optimizer"]
+FIXED = [*cli.flat_fields(ModelConfig), "order", "attend", "seed", "tokens_per_update", "optimizer"]
 
 
 def find(name: str) -> tuple[Path, list[str]]:

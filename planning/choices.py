@@ -153,6 +153,7 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     total, hardware = host.memory_bytes(), f"{world.device.type} ({plural(cores(), 'core')})"
     if world.device.type == "cuda":
         total, hardware = torch.cuda.mem_get_info(world.device)[1], torch.cuda.get_device_name(world.device)
+    within = ", within documents" if config.data.attend == "document" else ""
     compiled = "compiled" if train.compile == "on" else "not compiled"
     kernel = attention_kernel(model, device.DTYPES[train.dtype], world.device)
     memory = sum(footprint.of_rank(config, world.size, world.device.type).values())
@@ -170,7 +171,7 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         f"batch   {train.tokens_per_update:,} tokens = {plural(config.micro_batches, 'micro-batch')} of "
         f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
         f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
-        f"device  {hardware}, {train.dtype}, {compiled}, attention by {kernel}",
+        f"device  {hardware}, {train.dtype}, {compiled}, attention by {kernel}{within}",
         f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for the tensors of a rank",
         f"peak    {peak_flops / 1e12:.3g} TFLOP/s of all ranks, {source}",
     ]
