@@ -11,6 +11,8 @@ import pytest
 
 from conftest import ROOT, environment
 
+FOLDERS = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")]
 SBATCH = ("--nodes", "--gpus-per-node")  # flags of sbatch itself
 SHORT = [
     "--steps=2",
@@ -87,6 +89,10 @@ def test_the_readme_begins_with_its_two_commands():
     assert list(commands())[:2] == ["make train", "make test"]
 
 
+def test_the_readme_is_read_in_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
 def test_the_weights_shown_are_those_of_the_picture():
     shown = re.findall(r"^([0-9a-f]{64})  exact-(\w+)/", (ROOT / "README.md").read_text(), re.M)
     runs = json.loads((ROOT / "bench/results/same_run.json").read_text())["runs"]
@@ -95,9 +101,17 @@ def test_the_weights_shown_are_those_of_the_picture():
 
 
 def test_every_link_of_the_documents_leads_to_a_file():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")]:
+    for page in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
         for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text()):
             assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_file_that_the_documents_name_is_there():
+    folders = "|".join([*FOLDERS, "bench", "tests", "tools", "launch"])
+    named = re.compile(rf"(?<![\w./-])(?:{folders})/[\w/]+\.(?:py|md|json|png|sbatch)\b")
+    for page in DOCUMENTS:
+        missing = [path for path in named.findall(page.read_text()) if not (ROOT / path).exists()]
+        assert not set(missing) - {"bench/results/NAME.json"}, page.name
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=lambda command: command[:90])
