@@ -9,7 +9,6 @@ import ast
 import json
 import shutil
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,12 +44,16 @@ def main(config: DocumentsConfig) -> None:
             machine.timed(prepare, machine.ROOT)
             shape = json.loads((tokens / "dataset.json").read_text())["shards"]
             each = sum(s["tokens"] for s in shape) / sum(s["documents"] for s in shape)
-            flags = dict(tokens=tokens, seq_len=256, steps=config.steps, tokens_per_update=config.tokens_per_update, eval_every=0)
+            flags = dict(
+                tokens=tokens, seq_len=256, steps=config.steps, tokens_per_update=config.tokens_per_update, eval_every=0
+            )
             records = {a: train(folder, f"{text}-{a}", attend=a, **flags) for a in ATTENDS}
             losses[text] = {a: found[-1]["val_loss"] for a, found in records.items()} | {"tokens per document": round(each, 1)}
             print(f"{text}: {losses[text]}", flush=True)
         for seq_len in config.seq_lens:
-            flags = dict(tokens=folder / "functions", seq_len=seq_len, steps=12, tokens_per_update=8192, eval_every=0, log_every=1)
+            flags = dict(
+                tokens=folder / "functions", seq_len=seq_len, steps=12, tokens_per_update=8192, eval_every=0, log_every=1
+            )
             flags |= dict(eval_tokens=seq_len, micro_batch_size=max(1, 4096 // seq_len))
 
             def update(attend: str, flags=flags) -> float:
@@ -89,7 +92,9 @@ def train(folder: Path, name: str, **flags) -> list[dict]:
     """Train from the beginning. Returns the run's records."""
     shutil.rmtree(folder / name, ignore_errors=True)
     preset = str(machine.ROOT / "config/laptop.toml")
-    machine.timed(machine.arguments(machine.ROOT / "train.py", preset, **MODEL, **flags, out_dir=folder, name=name), machine.ROOT)
+    machine.timed(
+        machine.arguments(machine.ROOT / "train.py", preset, **MODEL, **flags, out_dir=folder, name=name), machine.ROOT
+    )
     return machine.metrics(folder / name)
 
 

@@ -167,7 +167,9 @@ def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))
     if state.step >= config.train.steps:
         return []
-    silent = {"name", "out_dir", "resume", "tokens", "prepare_command", "threads"}
+    silent = {"name", "out_dir", "resume", "tokens", "prepare_command"}
+    if config.parallel.strategy == "exact":  # whose bits do not depend on it
+        silent.add("threads")
     lines = [
         f"changed: {name} {str(before[name]) or 'none'} -> {str(now[name]) or 'none'}" for name in changed if name not in silent
     ]

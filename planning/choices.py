@@ -25,7 +25,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     """`config` with every choice made that it left open.
 
     pretrained: the model directory that gives the architecture, if the settings do not. previous: the settings of the run so
-    far, which keeps its precision, micro-batches and warmup. All ranks must call it. Raises UserError where something does not
+    far, which keeps its precision, compiling, micro-batches and warmup. All ranks must call it. Raises UserError where something does not
     fit.
     """
     model, train = config.model, config.train
@@ -42,7 +42,9 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
         warmup = min(previous["warmup_steps"], settings.resolve_schedule(optim, train.steps).warmup_steps)
         optim = dataclasses.replace(optim, warmup_steps=warmup)
     run_flops = footprint.flops_per_token(model) * train.steps * train.tokens_per_update
-    compiles = world.all_gather(device.choose_compile(train.compile, world.device, precision["dtype"], run_flops))
+    kept = previous.get("compile", "auto") if previous.get("device") == world.device.type else "auto"
+    wanted = kept if train.compile == "auto" else train.compile  # a longer run does not begin to compile: bits depend on it
+    compiles = world.all_gather(device.choose_compile(wanted, world.device, precision["dtype"], run_flops))
     train = dataclasses.replace(
         train,
         device=world.device.type,

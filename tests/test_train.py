@@ -624,3 +624,11 @@ def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
     for name in ("loss", "val_loss", "lr"):
         wanted = [(r["step"], pytest.approx(r[name])) for r in records if name in r]
         assert [(event.step, event.value) for event in board.Scalars(name)] == wanted
+
+
+def test_a_run_that_goes_on_compiles_as_before_and_tells_of_other_threads(train):
+    train("run", compile="auto", threads=1, steps=5)
+    change = "from hardware import device\ndevice.compiling_pays = lambda *_: True"
+    said = train.changed(change, "run", compile="auto", threads=2, steps=10).stdout
+    assert "changed: threads 1 -> 2" in said and "not compiled" in said
+    assert settings.read_preset(train.runs / "run/config.toml").train.compile == "off"
