@@ -17,7 +17,8 @@ import machine  # puts the project's folder on the path
 # isort: split
 from dataset.sources import embedded_corpus
 
-MODEL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=192, optimizer="muon", lr=7e-3, compile="off", save_every=0)
+MODEL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=192, optimizer="muon", lr=7e-3)
+MODEL |= dict(compile="off", save_every=0, eval_every=0)
 ATTENDS = ("window", "document")
 
 
@@ -91,10 +92,8 @@ def write_functions(path: Path) -> str:
 def train(folder: Path, name: str, **flags) -> list[dict]:
     """Train from the beginning. Returns the run's records."""
     shutil.rmtree(folder / name, ignore_errors=True)
-    preset = str(machine.ROOT / "config/laptop.toml")
-    machine.timed(
-        machine.arguments(machine.ROOT / "train.py", preset, **MODEL, **flags, out_dir=folder, name=name), machine.ROOT
-    )
+    command = machine.arguments(machine.ROOT / "train.py", **MODEL, **flags, out_dir=folder, name=name)
+    machine.timed(command, machine.ROOT)
     return machine.metrics(folder / name)
 
 

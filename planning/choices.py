@@ -25,8 +25,8 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     """`config` with every choice made that it left open.
 
     pretrained: the model directory that gives the architecture, if the settings do not. previous: the settings of the run so
-    far, which keeps its precision, compiling, micro-batches and warmup. All ranks must call it. Raises UserError where something does not
-    fit.
+    far. The run keeps its precision, its micro-batches, its warmup, and whether it compiles. All ranks must call it. Raises
+    UserError where something does not fit.
     """
     model, train = config.model, config.train
     if pretrained:
