@@ -20,16 +20,18 @@ if __name__ == "__main__":
 import settings
 from common import errors
 from hardware import host
+from planning import rules
 
 if __name__ == "__main__":  # --help, --plan and bad flags are answered before torch, which takes seconds, is imported
     with errors.user_errors():
         COMMAND = settings.load_command(sys.argv[1:], __doc__)
+        rules.check_command(COMMAND)
         if COMMAND.plan.plan:
             from planning import plan
 
             plan.main(COMMAND.config, COMMAND.plan)
             raise SystemExit(0)
-    os.environ.setdefault("GOMP_SPINCOUNT", str(host.spin_count()))  # read when torch is imported
+    host.prepare_torch()
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What a process may use of the machine that it runs on. Nothing slow is imported here."""
+"""What a process may use of the machine that it runs on, and what torch is told of it. Nothing slow is imported here."""
 
 import os
 import time
@@ -12,11 +12,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def prepare_torch() -> None:
+    """Set the variables of the environment that torch reads when it is imported, unless the user has set them.
+
+    Expandable segments keep CUDA's allocator from losing memory to fragmentation. torch reads their variable under three
+    names, and which one wins depends on its version: a user's setting under any of them stands alone.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def spin_count() -> int:
-    """How often a thread of GNU OpenMP should look for work before it sleeps: less often if other programs compute here, too.
+    """How often a thread of GNU OpenMP should look for work before it sleeps: 10,000 times, or 1,000 beside other programs.
 
     A small model waits often and briefly, and waking a thread takes as long as one of its products (bench/LOG.md). But a
-    thread that looks for work takes a core from others.
+    thread that looks for work takes a core from other programs.
     """
     running, stat = [], Path("/proc/stat")
     for _ in range(5 if stat.exists() else 0):  # a program that computes is running every time

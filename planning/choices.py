@@ -18,6 +18,7 @@ from hardware import device, footprint, host
 from hardware.host import cores
 from model import attention_kernel
 from parallel.world import World
+from planning import rules
 from settings import Config, ModelConfig, ParallelConfig
 
 
@@ -54,7 +55,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     config = dataclasses.replace(config, model=model, train=train, optim=settings.resolve_schedule(optim, train.steps))
     config = settings.replace(config, **precision)
     config = settings.replace(config, micro_batch_size=fit_micro_batch(config, previous.get("micro_batch_size"), world))
-    settings.check(config, world.size)
+    rules.check(config, world.size)
     check_peak(config, world)
     check_saving(config)
     return config
@@ -133,8 +134,8 @@ def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
     if isinstance(previous, int) and sequences % (previous * (1 if exact else world.size)) == 0:
         return previous
     budget = footprint.CPU_BYTES
-    if world.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(world.device)
+    if world.device.type != "cpu":
+        free, total = device.memory(world.device)
         budget = footprint.USABLE * min(world.all_gather(total >> 32 << 32 if exact else free))
     return footprint.largest_micro_batch(config, world.size, world.device.type, budget)
 
