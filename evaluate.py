@@ -1,4 +1,4 @@
-"""Validation loss: `python evaluate.py runs/NAME`, and the function that training calls. With `--tasks`, lm-eval's results."""
+"""Validation loss: `python evaluate.py runs/NAME`, and the function that training calls."""
 
 import os
 import sys
@@ -9,9 +9,7 @@ if __name__ == "__main__":
 
     errors.begin()
 
-import json
 import math
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ import settings
 from checkpoints import checkpoint, huggingface, lookup
 from common import cli, errors
 from common.errors import UserError
+from common.records import Count
 from dataset.tokens import Stream
 from hardware import device
 from parallel.world import World, connect
@@ -44,7 +43,7 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
     mine = world.share(len(groups))
     for turn in range(math.ceil(len(groups) / world.size)):
         at = mine[turn] if turn < len(mine) else 0
-        batch = torch.from_numpy(stream.read_windows(groups[at].numpy(), seq_len)).to(world.device)
+        batch = device.send(torch.from_numpy(stream.read_windows(groups[at].numpy(), seq_len)), world.device)
         with autocast():
             loss = model(batch[:, :-1], batch[:, 1:])
         if turn < len(mine):
@@ -59,36 +58,24 @@ def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
     return min(total, math.ceil(tokens / seq_len)) if tokens else total
 
 
-RANGES = [("eval_tokens seq_len micro_batch_size", "at least 0 and at most 10^12", lambda x: 0 <= x <= 10**12)]
-
-
 @dataclass(frozen=True)
 class EvaluateConfig:
     run: tyro.conf.Positional[str]
     """A run directory (its newest checkpoint), or a checkpoint or Hugging Face model directory."""
     tokens: str = ""
     """Dataset directory, or a mixture of them (empty: what the run was trained on)."""
-    eval_tokens: int = 0
+    eval_tokens: Count = 0
     """Validation tokens of each dataset (0: the whole split)."""
-    seq_len: int = 0
+    seq_len: Count = 0
     """Context length of the windows (0: the model's)."""
-    micro_batch_size: int = 0
+    micro_batch_size: Count = 0
     """Windows at a time (0: about 8192 tokens)."""
-    tasks: str = ""
-    """Instead of the loss, tasks of lm-eval (EleutherAI's harness): names and YAML files, as in hellaswag,my_task.yaml.
-    lm-eval runs the code that a task file names."""
-    task_data: str = ""
-    """A file of JSON lines to take as the data of a single task by name (empty: what the task names, mostly a download)."""
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
 def main(config: EvaluateConfig) -> None:
-    """Print the validation loss of a model on a dataset, or its results in tasks. Raises UserError."""
-    errors.refuse(settings.number_problems(config, RANGES))
-    if config.tasks or config.task_data:
-        with tempfile.TemporaryDirectory() as folder:
-            return run_tasks(config, Path(folder))
+    """Print the validation loss of a model on a dataset. Raises UserError."""
     directory, model = lookup.load_model(config.run)
     mixture = data.open_mixture(config.tokens or trained_on(directory), model.config.vocab_size)
     if mixture.vocab_size > model.config.vocab_size:
@@ -111,49 +98,6 @@ def main(config: EvaluateConfig) -> None:
     if len(losses) > 1:
         print(f"{directory} on {mixture}")
         print(describe(*list(mixture.validation(losses).values())[:2]))
-
-
-def run_tasks(config: EvaluateConfig, folder: Path) -> None:
-    """Hand a model directory to lm-eval and print what it measures. `folder` is for a task file. Raises UserError."""
-    directory, warnings = lookup.find_model(config.run)
-    for warning in warnings:
-        print(f"warning: {warning}", flush=True)
-    tasks = config.tasks.split(",")
-    if config.task_data and (len(tasks) > 1 or not tasks[0] or not Path(config.task_data).is_file()):
-        raise UserError(f"--task_data={config.task_data} must be a file for the one task that --tasks names")
-    # lm-eval may import a package that is called evaluate, too. It must not find this file.
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != settings.HERE.resolve()]
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise UserError('--tasks needs lm-eval, which is not installed; try: pip install "lm_eval[hf]"') from None
-    manager = TaskManager()
-    if config.task_data and tasks[0] in manager.task_index:  # the task, with other data
-        data_files = {"validation": str(Path(config.task_data).resolve())}
-        split = {"training_split": None, "validation_split": "validation", "test_split": None}
-        changes = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": data_files}, **split}
-        path = folder / "task.yaml"
-        path.write_text(json.dumps({"include": str(manager.task_index[tasks[0]].yaml_path), **changes}))
-        tasks = [str(path)]
-    try:
-        manager.load(tasks)
-    except Exception as error:  # an unknown name, a faulty file, no network, ...
-        raise UserError(f"--tasks={config.tasks}: {type(error).__name__}: {str(error)[:300]}") from None
-    results = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(directory), "dtype": config.dtype},
-        tasks=tasks,
-        batch_size=config.micro_batch_size or 8,
-        device=str(connect(config.device).device),
-        task_manager=manager,
-    )
-    for task, values in results["results"].items():
-        for name, value in values.items():
-            if isinstance(value, float) and "_stderr" not in name:
-                error = values.get(name.replace(",", "_stderr,"))
-                metric = name.removesuffix(",none")
-                print(f"{task}  {metric} {value:.4f}" + (f" +- {error:.4f}" if isinstance(error, float) else ""))
 
 
 def describe(loss: float, bits: float | None) -> str:

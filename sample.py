@@ -12,20 +12,14 @@ if __name__ == "__main__":
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
+from msgspec import Meta
 
-import settings
 from common import cli, errors, files
 from common.errors import UserError
-
-RANGES = [
-    ("max_new_tokens top_k", "at least 0 and at most 10^9", lambda x: 0 <= x <= 10**9),
-    ("temperature", "at least 0", lambda x: x >= 0),
-    ("num_samples", "greater than 0 and at most 10^9", lambda x: 0 < x <= 10**9),
-    ("seed", "at least 0 and less than 2^63", lambda x: 0 <= x < 1 << 63),
-]
+from common.records import Count, Seed, Size
 
 
 @dataclass(frozen=True)
@@ -34,14 +28,14 @@ class SampleConfig:
     """A run directory (its newest checkpoint is taken), a checkpoint, or any Hugging Face model directory or hub id."""
     prompt: str = ""
     """Text to go on from; FILE:path takes the text of a file; empty: the start of a document."""
-    max_new_tokens: int = 200
+    max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Tokens of a sample; it is shorter where the model ends the document."""
-    temperature: float = 0.8
+    temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
     """0: always the likeliest token."""
-    top_k: int = 50
+    top_k: Count = 50
     """Draw from so many likeliest tokens (0: all)."""
-    seed: int = 1
-    num_samples: int = 1
+    seed: Seed = 1
+    num_samples: Size = 1
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     tokenizer: str = ""
     """For a model without tokenizer.json: a tokenizer.json, gpt2, or what else prepare_data.py's --tokenizer names."""
@@ -59,7 +53,6 @@ def main(config: SampleConfig) -> None:
     from model import generate
     from parallel.world import connect
 
-    errors.refuse(settings.number_problems(config, RANGES))
     directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")

@@ -20,10 +20,12 @@ if __name__ == "__main__":
 import settings
 from common import errors
 from hardware import host
+from planning import rules
 
 if __name__ == "__main__":  # --help, --plan and bad flags are answered before torch, which takes seconds, is imported
     with errors.user_errors():
         COMMAND = settings.load_command(sys.argv[1:], __doc__)
+        rules.check_command(COMMAND)
         if COMMAND.plan.plan:
             from planning import plan
 

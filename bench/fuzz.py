@@ -272,7 +272,7 @@ def make_targets(folder: Path) -> Iterator[Target]:
     yield Target("parquet", "a.parquet", parquets, read_text_file("a.parquet"), {})
 
     presets = [path.read_bytes() for path in sorted((machine.ROOT / "config").glob("*.toml"))]
-    yield Target("preset", "a.toml", presets, lambda f: list(settings.range_problems(settings.read_preset(f / "a.toml"))), {})
+    yield Target("preset", "a.toml", presets, lambda f: list(settings.problems(settings.read_preset(f / "a.toml"))), {})
     metrics = [{"step": 1, "tokens": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "mfu": 0.5}, {"step": 2, "val_loss": 2.0}]
     lines = b"".join(json.dumps(record).encode() + b"\n" for record in metrics * 3)
     yield Target("metrics", "metrics.jsonl", [lines], curves.read, {})

@@ -82,7 +82,7 @@ def seconds(config: StepTimeConfig, ranks: int, flags: dict, folder: Path) -> fl
 def predicted(ranks: int, flags: dict, mfu: float) -> float:
     """The seconds of an update by the plan."""
     config = settings.load(machine.arguments("", **flags, tokens="none")[1:], "")
-    return plan.make(config, PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu))["time"]["step_s"]
+    return plan.make(config, PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu)).speed["step_s"]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ import sys
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
 
 from common.errors import LostConsole, UserError, refuse
 
@@ -43,8 +46,8 @@ NO_FLAGS = {
     "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
     "backend": "nccl on GPUs and gloo on CPUs are chosen",
 }
-LARGEST = 1 << 63  # of an integer; what is computed from it stays a float and a few digits
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
+LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
 
 
 def read_ranks() -> tuple[int, int, int, int]:
@@ -82,6 +85,14 @@ def flat_values(config) -> dict[str, Any]:
     return values
 
 
+def replace(config, **changes):
+    """`config` with settings replaced by flag name, whatever their group."""
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    for name, value in values.items():
+        values[name] = replace(value, **changes) if dataclasses.is_dataclass(value) else changes.get(name, value)
+    return type(config)(**values)
+
+
 def parse(cls, args: list[str], description: str, default=None, first: str = ""):
     """Parse command-line `args` into the frozen dataclass `cls`: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
 
@@ -96,13 +107,13 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     flags, complete, mistakes = flat_fields(cls), [], []
     for argument, following in pairwise([*args, "--"]):
         name = argument.removeprefix("--").replace("-", "_")
-        ends = following == "--" or (following.startswith("-") and following.lstrip("-")[:1].isalpha())
-        if ends and argument.startswith("--") and name in flags and flags[name].type is bool:
-            complete.append(f"{argument}=true")
-        elif ends and argument.startswith("--") and name in flags:
-            mistakes.append(f"--{name} needs a value, as in --{name}={syntax(flags[name].type)}")
-        else:
+        last = following == "--" or (following.startswith("-") and following.lstrip("-")[:1].isalpha())
+        if not (last and argument.startswith("--") and name in flags):
             complete.append(argument)
+        elif flags[name].type is bool:
+            complete.append(f"{argument}=true")
+        else:
+            mistakes.append(f"--{name} needs a value, as in --{name}={syntax(flags[name].type)}")
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             config, unknown = tyro.cli(
@@ -112,7 +123,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
                 default=default or tyro.MISSING_NONPROP,
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-                registry=value_rules(),
+                registry=texts_for_values(),
                 return_unknown_args=True,
                 use_underscores=True,
             )
@@ -121,7 +132,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     except SystemExit as stop:
         if not stop.code:
             raise
-        # All other mistakes are collected here. So what is missing is the one argument without --.
+        # tyro takes any text for a value. So what is missing is the one argument without --.
         what = next(iter(flags))
         example = f"python {os.path.relpath(sys.argv[0])} {what.upper()}; --help says what it is"
         raise UserError(f"name a run: {run_example()}" if what in ("run", "model") else f"name the {what}: {example}") from None
@@ -131,15 +142,13 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             mistakes.append(f"unknown flag --{name}{suggestion(name, flags)} (--help lists all flags)")
         elif not before.startswith("--") or "=" in before:  # else it is the value of an unknown flag
             mistakes.append(f"unexpected {argument}: a preset or a run stands before all flags, and a flag is --name=value")
-    for name, value in flat_values(config).items():
-        found = value if isinstance(value, tuple) else (value,)
-        mistakes += [f"--{name} {wrong}" for wrong in found if isinstance(wrong, ValueError)]
-    refuse(mistakes)
-    return config
+    values, wrong = read_values({name: item.type for name, item in flags.items()}, flat_values(config), strict=False)
+    refuse([*mistakes, *(f"--{name} {mistake}" for name, mistake in wrong.items())])
+    return replace(config, **values)
 
 
-def value_rules():
-    """How tyro reads and shows values. A wrong one becomes a ValueError in its place, for tyro would stop at the first."""
+def texts_for_values():
+    """tyro's rules for how to read and show a value: it hands on the text, for it would stop at the first wrong value."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     rules = ConstructorRegistry()
@@ -151,7 +160,7 @@ def value_rules():
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar=syntax(info.type),
-            instance_from_str=lambda texts: read_value(info.type, texts[0]),
+            instance_from_str=lambda texts: texts[0],
             is_instance=lambda value: True,
             str_from_instance=lambda value: [str(value).lower() if isinstance(value, bool) else str(value)],
         )
@@ -159,39 +168,56 @@ def value_rules():
     return rules
 
 
-def alternatives(kind) -> list:
-    """What a value of type `kind` may be: types among SCALARS and words."""
-    return [kind] if kind in SCALARS or isinstance(kind, str) else [a for k in get_args(kind) for a in alternatives(k)]
-
-
 def syntax(kind) -> str:
-    """What a value of type `kind` may be, as text."""
-    return "|".join(SCALARS.get(allowed, allowed) for allowed in alternatives(kind))
+    """What a value of type `kind` may be, as text, without its limits."""
+    if kind in SCALARS or isinstance(kind, str):
+        return SCALARS.get(kind, kind)
+    kinds = get_args(kind)
+    return syntax(kinds[0]) if get_origin(kind) is Annotated else "|".join(map(syntax, kinds))
 
 
-def read_value(kind, text: str):
-    """The value of type `kind` that `text` means, or a ValueError that says what is allowed."""
+def limits(kind) -> str:
+    """Between which limits a number of type `kind` must be, as text."""
+    if isinstance(kind, Meta):
+        return " and ".join(f"{word} {getattr(kind, key):,}" for key, word in LIMITS.items() if getattr(kind, key) is not None)
+    return "".join(map(limits, get_args(kind)))
+
+
+def read_values(kinds: dict[str, Any], values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """`values` as their `kinds`, both by name, and what is wrong with those that cannot be that."""
+    found, wrong = {}, {}
+    for name, value in values.items():
+        try:
+            found[name] = read_value(kinds[name], value, strict)
+        except ValueError as error:
+            wrong[name] = str(error)
+    return found, wrong
+
+
+def read_value(kind, value, strict: bool):
+    """`value` as a setting of type `kind`. Raises a ValueError that says what is allowed.
+
+    strict: False reads numbers and booleans from text.
+    """
+    text = "".join(value) if isinstance(value, tuple) else str(value)
     if "\0" in text or text != text.encode("utf-8", "replace").decode():
         encoding = sys.getfilesystemencoding()
         hint = f" (the locale has {encoding}; with PYTHONUTF8=1 it is UTF-8)" if encoding != "utf-8" else ""
-        return ValueError(f"must be text in UTF-8 without NUL, not {shown(text)}{hint}")
-    for allowed in alternatives(kind):
-        if allowed is str or allowed == text:
-            return text
-        if allowed is bool and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if allowed in (int, float):
-            with contextlib.suppress(ValueError):
-                value = allowed(text)
-                if allowed is float or abs(value) < LARGEST:
-                    return value
-                return ValueError(f"must be less than 2^63 in magnitude, not {shown(text)}")
-    return ValueError(f"must be {syntax(kind)}, not {shown(text)}")
+        raise ValueError(f"must be text in UTF-8 without NUL, not {shown(value)}{hint}")
+    try:
+        found = msgspec.convert(value, kind, strict=strict)
+    except (msgspec.ValidationError, OverflowError) as error:
+        outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
+        raise ValueError(f"must be {limits(kind) if outside else syntax(kind)}, not {shown(value)}") from None
+    if isinstance(found, int) and abs(found) >= 1 << 63:  # what is computed from it stays a float and a few digits
+        raise ValueError(f"must be less than 2^63 in magnitude, not {shown(value)}")
+    return found
 
 
-def shown(text: str) -> str:
-    """What a flag was given, for an error: not all of something enormous."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+def shown(value: Any) -> str:
+    """What a setting was given, for an error: not all of something enormous."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from hardware import device, footprint, host
 from hardware.host import cores
 from model import attention_kernel
 from parallel.world import World
+from planning import rules
 from settings import Config, ModelConfig, ParallelConfig
 
 
@@ -52,7 +53,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     config = dataclasses.replace(config, model=model, train=train, optim=settings.resolve_schedule(optim, train.steps))
     config = settings.replace(config, **precision)
     config = settings.replace(config, micro_batch_size=fit_micro_batch(config, previous.get("micro_batch_size"), world))
-    settings.check(config, world.size)
+    rules.check(config, world.size)
     check_peak(config, world)
     check_saving(config)
     return config

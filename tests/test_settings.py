@@ -20,12 +20,16 @@ import settings
 from common import cli, errors
 from common.errors import UserError
 from conftest import ending_what_is_left, execute
+from planning import rules
 
 ROOT = Path(__file__).parent.parent
 
 
 def load(*args):
-    return settings.load(list(args), "test")
+    """The settings of a command line, once every rule has passed them."""
+    command = settings.load_command(list(args), "test")
+    rules.check_command(command)
+    return command.config
 
 
 def test_flags_win_over_the_preset_and_the_preset_over_the_defaults(tmp_path):
@@ -63,9 +67,9 @@ def test_booleans(word, value):
         (["--seed=-1"], "--seed must be at least 0"),
         (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
         (["--micro_batch_size=0"], "--micro_batch_size must be greater than 0"),
-        (["--lr=nan"], "--lr must be greater than 0 and at most 1000, not nan"),
-        (["--min_lr=-inf"], "--min_lr must be a finite number"),
-        (["--lr=1" + "0" * 400], "--lr must be greater than 0 and at most 1000, not inf"),
+        (["--lr=nan"], "--lr must be greater than 0 and at most 1,000, not 'nan'"),
+        (["--min_lr=-inf"], "--min_lr must be at least -1,000 and at most 1,000"),
+        (["--lr=1" + "0" * 400], "--lr must be NUMBER, not '1000"),
         (["--timeout_minutes=1e300"], "--timeout_minutes must be"),
         (["--lr"], "--lr needs a value"),
         (["--strategy=magic"], "must be ddp|zero1|"),
@@ -93,8 +97,8 @@ def test_booleans(word, value):
         (["--rope_scaling=8,1,4"], "--rope_scaling=8,1,4 must be four numbers"),
         (["--rope_scaling=8,4,1,8192"], "such as Llama 3.1's 8,1,4,8192"),
         (["--rope_scaling=llama3"], "such as Llama 3.1's 8,1,4,8192"),
-        (["--plan_json"], "--plan_json needs --plan"),
-        (["--lr=1e300"], "--lr must be greater than 0 and at most 1000"),
+        (["--plan_mfu=0.5"], "--plan_mfu needs --plan"),
+        (["--lr=1e300"], "--lr must be greater than 0 and at most 1,000"),
         (["--skip_steps=1-1000000000000"], "at most 1,000,000 in all"),
         (["--wandb_artifact"], "--wandb_artifact needs --wandb=online or --wandb=offline"),
         (["--name=a/b"], "--out_dir"),
@@ -164,11 +168,9 @@ def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
 
 
 def test_every_number_has_a_range():
-    """A new setting must be put into RANGES, unless every finite value makes sense."""
-    numbers = {name for name, value in cli.flat_values(settings.Command()).items() if type(value) in (int, float)}
-    ranged = [name for names, *_ in settings.RANGES for name in names.split()]
-    assert len(ranged) == len(set(ranged))
-    assert set(ranged) - {"micro_batch_size"} == numbers - {"min_lr", "warmup_steps"}
+    for name, item in cli.flat_fields(settings.Command).items():
+        if re.search("INTEGER|NUMBER", cli.syntax(item.type)):
+            assert re.fullmatch(r"(greater than|at least) .* and (less than|at most) .*", cli.limits(item.type)), name
 
 
 @given(
@@ -187,21 +189,21 @@ def test_what_a_refusal_suggests_passes_every_check(tokens, seq_len, micro, rank
     config = settings.replace(settings.Config(), **batch, **sizes)
     changes = {"n_kv_head": "0"}
     try:
-        settings.check(config, ranks)
+        rules.check(config, ranks)
     except UserError as error:
         for line in str(error).split("\n"):
             if suggested := re.search(r"--(\w+)=.*; try (?:--n_embd=|one of )?([\d, or]+)", line):
                 changes[suggested[1]] = suggested[2]
             if "or --micro_batch_size=auto" in line:
-                settings.check(settings.replace(config, micro_batch_size="auto", n_embd=768, n_head=12, n_kv_head=0), ranks)
+                rules.check(settings.replace(config, micro_batch_size="auto", n_embd=768, n_head=12, n_kv_head=0), ranks)
             if "or --strategy=exact" in line:
                 exact = settings.replace(config, strategy="exact", n_embd=768, n_head=12, n_kv_head=0)
-                settings.check(exact, ranks)
+                rules.check(exact, ranks)
     for last in (0, -1):
         values = {name: int(re.findall(r"\d+", text)[last]) for name, text in changes.items()}
         if "n_kv_head" in changes and architecture == "gpt2":
             values["n_kv_head"] = 0
-        settings.check(settings.replace(config, **values), ranks)
+        rules.check(settings.replace(config, **values), ranks)
 
 
 def test_the_global_batch_in_sequences_and_micro_batches():

@@ -16,7 +16,7 @@ from model import GPT, initialize
 from parallel import engine, sharded
 from parallel.engine import Engine
 from parallel.world import World, connect
-from planning import choices
+from planning import choices, rules
 from test_same_run import POISONED
 from test_train import GENTLE, wait_for
 
@@ -312,7 +312,7 @@ def test_float8_is_refused_where_there_is_none(train):
 def test_float8_is_refused_without_the_compiler():
     config = settings.load(["--fp8=true"], "")  # which may still turn out to be compiled
     with pytest.raises(UserError, match="--fp8=true needs --compile=on.*ao#685"):
-        settings.check(settings.replace(config, compile="off"), 1)
+        rules.check(settings.replace(config, compile="off"), 1)
 
 
 @pytest.mark.parametrize(
