@@ -20,7 +20,7 @@ from hardware import host
 
 if __name__ == "__main__":
     with errors.user_errors():
-        os.environ.setdefault("GOMP_SPINCOUNT", str(host.spin_count()))
+        host.prepare_torch()
 
 import json
 import shutil

@@ -31,7 +31,7 @@ if __name__ == "__main__":  # --help, --plan and bad flags are answered before t
 
             plan.main(COMMAND.config, COMMAND.plan)
             raise SystemExit(0)
-    os.environ.setdefault("GOMP_SPINCOUNT", str(host.spin_count()))  # read when torch is imported
+    host.prepare_torch()
 
 import math
 import time

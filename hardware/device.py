@@ -1,7 +1,7 @@
 """The hardware of one rank: which device, precision and compiler it gets, its peak rate, its memory, its determinism.
 
-What a processor is fast at is measured, because names do not tell: two processors with the same instructions for bfloat16
-may be twice as fast with them as without, or slower (bench/LOG.md, "Classes of processors").
+What a processor is fast at is measured, because names do not tell it. Of two processors with the same instructions for
+bfloat16, one is twice as fast with them as without, and the other is slower (bench/LOG.md, "Classes of processors").
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from getpass import getuser
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from common.errors import UserError
 from hardware.cluster import GPU_PEAK_FLOPS, cpu_name
-from hardware.host import cores
+from hardware.host import cores, memory_bytes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 FASTER = 1.25  # how much faster than in float32 products in bfloat16 must be to be chosen
-# Compiling for a CPU takes COMPILE_SECONDS more than not compiling and saves a part of training, whose operations run at
-# about these FLOP/s of a core (bench/LOG.md, "Classes of processors"). These are round numbers of measurements, not
-# measurements of now: those would choose otherwise on a busy day, and the same command would give other bits.
+# Compiling for a CPU takes COMPILE_SECONDS. It saves a part of training, whose operations run at about EAGER_FLOPS on a core
+# (bench/LOG.md, "Classes of processors"). These numbers are rounded and do not change with the load of the machine, because
+# the same command must make the same choice: compiled code gives other bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
-EAGER_FLOPS = {"float32": 50e9, "bfloat16": 170e9}
 MOST_RANKS = 4  # on a CPU; more were not measured
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 
-# What is less than the whole GPU of the datasheet: a slice of it, a virtual one, or one with fewer units and watts.
+# Words in the name of a GPU that has less than the datasheet says: a slice, a virtual one, or fewer units and watts.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
 
 
@@ -140,17 +140,43 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
-        probe = torch.ones(8, device=device, requires_grad=True)
-        torch.compile(lambda x: (x * x).sum())(probe).backward()
+        x, weight = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
+        with autocast(device, dtype):
+            loss = torch.compile(like_a_block)(x, weight)
+        loss.backward()
         return "on"
     except Exception as error:  # inductor raises many kinds
         warnings.warn(f"torch.compile does not work here, going on without it: {error}", stacklevel=2)
         return "off"
 
 
+def like_a_block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What a model's block consists of: a matrix product, a norm and a function of each element."""
+    return F.gelu(F.layer_norm(x @ weight, weight.shape[:1])).sum()
+
+
 def autocast(device: torch.device, dtype: str):
     """Context in which matrix products are in `dtype`."""
     return contextlib.nullcontext() if dtype == "float32" else torch.autocast(device.type, DTYPES[dtype])
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether `device` multiplies matrices in float8: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip:  # the compute capability of an MI200, gfx90a, is 9.0, as that of an H100
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95", "gfx120"))
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of `tensor`, which is on the CPU, on `device`. CUDA copies from pinned memory while the CPU goes on.
+
+    Others copy before this returns: memory that is not pinned may be freed before the device has read it (pytorch#189690).
+    """
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def make_deterministic(device: torch.device, integers_only: bool) -> None:
@@ -171,14 +197,20 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
 def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
     """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else that of the best matrix product.
 
-    Ten products are made, or more for `seconds`. A CPU has the rate of one thread times the threads, which other programs
-    hardly lower; threads that share a core reach less together.
+    A CPU has the rate of one thread times the number of threads. Other programs hardly lower this figure; threads that share
+    a core reach less together.
     """
     if known := known_peak_flops(device, dtype):
         return known
     if device.type == "cpu":
         rates = product_rates()  # measured already, where the precision was chosen
         return (rates if dtype in rates else product_rates(dtype))[dtype] * torch.get_num_threads()
+    return best_product(device, dtype, seconds)
+
+
+@functools.cache
+def best_product(device: torch.device, dtype: str, seconds: float) -> float:
+    """FLOP/s of the fastest of ten matrix products, or of more if there is time for more in `seconds`. Measured once."""
     size = 8192 if device.type == "cuda" else 4096  # so large that starting and awaiting a product does not count
     a = torch.randn(size, size, device=device).to(DTYPES[dtype])
     best, deadline, products = float("inf"), time.perf_counter() + seconds, 0
@@ -208,6 +240,22 @@ def datasheet_flops(name: str) -> float | None:
     if words & GPU_PARTS:
         return None
     return next((peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split())), None)
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """The bytes of memory that are free for this rank, and all bytes: of its GPU, or of the machine for a CPU.
+
+    Of an xpu and of mps, what this process holds counts as taken; what others hold is not known.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    if device.type == "xpu":
+        total = torch.xpu.get_device_properties(device).total_memory
+        return total - torch.xpu.memory_reserved(device), total
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    return memory_bytes(), memory_bytes()
 
 
 def peak_memory_gb(device: torch.device) -> float:

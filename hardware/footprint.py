@@ -63,12 +63,12 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
     model, sequences = config.model, config.sequences_per_update
     exact = config.parallel.strategy == "exact"
     share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world_size
-    logits = 10 * model.vocab_size * rows_at_a_time(model.vocab_size, device)
+    rows = rows_at_a_time(model.vocab_size, device)
     per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
 
     def size(micro_batch: int) -> float:
-        if device != "cuda":
-            return micro_batch * per_sequence + logits
+        if device == "cpu":
+            return micro_batch * per_sequence + 10 * model.vocab_size * min(rows, micro_batch * model.seq_len)
         train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
         return sum(of_rank(dataclasses.replace(config, train=train), world_size, device).values())
 

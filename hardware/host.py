@@ -1,4 +1,4 @@
-"""What a process may use of the machine that it runs on. Nothing slow is imported here."""
+"""What a process may use of the machine that it runs on, and what torch is told of it. Nothing slow is imported here."""
 
 import os
 import time
@@ -10,6 +10,17 @@ from common.cli import read_ranks
 def cores() -> int:
     """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare_torch() -> None:
+    """Set the variables of the environment that torch reads when it is imported, unless the user has set them.
+
+    Expandable segments keep CUDA's allocator from losing memory to fragmentation. torch reads their variable under three
+    names, and which one wins depends on its version: a user's setting under any of them stands alone.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def spin_count() -> int:

@@ -132,8 +132,8 @@ def fit_micro_batch(config: Config, previous: int | None, world: World) -> int:
     if isinstance(previous, int) and sequences % (previous * (1 if exact else world.size)) == 0:
         return previous
     budget = footprint.CPU_BYTES
-    if world.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(world.device)
+    if world.device.type != "cpu":
+        free, total = device.memory(world.device)
         budget = footprint.USABLE * min(world.all_gather(total >> 32 << 32 if exact else free))
     return footprint.largest_micro_batch(config, world.size, world.device.type, budget)
 

@@ -89,7 +89,7 @@ def test_auto_takes_the_precision_that_the_cpu_is_fast_at_and_the_plan_does_too(
     alone = world.World(0, 1, 0, 1, torch.device("cpu"))
     assert choices.choose_precision(config, alone, {}) == {"dtype": dtype, "muon_dtype": dtype}
     options = settings.PlanConfig(plan_gpu="cpu", plan_world_size=1)
-    assert plan.make(config, options)["setting"]["dtype"] == dtype
+    assert plan.make(config, options).config.train.dtype == dtype
 
 
 def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
