@@ -62,10 +62,8 @@ def main(config: SampleConfig) -> None:
     if max(prompt) >= model.config.vocab_size:
         unknown = [c for c in asked if max(text.encode(c)) >= model.config.vocab_size]
         what = repr((unknown or [text.decode([max(prompt)])])[0]) if config.prompt else "the start of a document"
-        raise UserError(
-            f"{directory}: {what} is token {max(prompt)}, and the model's vocabulary is {model.config.vocab_size}; give it a "
-            "--prompt of text like that it was trained on"
-        )
+        size = f"the model of {directory} has {model.config.vocab_size} tokens"
+        raise UserError(f"--prompt: {what} is token {max(prompt)}, and {size}; try text like that it was trained on")
 
     own_device = connect(config.device).device
     model.to(own_device)

@@ -52,7 +52,7 @@ class RunConfig:
 class DataConfig:
     tokens: str = "tokens/python"
     """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files.
-    Or several with their weights: a mixture, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
+    A mixture names several and their weights, as in tokens/web:0.8,tokens/code:0.2 (in a preset also as a list)."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
     skip_steps: str = ""
@@ -119,7 +119,7 @@ class OptimConfig:
     beta1: Share = 0.9
     beta2: Share = 0.95
     momentum: Share = 0.95
-    """Of Muon."""
+    """Momentum of Muon."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the products in which Muon orthogonalizes its updates. auto: bfloat16 where that is fast."""
     grad_clip: Annotated[float, Meta(ge=0, le=10**12)] = 1.0
@@ -137,18 +137,18 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where that is fast.
-    float32 products on CUDA are in TF32 (float32 with a mantissa of 10 bits). They repeat their bits, too."""
+    On CUDA float32 products are in TF32, which has a mantissa of 10 bits. It gives the same bits every time, too."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile. auto: where it pays and a compiler works."""
+    """torch.compile. auto: on where it saves time and a compiler works."""
     fp8: bool = False
-    """Linear layers of the blocks in float8, by torchao:
-    for Hopper GPUs or newer, a billion parameters or more, and compiled code."""
+    """Multiply in float8 in the linear layers of the blocks, by torchao.
+    This pays on a Hopper GPU or newer, with a billion parameters or more, in compiled code."""
     activation_checkpointing: bool = False
     """Keep only the input of each block for backward and compute the rest again: much less memory, a third more work."""
     threads: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
     """CPU threads of each rank (0: cores // local ranks, and 1 under --strategy=exact)."""
     deterministic: bool = True
-    """Use only kernels that give the same bits every time (CUDA; elsewhere all do)."""
+    """Use only kernels of CUDA that give the same bits every time. Those of other devices all do."""
     max_skipped_steps: Count = 30
     """End the run after this many updates in a row whose gradient is not finite and which were therefore left out."""
 
@@ -163,11 +163,11 @@ class ParallelConfig:
     exact: bit-identical for any number of ranks;
     scratch_*: the data parallelism of parallel/from_scratch.py."""
     replicate: Ranks = 1
-    """Under fsdp, copies of the weights: that many groups of ranks, such as nodes, hold one each (1: all ranks share one)."""
+    """Copies of the weights under fsdp. A group of ranks, such as a node, shares each copy (1: all ranks share one)."""
     grad_compression: Literal["none", "bf16"] = "none"
     """bf16: gradients travel between the ranks of ddp in bfloat16, half the bytes."""
     check_replicas_every: Count = 0
-    """Steps between comparisons of all ranks' weights, which end the run where a bit differs (0: never)."""
+    """Steps between comparisons of all ranks' weights (0: never). A bit that differs ends the run."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0
     """How long a rank waits for the others before it gives up."""
 
@@ -187,7 +187,7 @@ class CheckpointConfig:
     keep_last: Count = 2
     """Newest checkpoints to keep (0: all)."""
     keep_best: Count = 1
-    """Checkpoints with the lowest validation loss to keep besides."""
+    """Checkpoints with the lowest validation loss to keep, besides the newest."""
     max_shard_bytes: Annotated[int, Meta(gt=0, le=1 << 62)] = 10**9
     """Largest file of weights or of optimizer state. A larger tensor has a file of its own.
     Under fsdp each rank writes some of the files and holds them in its memory meanwhile."""
@@ -335,7 +335,7 @@ def from_record(values: dict[str, Any], where: str) -> Config:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """The texts that do not mean what they should."""
+    """The settings whose text cannot be read or means something else here."""
     try:
         valid = all(batch >= 0 for batch in config.skipped_batches)
     except ValueError:

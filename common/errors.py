@@ -31,21 +31,21 @@ class RunError(Exception):
 
 
 def begin() -> None:
-    """Make this process one of a command, before anything slow is imported. Raises UserError without a working directory.
+    """Prepare this process for a command, before anything slow is imported. Raises UserError without a working directory.
 
-    Ctrl-C ends it at once while something is imported, because imports may swallow it, and the second time in any case. What an
-    import raises is printed as `user_errors` does. A console that is closed is one that nobody reads.
+    The first Ctrl-C ends the process at once during an import, which might swallow a KeyboardInterrupt. The second one always
+    does. What an import raises is printed as by `user_errors`. Output to a console that is closed goes nowhere.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
-        except OSError:  # another file would get its number
+        except OSError:  # it is closed, and the next file that is opened would get its number
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for console in (sys.stdout, sys.stderr):  # a character that the terminal does not have must not end the program
         console.reconfigure(errors="backslashreplace")
-    if sys.stdout is sys.__stdout__:  # not where a test reads it
+    if sys.stdout is sys.__stdout__:  # a test may have put its own in the place
         style = {name: getattr(sys.stdout, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(Console(sys.stdout.fileno(), "w", closefd=False)), **style)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
@@ -86,7 +86,7 @@ def end_by(kind: type, error: BaseException, trace) -> None:
 
 
 def import_problem(error: Exception) -> str:
-    """Why a package could not be imported: it is not there, or does not take a variable of the environment. Else nothing."""
+    """Why an import failed: a package is missing, or refuses a variable of the environment. Empty for other reasons."""
     trace, importing = error.__traceback__, False
     while trace:
         importing, trace = importing or is_import(trace.tb_frame), trace.tb_next
@@ -167,7 +167,7 @@ def user_errors():
             yield
             sys.stdout.flush()
             return
-        raise SystemExit(1)  # the rest was not done, so nobody may take it for done
+        raise SystemExit(1)  # the console was lost before the work was done
     except UserError as error:
         message, status = str(error), 2
     except RunError as error:
@@ -186,7 +186,7 @@ def user_errors():
             raise
     rank = os.environ.get("RANK", "0")
     if rank.strip("0"):
-        # torchrun ends all ranks when the first one exits. Let that be the master, whose message is mostly the same.
+        # torchrun ends all ranks when the first one exits. The master should be the first: it mostly has the same message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
         message += f" [rank {rank}]"

@@ -6,7 +6,7 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Size = Annotated[int, Meta(gt=0, le=1 << 24)]
 Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 24)]
 FileName = Annotated[str, Meta(pattern=r"\A\w[\w.-]*\Z")]  # in the same directory

@@ -13,9 +13,9 @@ from hardware import footprint, host
 from settings import Config
 
 NODE = 8  # GPUs that share NVLink
-SHAPES = 4  # of a model's matrices, about
-BUCKET_BYTES = 25 * 2**20  # of gradients, sent together by DDP
-GATHERED_BYTES = 2**27  # of weights, received together by zero1
+SHAPES = 4  # a model's matrices have about so many different shapes, and Muon gathers its updates shape by shape
+BUCKET_BYTES = 25 * 2**20  # DDP sends so many bytes of gradients together
+GATHERED_BYTES = 2**27  # zero1 receives so many bytes of weights together
 # Seconds of a ring's start and of a hop between nodes, as NCCL counts them (src/graph/tuning.cc).
 START, NETWORK_HOP = 8.4e-6, 14.0e-6
 # Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A name fits if it has all the words of an entry.
@@ -99,7 +99,10 @@ def speed(config: Config, world_size: int, hardware: Hardware, mfu: float) -> di
 
 
 def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[float, int, int, str]]:
-    """What a rank sends in an update: bytes, collectives, the ranks among which, and what hides it from the clock."""
+    """What a rank sends in an update, as (bytes, number of collectives, ranks in each of them, what computes meanwhile).
+
+    The last is "backward" (the last one of the update), "update" (all of it) or "" (nothing: the ranks wait).
+    """
     strategy, P = config.parallel.strategy, sum(footprint.parameters(config.model).values())
     layers, in_block = config.model.n_layer, {"gpt2": 16, "llama": 9, "qwen3": 11}[config.model.architecture]
     buckets = math.ceil(4 * P / BUCKET_BYTES)

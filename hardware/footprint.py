@@ -11,10 +11,10 @@ import math
 from settings import Config, ModelConfig
 
 SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
-# Of a GPU's memory. The rest is for CUDA and NCCL (1 to 2 GB), for what the caching allocator cannot reuse (some 5 %), and for
-# the error of the estimate (bench/memory.py: at most 5 %). Running out of memory costs more than a smaller micro-batch does.
+# Tensors may take this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
+# the estimate is wrong by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
 USABLE = 0.9
-CPU_BYTES = 1 << 28  # of activations on a CPU: small enough for caches to matter, large enough to hide Python
+CPU_BYTES = 1 << 28  # Activations of a CPU may take these: few enough for its caches, enough to hide the time of Python
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
@@ -57,8 +57,8 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
     """The most sequences in a micro-batch that the ranks can share equally and that fit into `budget` bytes; at least 1.
 
-    Under `exact` the choice must not depend on the number of ranks: it allows eight. On a CPU the budget is not for the memory,
-    which is seldom short, but for activations and logits, counted roughly: 14 widths and 3 MLP widths of two bytes.
+    Under `exact` the choice must not depend on the number of ranks, so it leaves work for eight. On a CPU memory is seldom
+    short. There `budget` is for activations and logits alone, counted roughly: 14 widths and 3 MLP widths of two bytes.
     """
     model, sequences = config.model, config.sequences_per_update
     exact = config.parallel.strategy == "exact"

@@ -34,7 +34,7 @@ class Plan:
     config: Config  # resolved
     options: PlanConfig
     hardware: Hardware
-    vocabulary_by: str  # who says how large the vocabulary is
+    vocabulary: str  # where its size is from
     epochs: dict[str, float]  # how often the run reads each dataset; empty where one is not there
     memory: dict[str, float]  # a rank's, by part
     other_memory: dict[str, float]  # the same, with activation checkpointing the other way
@@ -96,7 +96,7 @@ def make(config: Config, options: PlanConfig) -> Plan:
         config,
         options,
         hardware,
-        vocabulary_by=source,
+        vocabulary=source,
         epochs={name: tokens / size for name, size in once.items()},
         memory=memory,
         other_memory=other_memory,
@@ -123,9 +123,9 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware, dtype: str)
         mixture = data.open_mixture(config.data.tokens, model.vocab_size)
         parts = zip(mixture.names, mixture.streams("train"), mixture.shares, strict=True)
         once = {name: len(stream) * data.SHARES / share for name, stream, share in parts}
-        vocab_size, source = mixture.vocab_size, str(mixture)
+        vocab_size, source = mixture.vocab_size, f"of {mixture}"
     if model.vocab_size:
-        source = "--vocab_size" if model.init_from == "scratch" else model.init_from
+        source = "by --vocab_size" if model.init_from == "scratch" else f"of {model.init_from}"
         vocab_size = vocab_size if once else model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
     chosen = {"dtype": dtype, "muon_dtype": dtype, "compile": "on" if device == "cuda" else "off"}
@@ -141,13 +141,13 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware, dtype: str)
 
 
 def vocabulary(config: DataConfig) -> tuple[int, str]:
-    """The tokens of a tokenizer whose dataset is not there, and who says so: the command that makes the dataset, or nobody."""
+    """The size of the vocabulary of a dataset that is not there, and where it is from: the command that makes it, or GPT-2."""
     words = config.prepare_command.split()
     name = next((word.removeprefix("--tokenizer=") for word in words if word.startswith("--tokenizer=")), "")
     size = VOCABULARIES.get(name, int(name[6:]) if re.fullmatch(r"train:\d{1,7}", name) else 0)
     if size and f"--out={config.tokens}" in words:
-        return size, f"--tokenizer={name}, which makes {config.tokens}"
-    return GPT2_VOCAB_SIZE, "nobody, so GPT-2's is taken"
+        return size, f"of --tokenizer={name}, which makes {config.tokens}"
+    return GPT2_VOCAB_SIZE, f"of GPT-2: {config.tokens} is not there"
 
 
 def this_processor() -> tuple[float, str]:
@@ -215,7 +215,7 @@ def text(plan: Plan) -> str:
         ("  usable", gb(plan.usable), f"of {gb(plan.hardware.memory)}"),
         ("  host memory of rank 0 while it saves", gb(footprint.host_bytes(config, world))),
         *(() if plan.fits else (("What would fit, GB",), *(("", gb(size), words) for words, size in plan.remedies.items()))),
-        *(() if plan.fits or plan.remedies else (("  only a GPU with more memory, or a smaller model",),)),
+        *(() if plan.fits or plan.remedies else (("  a GPU with more memory, or a smaller model",),)),
         ("Batch and tokens",),
         ("  tokens an update", f"{train.tokens_per_update:,}"),
         ("  micro-batch", f"{train.micro_batch_size} x {config.model.seq_len:,}"),
@@ -224,7 +224,7 @@ def text(plan: Plan) -> str:
         ("  tokens", f"{tokens:,}"),
         *((f"  epochs of {name}", f"{epochs:.2f}") for name, epochs in plan.epochs.items()),
         *(() if plan.epochs else (("  epochs of the dataset", "it is not there"),)),
-        ("  vocabulary, padded", f"{config.model.vocab_size:,}", f"told by {plan.vocabulary_by}"),
+        ("  vocabulary, padded", f"{config.model.vocab_size:,}", plan.vocabulary),
         ("  tokens a parameter", f"{tokens / count:.1f}", f"Chinchilla: {CHINCHILLA}, or {CHINCHILLA * count:,}"),
         ("Time and money",),
         ("  FLOPs", f"{flops:.2e}"),

@@ -116,7 +116,7 @@ def test_a_mixture_has_the_epochs_of_each_dataset(tokens, tmp_path):
     assert "epochs of other " in plan.text(mixed)
     missing = planned(f"--tokens={tokens}:0.75,{tmp_path / 'none'}:0.25", *flags)
     assert not missing.epochs and "it is not there" in plan.text(missing)
-    assert missing.vocabulary_by == "nobody, so GPT-2's is taken"
+    assert missing.vocabulary.startswith("of GPT-2: ")
 
 
 @pytest.mark.parametrize("preset, rows", [("shakespeare_char", 384), ("laptop", 4096), ("gpt2_124m", 50304)])
@@ -125,7 +125,7 @@ def test_without_tokens_the_vocabulary_is_that_of_the_command_that_makes_them(mo
     found = planned("--plan_world_size=1", preset=preset)
     assert found.config.model.vocab_size == rows and "which makes tokens/" in plan.text(found)
     given = planned("--plan_world_size=1", "--vocab_size=640", preset=preset)
-    assert given.config.model.vocab_size == 640 and given.vocabulary_by == "--vocab_size"
+    assert given.config.model.vocab_size == 640 and given.vocabulary == "by --vocab_size"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
