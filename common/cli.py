@@ -199,7 +199,7 @@ def read_value(kind, value, strict: bool):
 
     strict: False reads numbers and booleans from text.
     """
-    text = "".join(value) if isinstance(value, tuple) else str(value)
+    text = "".join(value) if isinstance(value, str | tuple) else ""
     if "\0" in text or text != text.encode("utf-8", "replace").decode():
         encoding = sys.getfilesystemencoding()
         hint = f" (the locale has {encoding}; with PYTHONUTF8=1 it is UTF-8)" if encoding != "utf-8" else ""

@@ -96,7 +96,7 @@ def import_problem(error: Exception) -> str:
     refused = [
         f"{name}={value}"
         for name, value in os.environ.items()
-        if importing and name.startswith(("TORCH", "PYTORCH", "MPL")) and (name in said or value in said)
+        if importing and name.startswith(("TORCH", "PYTORCH", "MPL")) and (name in said or (value and value in said))
     ]
     return f"the environment has {' '.join(refused)}: {said.splitlines()[0]}" if refused else ""
 

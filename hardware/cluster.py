@@ -127,7 +127,7 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
         case "fsdp":
             copies = config.parallel.replicate
             shards = world_size // copies
-            part, element = (shards - 1) / shards, 4 if config.train.dtype == "float32" else 2
+            part, element = (shards - 1) / shards, footprint.element_bytes(config)
             gathers = 2 * micro_steps  # the blocks' weights, for forward and for backward
             shared = [(part * P * element * gathers, gathers * (layers + 1), shards, "update")] if shards > 1 else []
             shared += [(part * 4.0 * P, layers + 1, shards, "backward")] if shards > 1 else []

@@ -17,10 +17,20 @@ USABLE = 0.9
 CPU_BYTES = 1 << 28  # Activations of a CPU may take these: few enough for its caches, enough to hide the time of Python
 
 
+def widths(model: ModelConfig) -> tuple[int, int, int, int]:
+    """C, F, Q and K of the resolved `model`."""
+    return model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
+
+
+def element_bytes(config: Config) -> int:
+    """The bytes of a number in matrix products."""
+    return 4 if config.train.dtype == "float32" else 2
+
+
 def parameters(model: ModelConfig) -> dict[str, int]:
     """The number of parameters of the resolved `model`, by part. Tied embeddings count once."""
-    C, F, layers, gpt2 = model.n_embd, model.d_ff, model.n_layer, model.architecture == "gpt2"
-    Q, K = model.head_dim * model.n_head, model.head_dim * model.n_kv_head
+    C, F, Q, K = widths(model)
+    layers, gpt2 = model.n_layer, model.architecture == "gpt2"
     norm = 2 * C if gpt2 else C  # LayerNorm has a bias
     head_norms = 2 * model.head_dim if model.architecture == "qwen3" else 0
     biases = gpt2 * (2 * C + 2 * K), gpt2 * (F + C)
@@ -40,8 +50,8 @@ def flops_per_token(model: ModelConfig) -> int:
     6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 Q T a
     layer for attention. The half of attention that the causal mask leaves out is counted; what is recomputed is not.
     """
-    C, Q, K = model.n_embd, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
-    layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * model.d_ff
+    C, F, Q, K = widths(model)
+    layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
     return 6 * (model.n_layer * layer + model.vocab_size * C) + 12 * model.n_layer * Q * model.seq_len
 
 
@@ -125,8 +135,9 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
     # exact converts a tensor at a time; on a CPU a few thousand elements.
     converted = tied + 3 * embedding * (device != "cpu")
     outside = P - blocks_size(model)  # fsdp reduces what is outside the blocks as one
-    element = 4 if config.train.dtype == "float32" else 2
-    buffers = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + element) * outside, "exact": converted}.get(strategy, tied)
+    buffers = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + element_bytes(config)) * outside, "exact": converted}.get(
+        strategy, tied
+    )
     complete = {"ddp": 0.0, "zero1": 0.0, "scratch_overlap": 0.0, "fsdp": reduced}.get(strategy, 4.0 * P)
     backward = {"gradients": between, "weights for backward": block_casts if recomputed else casts}
     return {
@@ -143,9 +154,9 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
     They are counted in the blocks, tensor by tensor; eager and compiled code keep different ones.
     """
     model, compiled = config.model, config.train.compile == "on"
-    C, F, Q, K = model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
+    C, F, Q, K = widths(model)
     gpt2, qwen3 = model.architecture == "gpt2", model.architecture == "qwen3"
-    s = 4 if config.train.dtype == "float32" else 2  # bytes of an element in matrix products
+    s = element_bytes(config)
     residual = s if strategy == "fsdp" else 4  # bytes of one of the residual stream
     block = 2 * C * (residual if gpt2 or compiled else 4)  # the inputs of the two norms
     block += s * (2 * Q + 2 * K)  # queries, keys, values and what attention returns
@@ -168,7 +179,7 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
 def loss_buffers(config: Config, device: str) -> tuple[float, float]:
     """The bytes that the loss takes while it is computed, and those that it takes when its backward begins."""
     C, V, N = config.model.n_embd, config.model.vocab_size, config.train.micro_batch_size * config.model.seq_len
-    s = 4 if config.train.dtype == "float32" else 2
+    s = element_bytes(config)
     logits, weight, x = min(rows_at_a_time(V, device), N) * V, V * C, s * N * C
     if config.train.compile == "on":  # logits and their gradient; or that and a part of the weight's gradient
         rows = s * (logits + max(logits, weight))
@@ -186,7 +197,7 @@ def weight_copies(config: Config, strategy: str) -> tuple[float, float]:
     """
     blocks = blocks_size(config.model)
     block = blocks / config.model.n_layer
-    s = 4 if config.train.dtype == "float32" else 2
+    s = element_bytes(config)
     if strategy == "fsdp":
         gathered = s * (sum(parameters(config.model).values()) - blocks + 2 * block)
         return gathered, gathered
@@ -213,7 +224,7 @@ def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) ->
     if not s:
         return 0.0
     model = config.model
-    C, F, Q, K = model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
+    C, F, Q, K = widths(model)
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
 
     def size(a: int, b: int) -> float:
