@@ -38,7 +38,6 @@ class Plan:
     epochs: dict[str, float]  # how often the run reads each dataset; empty where one is not there
     memory: dict[str, float]  # a rank's, by part
     other_memory: dict[str, float]  # the same, with activation checkpointing the other way
-    remedies: dict[str, float]  # what would fit, if `memory` does not: flags, and a rank's bytes with them
     mfu: float
     speed: dict[str, float]  # of an update: see `cluster.speed`
     scaling: dict[int, float]  # efficiency by number of ranks: the speed of a rank, times that of one alone
@@ -87,7 +86,6 @@ def make(config: Config, options: PlanConfig) -> Plan:
         footprint.of_rank(settings.replace(config, activation_checkpointing=again), world_size, device)
         for again in (config.train.activation_checkpointing, not config.train.activation_checkpointing)
     )
-    usable = footprint.USABLE * hardware.memory
     small = sum(footprint.parameters(config.model).values()) < SMALL and device == "cuda"
     mfu = options.plan_mfu or hardware.mfu * (SMALL_MFU if small else 1)
     speeds = {world: cluster.speed(config, world, machine(world), mfu) for world in worlds(config, world_size)}
@@ -100,7 +98,6 @@ def make(config: Config, options: PlanConfig) -> Plan:
         epochs={name: tokens / size for name, size in once.items()},
         memory=memory,
         other_memory=other_memory,
-        remedies=remedies(config, world_size, device, usable) if sum(memory.values()) > usable else {},
         mfu=mfu,
         speed=speeds[world_size],
         scaling={world: alone / (world * speed["step_s"]) for world, speed in speeds.items()},
@@ -159,20 +156,21 @@ def this_processor() -> tuple[float, str]:
     return max(device.product_rates().values()), device.choose_dtype("auto", torch.device("cpu"))
 
 
-def remedies(config: Config, world_size: int, device: str, usable: float) -> dict[str, float]:
-    """For each strategy the gentlest flags with which a rank's memory fits into `usable` bytes, and what it then takes.
+def remedies(plan: Plan) -> dict[str, float]:
+    """For each strategy the gentlest flags with which a rank's memory fits, and the bytes that it then takes.
 
     For fsdp these may be more GPUs: each of them then holds less.
     """
+    config, world_size, own = plan.config, plan.options.plan_world_size, plan.config.parallel.strategy
     gentle = [{}, {"micro_batch_size": 1}, {"activation_checkpointing": True}]
     gentle.append(gentle[1] | gentle[2])
     found = {}
-    for strategy, doublings in {config.parallel.strategy: 1, "zero1": 1, "fsdp": 8}.items():
+    for strategy, doublings in {own: 1, "zero1": 1, "fsdp": 8}.items():
         for world, flags in ((world_size * 2**i, flags) for i in range(doublings) for flags in gentle):
             changed = settings.replace(config, strategy=strategy, **flags)
-            size = sum(footprint.of_rank(changed, world, device).values())
-            if size <= usable and works(changed, world):
-                flags = flags if strategy == config.parallel.strategy else {"strategy": strategy} | flags
+            size = sum(footprint.of_rank(changed, world, config.train.device).values())
+            if size <= plan.usable and works(changed, world):
+                flags = flags if strategy == own else {"strategy": strategy} | flags
                 words = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
                 found[words + (f" on {world} GPUs" if world > world_size else "")] = size
                 break
@@ -214,8 +212,8 @@ def text(plan: Plan) -> str:
         ("  total at the peak of an update", gb(sum(memory.values())), gb(sum(other.values()))),
         ("  usable", gb(plan.usable), f"of {gb(plan.hardware.memory)}"),
         ("  host memory of rank 0 while it saves", gb(footprint.host_bytes(config, world))),
-        *(() if plan.fits else (("What would fit, GB",), *(("", gb(size), words) for words, size in plan.remedies.items()))),
-        *(() if plan.fits or plan.remedies else (("  a GPU with more memory, or a smaller model",),)),
+        *(() if plan.fits else (("What would fit, GB",), *(("", gb(size), words) for words, size in remedies(plan).items()),
+                                ("  a GPU with more memory, or a smaller model",))),
         ("Batch and tokens",),
         ("  tokens an update", f"{train.tokens_per_update:,}"),
         ("  micro-batch", f"{train.micro_batch_size} x {config.model.seq_len:,}"),

@@ -66,7 +66,7 @@ FLAGS = [
         "train.py",
         [
             ("--steps=0", "--steps must be greater than 0"),
-            ("--steps=1e3", "--steps must be INTEGER"),
+            ("--steps=1.5", "--steps must be INTEGER"),
             ("--steps=1" + "0" * 400, "--steps must be"),
             ("--steps=" + "9" * 5000, "--steps must be INTEGER"),
             ("--log_every=" + "9" * 4000, "--log_every must be"),
@@ -226,13 +226,17 @@ PRESETS = [
         ("a megabyte and more", "#" * (1 << 20) + "\n" * 9, "at most 1,048,576"),
         ("a list for a number", "[optim]\nlr = [1]", "lr in [optim] must be NUMBER"),
         ("a date for a number", "[optim]\nlr = 2020-01-01", "lr in [optim] must be NUMBER"),
-        ("nan", "[optim]\nlr = nan", "lr in [optim] must be NUMBER, not nan"),
+        ("nan", "[optim]\nlr = nan", "lr in [optim] must be greater than 0 and at most 1,000, not nan"),
         ("a table for a text", "[data]\ntokens = {a = 1}", "tokens in [data] must be TEXT"),
         ("text with NUL", '[run]\nname = "a\\u0000b"', "without NUL"),
         ("an unknown table", "[modl]\nn_layer = 1", "[modl] is not one of"),
         ("an unknown key", "[optim]\nlrr = 1", "perhaps you meant --lr"),
         ("twice the same key", "[optim]\nlr = 1\nlr = 2", "overwrite"),
-        ("a huge number", "[train]\nsteps = 1" + "0" * 100, "steps in [train] must be less than 2^63"),
+        (
+            "a huge number",
+            "[train]\nsteps = 1" + "0" * 100,
+            "steps in [train] must be greater than 0 and at most 1,000,000,000,000",
+        ),
     ]
 ]
 PRESETS += [
@@ -728,7 +732,7 @@ STATES = [
         ("a grad_scaler of other keys", lambda s: s.update(grad_scaler={"x": 1.0}), "grad_scaler"),
         ("settings of a list", lambda s: s.update(settings=[]), "$.settings"),
         ("a setting of another type", lambda s: s["settings"].update(lr="fast"), "settings.lr must be NUMBER"),
-        ("a setting out of its range", lambda s: s["settings"].update(n_layer=10**9), "--n_layer must be"),
+        ("a setting out of its range", lambda s: s["settings"].update(n_layer=10**9), "settings.n_layer must be"),
         ("a setting that is null", lambda s: s["settings"].update(seed=None), "settings.seed must be INTEGER"),
         ("a history of texts", lambda s: s.update(history=["x"]), "$.history"),
         ("a history of a negative world", lambda s: s["history"][0].update(world_size=-1), "world_size"),

@@ -133,12 +133,12 @@ def test_what_would_fit_does_fit(optimizer):
     small = ["--plan_gpu=4090", "--plan_world_size=8", f"--optimizer={optimizer}"]
     found = planned(*small, "--micro_batch_size=8", preset="llama_1.3b")
     assert not found.fits and "DOES NOT FIT" in plan.text(found).splitlines()[0]
-    for words in found.remedies:
+    for words in plan.remedies(found):
         flags, _, gpus = words.partition(" on ")
         ranks = [f"--plan_world_size={gpus.split()[0]}"] if gpus else []
         again = ["--micro_batch_size=8"] * ("micro_batch" not in flags)
         assert planned(*small, *again, *flags.split(), *ranks, preset="llama_1.3b").fits, words
-    assert found.remedies
+    assert plan.remedies(found)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "exact"])
