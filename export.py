@@ -89,7 +89,7 @@ class ExportConfig:
     out: str = ""
     """Directory to make; there must be nothing of that name."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of the weights in the files. The run keeps its own in float32."""
+    """Precision of the weights in the files. The run keeps its own in float32."""
     max_shard_size: str = "5GB"
     """Largest size of a weights file in KB, MB, GB or TB (powers of 1000). A larger tensor gets a file of its own."""
 

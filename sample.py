@@ -33,7 +33,7 @@ class SampleConfig:
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
     """0: always the likeliest token."""
     top_k: Count = 50
-    """Draw from so many likeliest tokens (0: all)."""
+    """Draw from this many of the likeliest tokens (0: from all)."""
     seed: Seed = 1
     num_samples: Size = 1
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"

@@ -173,7 +173,7 @@ def syntax(kind) -> str:
     if kind in SCALARS or isinstance(kind, str):
         return SCALARS.get(kind, kind)
     kinds = get_args(kind)
-    return syntax(kinds[0]) if get_origin(kind) is Annotated else "|".join(map(syntax, kinds))
+    return syntax(kinds[0]) if get_origin(kind) is Annotated else "|".join(filter(None, map(syntax, kinds)))
 
 
 def limits(kind) -> str:

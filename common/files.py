@@ -2,7 +2,7 @@
 
 Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
 new one, never a mixture. Every foreign file is opened by `open_regular`, and JSON is decoded against a type by `read_json`.
-A directory may be a link to another disk, and so may a file that is only read. A file that is written never is.
+A directory may be a link to another disk, and so may a file that is only read. A file that is written must not be a link.
 """
 
 import errno

@@ -28,13 +28,13 @@ from hardware.cluster import GPU_PEAK_FLOPS, cpu_name
 from hardware.host import cores, memory_bytes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
-FASTER = 1.25  # how much faster than in float32 products in bfloat16 must be to be chosen
+FASTER = 1.25  # bfloat16 is chosen where its products are so many times as fast as those in float32
 # Compiling for a CPU takes COMPILE_SECONDS. It saves a part of training, whose operations run at about EAGER_FLOPS on a core
 # (bench/LOG.md, "Classes of processors"). These numbers are rounded and do not change with the load of the machine, because
 # the same command must make the same choice: compiled code gives other bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
-MOST_RANKS = 4  # on a CPU; more were not measured
+MOST_RANKS = 4  # of `make train` on a CPU; more were not measured
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 
 # Words in the name of a GPU that has less than the datasheet says: a slice, a virtual one, or fewer units and watts.
@@ -99,26 +99,24 @@ def fast_at_bfloat16(device: torch.device) -> bool:
 def product_rates(dtype: str = "bfloat16") -> dict[str, float]:
     """FLOP/s of matrix products in float32 and in `dtype` on one thread of this CPU: the best of ten in each, in turns.
 
-    What counts is the time that the processor works for this thread, because other programs add nothing to it. A dtype that is
-    much slower is tried only twice: where bfloat16 is emulated, a product takes 10 ms.
+    The clock counts only the time that the processor works for this thread, so other programs add nothing. A dtype that is much
+    slower is tried only twice: where bfloat16 is emulated, a product takes 10 ms.
     """
     size, best, threads = 256, {"float32": math.inf, dtype: math.inf}, torch.get_num_threads()
     matrices = {name: torch.ones(size, size, dtype=DTYPES[name]) for name in best}
-    coarse = time.get_clock_info("thread_time").resolution > 1e-6  # on Windows
-    clock = time.perf_counter if coarse else time.thread_time
     torch.set_num_threads(1)
     for turn in range(10):
         for name, matrix in matrices.items():
             if turn < 2 or best[name] < 10 * min(best.values()):
-                began = clock()
+                began = time.thread_time()
                 matrix @ matrix
-                best[name] = min(best[name], clock() - began)
+                best[name] = min(best[name], time.thread_time() - began)
     torch.set_num_threads(threads)
     return {name: 2 * size**3 / seconds for name, seconds in best.items()}
 
 
 def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
-    """Whether a run is long enough to win back the time of compiling. On a GPU it always is; on mps it is not tried."""
+    """Whether a run is so long that compiling saves time: always on a GPU, but never on mps, where nobody has tried it."""
     if device.type != "cpu":
         return device.type in ("cuda", "xpu")
     kind = "bfloat16" if dtype == "bfloat16" else "float32"

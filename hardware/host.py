@@ -24,10 +24,10 @@ def prepare_torch() -> None:
 
 
 def spin_count() -> int:
-    """How often a thread of GNU OpenMP should look for work before it sleeps: less often if other programs compute here, too.
+    """How often a thread of GNU OpenMP should look for work before it sleeps: 10,000 times, or 1,000 beside other programs.
 
     A small model waits often and briefly, and waking a thread takes as long as one of its products (bench/LOG.md). But a
-    thread that looks for work takes a core from others.
+    thread that looks for work takes a core from other programs.
     """
     running, stat = [], Path("/proc/stat")
     for _ in range(5 if stat.exists() else 0):  # a program that computes is running every time

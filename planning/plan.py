@@ -223,7 +223,7 @@ def text(plan: Plan) -> str:
         *((f"  epochs of {name}", f"{epochs:.2f}") for name, epochs in plan.epochs.items()),
         *(() if plan.epochs else (("  epochs of the dataset", "it is not there"),)),
         ("  vocabulary, padded", f"{config.model.vocab_size:,}", plan.vocabulary),
-        ("  tokens a parameter", f"{tokens / count:.1f}", f"Chinchilla: {CHINCHILLA}, or {CHINCHILLA * count:,}"),
+        ("  tokens a parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} would be {CHINCHILLA * count:,} tokens"),
         ("Time and money",),
         ("  FLOPs", f"{flops:.2e}"),
         ("  MFU", f"{plan.mfu:.0%}", ("--plan_mfu" if options.plan_mfu else "assumed")
@@ -233,9 +233,9 @@ def text(plan: Plan) -> str:
         ("  the run", duration(plan.seconds), f"{plan.seconds / 3600 * world:,.1f} hours of all ranks{price}"),
         ("Checkpoints",),
         ("  size", f"{gb(checkpoint)} GB", f"saved {saves:,} times"),
-        ("  training waits", f"{stall:.1f} s", f"{checkpoint / WRITE_RATE:.1f} s to write it"),
+        ("  training waits", f"{stall:.1f} s", f"for a save, which takes {checkpoint / WRITE_RATE:.1f} s to write"),
         ("Network, by an alpha-beta model without stragglers",),
-        ("  a rank sends in an update", f"{gb(time['sent_bytes'])} GB"),
+        ("  each rank sends in an update", f"{gb(time['sent_bytes'])} GB"),
         *((f"  efficiency of {plural(ranks, 'rank')}", f"{share:.1%}", f"{ranks * share:.2f} times one")
           for ranks, share in plan.scaling.items()),
     ]  # fmt: skip
