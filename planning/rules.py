@@ -5,9 +5,9 @@ Imports no torch, so that wrong flags are answered at once. The limits of a sing
 
 from collections.abc import Iterator
 
-from common.cli import read_ranks
+from common.cli import read_ranks, replace
 from common.errors import UserError, refuse
-from settings import Command, Config, ModelConfig, replace
+from settings import Command, Config, ModelConfig
 
 MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
 
