@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -55,6 +56,10 @@ class Engine:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         sharded = self.strategy == "fsdp" and world.size > 1
+        # FSDP takes and frees memory in pieces of many sizes. Where the C library kept them all, a rank of fsdp needed twice
+        # the memory, nearly as much as one of ddp.
+        if world.device.type == "cpu" and sys.platform == "linux" and not sharded:
+            device.keep_freed_memory()
         if sharded:
             from parallel.sharded import FullyShard  # here, because importing FSDP2 takes a second
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -195,8 +194,6 @@ def connect(
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
     elif own.type == "xpu":
         torch.xpu.set_device(own)
-    elif sys.platform == "linux":
-        device.keep_freed_memory()
     if deterministic:
         device.make_deterministic(own, integers_only)
     store = None
