@@ -177,7 +177,7 @@ class Checkpoints:
             self._error = error
 
     def wait(self, failed: bool = False) -> None:
-        """Wait for the save under way, if any. If training has failed, other writers may be gone: then not for ever."""
+        """Wait for the save under way, if any. If training has failed, other writers may be gone, so the wait has an end."""
         if self._thread is not None:
             self._thread.join(LAST_SAVE_SECONDS if failed and self._group else None)
             self._thread = None

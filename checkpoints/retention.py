@@ -23,13 +23,12 @@ from common.errors import UserError
 from common.records import Count, FileName
 
 MANIFEST = "manifest.json"
-SMALL = 1 << 26  # bytes of a checkpoint that is hashed sooner than threads would be started for it
 # What a checkpoint always has besides its tensors, and what it has where the dataset has a tokenizer.
 FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
 LINKS = {"latest", "best"}
-# What we leave half done in a run's checkpoints/ when we are killed there.
+# The names that a killed process leaves in a run's checkpoints/.
 LEFTOVER = re.compile(r"\.+(step-[0-9]{8,}|latest|best|probe)(\.old|\.link|\.tmp)*\.tmp")
 Step = TypedDict("Step", {"step": Count})  # what is read of trainer_state.json here
 
@@ -82,12 +81,8 @@ def fault(directory: Path) -> str | None:
             size = (directory / name).stat().st_size
             if size != record["size"]:
                 return f"{name} has {size} bytes instead of {record['size']}"
-        paths = [directory / name for name in manifest]
-        if sum(record["size"] for record in manifest.values()) < SMALL:
-            digests = map(files.sha256, paths)
-        else:
-            with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter's lock
-                digests = list(pool.map(files.sha256, paths))
+        with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter's lock
+            digests = list(pool.map(files.sha256, [directory / name for name in manifest]))
         for (name, record), digest in zip(manifest.items(), digests, strict=True):
             if digest != record["sha256"]:
                 return f"{name} does not match its sha256"
@@ -177,7 +172,7 @@ class Retention:
         return notes
 
     def saved(self, path: Path) -> None:
-        """Count `path`, which this process has just written and flushed."""
+        """Count `path` as intact: this process has just written and flushed it."""
         self._intact[path] = stamp(path)
 
     def prune(self, best: Iterable[Path]) -> list[str]:

@@ -215,7 +215,7 @@ def test_muon_continues_on_other_strategies_and_ranks(train, shared):
         ("dropout_zero1", dict(strategy="zero1")),
         ("dropout_fsdp", dict(strategy="fsdp")),
         ("dropout_2x2", dict(strategy="fsdp", replicate=2, ranks=4)),
-        pytest.param("dropout_2x3", dict(strategy="fsdp", replicate=2, ranks=6), marks=pytest.mark.slow),
+        ("dropout_2x3", dict(strategy="fsdp", replicate=2, ranks=6)),
     ],
 )
 def test_a_killed_run_continues_bit_identically(train, shared, name, flags):
