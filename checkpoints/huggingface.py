@@ -308,7 +308,7 @@ def token_text(tokenizer: Path, token: int) -> str:
     """How a tokenizer.json spells a token. Raises UserError."""
     tokens = vocabulary(tokenizer)
     if token not in tokens:
-        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text")
+        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text; prepare the text again")
     return tokens[token]
 
 

@@ -163,12 +163,14 @@ class Retention:
             for path in published(self.directory):
                 if step_of(path) > step_of(self.start):
                     if (reason := fault(path)) is None:  # saved by another process, or a disk has recovered
-                        raise UserError(f"{path} was not intact and now is; the same command continues from there")
+                        raise UserError(f"{path} has become intact; run the same command again to continue from there")
                     notes.append(f"{path} is damaged, and is now {set_aside(path).name}: {reason}")
             if self.start.is_dir():
                 files.link(self.directory / "latest", self.start)
         except OSError as error:
-            raise UserError(f"{self.directory}: no checkpoint could be saved here: {error}") from None
+            raise UserError(
+                f"{self.directory}: no checkpoint could be saved here: {error}; make it writable, or choose another --out_dir"
+            ) from None
         return notes
 
     def saved(self, path: Path) -> None:
