@@ -172,8 +172,22 @@ def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: 
     if weight_grad is None:
         return loss, None
     logits_grad = subtract_one_hot(log_probabilities.exp_(), targets).to(x.dtype)
-    weight_grad += logits_grad.T @ x
+    weight_grad += sum_of_rows(logits_grad, x)
     return loss, logits_grad @ weight
+
+
+def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """`a` [rows, V] transposed @ `b` [rows, C], in their dtype; for float16 in float32.
+
+    float16 ends at 65504. The sum over thousands of rows may pass that, and no smaller loss scale would help, because the
+    gradients are scaled after it.
+    """
+    if a.dtype is not torch.float16:
+        return a.T @ b
+    if a.device.type == "cuda":
+        return torch.mm(a.T, b, out_dtype=torch.float32)
+    with torch.autocast(a.device.type, enabled=False):  # it would cast them back
+        return a.T.float() @ b.float()
 
 
 def subtract_one_hot(probabilities: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from kernels import (
     BlockMask,
@@ -40,8 +39,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         gpt2 = config.architecture == "gpt2"
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.positions = nn.Embedding(config.seq_len, config.n_embd) if gpt2 else None
+        self.embed = embedding(config.vocab_size, config.n_embd)
+        self.positions = embedding(config.seq_len, config.n_embd) if gpt2 else None
         self.rope = None if gpt2 else RotaryTable(config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -88,18 +87,14 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-class NoInitialization(TorchFunctionMode):
-    """Skips torch.nn.init: drawing numbers for the meta device imports torch's compiler, which takes a second."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return None
-        return func(*args, **(kwargs or {}))
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """An nn.Embedding without values: drawing them on the meta device would import torch's compiler, which takes a second."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def without_values(config: ModelConfig) -> GPT:
     """A GPT on the meta device: its parameters have shapes, but neither values nor memory."""
-    with torch.device("meta"), NoInitialization():
+    with torch.device("meta"):
         return GPT(config)
 
 

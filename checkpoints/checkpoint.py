@@ -177,7 +177,7 @@ class Checkpoints:
             self._error = error
 
     def wait(self, failed: bool = False) -> None:
-        """Wait for the save under way, if any. If training has failed, other writers may be gone: then not for ever."""
+        """Wait for the save under way, if any. If training has failed, other writers may be gone, so the wait has an end."""
         if self._thread is not None:
             self._thread.join(LAST_SAVE_SECONDS if failed and self._group else None)
             self._thread = None
@@ -256,7 +256,7 @@ def load_state(directory: Path) -> TrainState:
     state = files.read_json(path, TrainState)
     settings.from_record(state.settings, str(path))
     if not state.history:
-        raise UserError(f"{path}: history is empty; it has at least the run's beginning")
+        raise UserError(f"{path}: history is empty, but a run notes its beginning there; use another checkpoint")
     if state.grad_scaler and state.grad_scaler.keys() != torch.amp.GradScaler("cpu").state_dict().keys():
         raise UserError(f"{path}: grad_scaler has the keys {', '.join(state.grad_scaler)}")
     return state
@@ -267,16 +267,20 @@ def open_optimizer(
 ) -> dict[str, store.Stored]:
     """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is that of `parameters`, and whole."""
     tensors, keys = store.open_tensors(directory, "optimizer"), {}
+    way_out = f"a new run with --init_from={directory} takes the weights alone"
     for name, stored in tensors.items():
         parameter, _, key = name.rpartition(".")
         known = parameter in parameters
         if not known or (stored.dtype, stored.shape) != ("F32", () if key == "step" else tuple(parameters[parameter].shape)):
             shape = list(stored.shape)
-            raise UserError(f"{stored.path}: {name}, {stored.dtype} {shape}, is not the state of a parameter of this model")
+            raise UserError(
+                f"{stored.path}: {name}, {stored.dtype} {shape}, is not the state of a parameter of this model; {way_out}"
+            )
         keys.setdefault(parameter, set()).add(key)
     if not keys and state.skipped == state.step:  # no update was made yet
         return tensors
     for name, parameter in parameters.items():
         if keys.get(name) != optim.optimizer_of(name, parameter, optimizer).STATE:
-            raise UserError(f"{directory / 'optimizer.safetensors'} does not have the whole state of {name} for {optimizer}")
+            path = directory / "optimizer.safetensors"
+            raise UserError(f"{path} does not have the whole state of {name} for --optimizer={optimizer}; {way_out}")
     return tensors

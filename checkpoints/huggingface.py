@@ -308,7 +308,7 @@ def token_text(tokenizer: Path, token: int) -> str:
     """How a tokenizer.json spells a token. Raises UserError."""
     tokens = vocabulary(tokenizer)
     if token not in tokens:
-        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text")
+        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text; prepare the text again")
     return tokens[token]
 
 
@@ -377,5 +377,5 @@ def find_model(name: str) -> Path:
     except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
         reason = hub.explain(error, getattr(getattr(error, "response", None), "status_code", None))
         raise UserError(
-            f"{name} is neither a directory here nor to be had from the Hugging Face hub: {reason}{similar_runs(name)}"
+            f"{name} is no directory here, and the Hugging Face hub does not give it: {reason}{similar_runs(name)}"
         ) from None

@@ -23,13 +23,12 @@ from common.errors import UserError
 from common.records import Count, FileName
 
 MANIFEST = "manifest.json"
-SMALL = 1 << 26  # bytes of a checkpoint that is hashed sooner than threads would be started for it
 # What a checkpoint always has besides its tensors, and what it has where the dataset has a tokenizer.
 FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
 LINKS = {"latest", "best"}
-# What we leave half done in a run's checkpoints/ when we are killed there.
+# The names that a killed process leaves in a run's checkpoints/.
 LEFTOVER = re.compile(r"\.+(step-[0-9]{8,}|latest|best|probe)(\.old|\.link|\.tmp)*\.tmp")
 Step = TypedDict("Step", {"step": Count})  # what is read of trainer_state.json here
 
@@ -82,12 +81,8 @@ def fault(directory: Path) -> str | None:
             size = (directory / name).stat().st_size
             if size != record["size"]:
                 return f"{name} has {size} bytes instead of {record['size']}"
-        paths = [directory / name for name in manifest]
-        if sum(record["size"] for record in manifest.values()) < SMALL:
-            digests = map(files.sha256, paths)
-        else:
-            with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter's lock
-                digests = list(pool.map(files.sha256, paths))
+        with ThreadPoolExecutor() as pool:  # hashlib lets go of the interpreter's lock
+            digests = list(pool.map(files.sha256, [directory / name for name in manifest]))
         for (name, record), digest in zip(manifest.items(), digests, strict=True):
             if digest != record["sha256"]:
                 return f"{name} does not match its sha256"
@@ -168,16 +163,18 @@ class Retention:
             for path in published(self.directory):
                 if step_of(path) > step_of(self.start):
                     if (reason := fault(path)) is None:  # saved by another process, or a disk has recovered
-                        raise UserError(f"{path} was not intact and now is; the same command continues from there")
+                        raise UserError(f"{path} has become intact; run the same command again to continue from there")
                     notes.append(f"{path} is damaged, and is now {set_aside(path).name}: {reason}")
             if self.start.is_dir():
                 files.link(self.directory / "latest", self.start)
         except OSError as error:
-            raise UserError(f"{self.directory}: no checkpoint could be saved here: {error}") from None
+            raise UserError(
+                f"{self.directory}: no checkpoint could be saved here: {error}; make it writable, or choose another --out_dir"
+            ) from None
         return notes
 
     def saved(self, path: Path) -> None:
-        """Count `path`, which this process has just written and flushed."""
+        """Count `path` as intact: this process has just written and flushed it."""
         self._intact[path] = stamp(path)
 
     def prune(self, best: Iterable[Path]) -> list[str]:

@@ -28,7 +28,7 @@ Index = TypedDict("Index", {"weight_map": Annotated[dict[str, FileName], Meta(mi
 class Stored:
     """A tensor of ours in a safetensors file. Indexing it with a slice of rows reads these rows and nothing else.
 
-    It is the tensor `name` there, or the columns of that one as rows (`transposed`), or the part of either from row `first` on.
+    It is the tensor `name` of the file. If `transposed`, its rows are the columns there. It begins at row `first`.
     """
 
     path: Path

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -35,8 +36,8 @@ class Engine:
     forward and divides each loss by `loss_divisor`. After the last backward of an update the gradients of every rank are the
     mean over all micro-batches of all ranks.
 
-    weights: of a `module` on the meta device, by name: tensors, made one at a time, or such in files that are read by rows.
-    So no rank ever holds more of a sharded model than its shards and one tensor.
+    weights: names and values for a `module` on the meta device. The values are tensors, made one at a time, or tensors in a
+    file, read by rows. So no rank ever holds more of a sharded model than its shards and one tensor.
     """
 
     def __init__(self, module: nn.Module, config: Config, world: World, weights: Iterable[tuple[str, Any]] = ()):
@@ -55,6 +56,10 @@ class Engine:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         sharded = self.strategy == "fsdp" and world.size > 1
+        # FSDP takes and frees memory in pieces of many sizes. Where the C library kept them all, a rank of fsdp needed twice
+        # the memory, nearly as much as one of ddp.
+        if world.device.type == "cpu" and sys.platform == "linux" and not sharded:
+            device.keep_freed_memory()
         if sharded:
             from parallel.sharded import FullyShard  # here, because importing FSDP2 takes a second
 
@@ -144,14 +149,14 @@ class Engine:
             parameter.grad = None
 
     def state(self, optimizers: Optimizers) -> dict[str, Any]:
-        """The state of `optimizers` by "parameter.key": tensors, or such that are divided among the ranks."""
+        """The state of `optimizers` by "parameter.key": plain tensors, or tensors that are divided among the ranks."""
         return {f"{self.names[parameter]}.{key}": value for parameter, key, value in optimizers.state()}
 
     @torch.no_grad()
     def gather(self, tensors: dict[str, Any], writers: dict[str, int]) -> dict[str, Tensor]:
-        """Those of `tensors` that this rank writes, whole, in host memory, where training does not change them any more.
+        """Copy the tensors that this rank writes, whole, to host memory, where training does not change them any more.
 
-        `writers` has the rank that writes each one. The other ranks keep nothing of it. All ranks must call this.
+        `writers` names the rank that writes each of `tensors`; the other ranks keep nothing of it. All ranks must call this.
         """
         copies, divided, rank = {}, {}, self.world.rank
         if self.strategy == "fsdp" and self.world.size > 1:
@@ -244,19 +249,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-class Single(nn.Module):
-    """A world of one behind DDP's surface."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-        self.require_backward_grad_sync = True
-
-    def forward(self, *args, **kwargs):
-        """The module's own."""
-        return self.module(*args, **kwargs)
-
-
 def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_batches: int, compiled: bool) -> nn.Module:
     """`module` in the strategy's wrapper, which keeps the ranks' gradients equal."""
     match config.strategy:
@@ -271,7 +263,7 @@ def replicate(module: nn.Module, config: ParallelConfig, world: World, micro_bat
         case other if other not in ("ddp", "zero1", "fsdp"):
             raise ValueError(f"no wrapper for --strategy={other}")
     if world.size == 1:
-        return Single(module)
+        return module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers; 2.11 has only this name
         # The only buffers are tables that every rank computes alike.

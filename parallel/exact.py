@@ -8,8 +8,6 @@ One condition is left: the gradient of a micro-batch must not depend on the rank
 use the same kernels, the same number of threads and, for dropout, the same seed.
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -62,7 +60,8 @@ class Exact(ScratchOverlap):
             parameter.grad = None
         if len(gradients) == self.added_at_once or (gradients and self.sync_this_backward):
             for total, *values in self.blocks(parameter, *gradients):
-                self.add(total, self.largest_of[parameter], *values)
+                self.add(total, *values)
+                raise_largest(self.largest_of[parameter], *values)
             gradients.clear()
 
     def start_full_buckets(self) -> None:
@@ -105,15 +104,25 @@ class Exact(ScratchOverlap):
 
 
 @torch.no_grad()
-def add_fixed_point(total: Tensor, largest: Tensor, *gradients: Tensor) -> None:
-    """Add float32 `gradients` [n] to int64 `total` [n] as multiples of 2^-50; raise scalar `largest` to their largest |value|.
+def add_fixed_point(total: Tensor, *gradients: Tensor) -> None:
+    """Add float32 `gradients` [n] to int64 `total` [n] as multiples of 2^-50.
 
     Scaling by a power of two is exact. Digits below 2^-50 are cut off.
     """
     for gradient in gradients:
         total.add_((gradient * SCALE).to(torch.int64))
-    magnitudes = functools.reduce(torch.maximum, (gradient.abs() for gradient in gradients))
-    largest.copy_(torch.maximum(largest, magnitudes.amax()))
+
+
+@torch.no_grad()
+def raise_largest(largest: Tensor, *gradients: Tensor) -> None:
+    """Raise the scalar `largest` to the largest |value| of `gradients`; NaN stays.
+
+    This is never compiled: the compiler divides a maximum over threads as suits the first gradient that it sees, and one thread
+    block of a GPU would look through a whole embedding because a norm came first (pytorch/pytorch#155941).
+    """
+    for gradient in gradients:
+        low, high = gradient.aminmax()
+        largest.copy_(torch.maximum(largest, torch.maximum(-low, high)))
 
 
 def mean_from_fixed_point(total: Tensor, count: int, out: Tensor) -> None:

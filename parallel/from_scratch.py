@@ -111,11 +111,12 @@ class ScratchAllReduce(nn.Module):
             return
         # All ranks must call the same collectives in the same order, whichever gradients they miss; otherwise they would
         # wait for each other for ever.
-        missing = [p for p in self.trainable if p.grad is None]
-        ranks_with_gradient = torch.tensor([p.grad is not None for p in self.trainable], dtype=torch.int32)
-        ranks_with_gradient = ranks_with_gradient.to(self.trainable[0].device)
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
+        # The counts are made on the device: copying them there would wait for all that a GPU still has to do.
+        ranks_with_gradient = torch.ones(len(self.trainable), dtype=torch.int32, device=self.trainable[0].device)
+        missing = [i for i, parameter in enumerate(self.trainable) if parameter.grad is None]
+        for i in missing:
+            self.trainable[i].grad = torch.zeros_like(self.trainable[i])
+            ranks_with_gradient[i].zero_()
         self.average_gradients()
         dist.all_reduce(ranks_with_gradient, group=self.group)
         if missing:  # only then, because a GPU has to wait for the numbers

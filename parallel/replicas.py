@@ -1,6 +1,7 @@
 """Are the copies of a model on all ranks equal, bit for bit? They must be, or training goes wrong without any error."""
 
 import hashlib
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -17,28 +18,19 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    device = tensors[0][1].device if tensors else "cpu"
-    count = torch.tensor(len(tensors), device=device)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    hashes = torch.zeros(int(count), 32, dtype=torch.uint8)
-    for i, (name, tensor) in enumerate(tensors):
-        hashes[i] = torch.frombuffer(bytearray(digest(name, tensor)), dtype=torch.uint8)
-    hashes = hashes.to(device)
-    hashes_of_ranks = [torch.empty_like(hashes) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(hashes_of_ranks, hashes, group=group)
-    gathered = torch.stack(hashes_of_ranks).cpu()  # (W, tensors, 32)
-    differing = (gathered != gathered[0]).any(dim=2).any(dim=0).nonzero()
-    if len(differing):
-        first = int(differing[0])
-        name = tensors[first][0] if first < len(tensors) else f"number {first}, which this rank does not have"
-        raise ValueError(f"the replicas differ: parameter or buffer {name} {vote(gathered[:, first].tolist())}")
+    digests: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, [digest(name, tensor) for name, tensor in tensors], group=group)
+    for i, copies in enumerate(itertools.zip_longest(*digests)):
+        if len(set(copies)) > 1:
+            name = tensors[i][0] if i < len(tensors) else f"number {i}, which this rank does not have"
+            raise ValueError(f"the replicas differ: parameter or buffer {name} {vote(copies)}")
 
 
-def vote(copies: list) -> str:
+def vote(copies: tuple[bytes | None, ...]) -> str:
     """Which ranks are outvoted, as the end of a sentence. `copies[rank]` is what that rank holds; they are not all equal."""
-    ranks_by_copy: dict[str, list[int]] = {}
+    ranks_by_copy: dict[bytes | None, list[int]] = {}
     for rank, copy in enumerate(copies):
-        ranks_by_copy.setdefault(str(copy), []).append(rank)
+        ranks_by_copy.setdefault(copy, []).append(rank)
     *others, most = sorted(ranks_by_copy.values(), key=len)
     if 2 * len(most) > len(copies):
         outvoted = sorted(sum(others, []))

@@ -66,9 +66,10 @@ class FullyShard(nn.Module):
 
 
 def gather_own(tensors: dict[str, DTensor], owners: dict[str, int], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """The whole of each tensor that this rank of `group` owns, with its name. All ranks must iterate to the end, with the same.
+    """Yield the name and the whole of each tensor that this rank of `group` owns.
 
-    In each exchange every owner receives one tensor, so none holds more of what it does not keep.
+    All ranks must pass the same tensors and owners, and iterate to the end. In each exchange every owner receives one tensor,
+    so no rank ever holds more of what it does not keep.
     """
     queues = [[name for name in tensors if owners[name] == rank] for rank in range(group.size())]
     for names in itertools.zip_longest(*queues):
@@ -111,7 +112,10 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """A tensor of which each of the `pieces`, consecutive rows, is on one rank: its owner, its shape, and it, if it is here."""
+    """A tensor whose rows are divided among the ranks.
+
+    Each of the `pieces` has consecutive rows: the rank that owns them, their shape, and the rows themselves on that rank only.
+    """
 
     shape: torch.Size
     device: torch.device

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from hardware import device
 from hardware.host import cores
 
 PATIENCE = 5.0  # seconds until a rank says for whom it waits
+STORE_RATE = 5000  # questions a second that all ranks together put to the store while they wait
 LONGEST_END = 3600.0  # seconds for which a rank that is done waits for others, such as one that writes a large checkpoint
 
 
@@ -95,19 +95,19 @@ class World:
         """
         if self.size == 1:
             return
-        keys = [f"left/{rank}" for rank in range(self.size)]
         if failed:
             with contextlib.suppress(RunError):  # there is an error already
                 ask(lambda: self.store.set("failed", ""), self.store, PATIENCE)
             return
-        ask(lambda: self.store.set(keys[self.rank], "done"), self.store)
+        ask(lambda: self.store.set(f"left/{self.rank}", ""), self.store)
         deadline = time.monotonic() + LONGEST_END
-        while missing := ask(lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])], self.store):
+        while not ask(lambda: self.store.check(keys_of("left", self.size)), self.store):
             if ask(lambda: self.store.check(["failed"]), self.store):
                 return
             if time.monotonic() > deadline:
-                raise RunError(f"{named(missing)} did not come to an end in {LONGEST_END:.0f} s after this one")
-            time.sleep(0.05)
+                missing = ask(lambda: ranks_without("left", self.store, self.size), self.store)
+                raise RunError(f"{named(missing)} did not end within {LONGEST_END:.0f} s after this one")
+            time.sleep(max(0.05, self.size / STORE_RATE))
         dist.barrier()  # the store ends with rank 0 where torchrun does not hold it
 
     @contextlib.contextmanager
@@ -135,14 +135,24 @@ class World:
     def silent_ranks(self) -> list[int]:
         """Say that a collective failed on this rank. Returns the ranks that do not say so within seconds."""
         self.store.set(f"failed/{self.rank}", "")
-        keys, deadline = [f"failed/{rank}" for rank in range(self.size)], time.monotonic() + PATIENCE
-        while not self.store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        deadline = time.monotonic() + PATIENCE
+        while not self.store.check(keys_of("failed", self.size)) and time.monotonic() < deadline:
+            time.sleep(max(0.1, self.size / STORE_RATE))
+        return ranks_without("failed", self.store, self.size)
+
+
+def keys_of(name: str, size: int) -> list[str]:
+    """The keys under which `size` ranks write `name` to the store."""
+    return [f"{name}/{rank}" for rank in range(size)]
+
+
+def ranks_without(name: str, store: dist.Store, size: int) -> list[int]:
+    """The ranks that have not written `name` to the store. It takes a question for each rank, so ask it once."""
+    return [rank for rank, key in enumerate(keys_of(name, size)) if not store.check([key])]
 
 
 def ask(question: Callable[[], Any], store: dist.Store, seconds: float = 0.0) -> Any:
-    """What `question()` learns from the store. Raises RunError where that takes longer than `seconds` (0: --timeout_minutes).
+    """What `question()` reads from the store. Raises RunError where that takes longer than `seconds` (0: --timeout_minutes).
 
     The store's own calls have no limit once the connection is there: they would wait for a host that is gone.
     """
@@ -154,7 +164,7 @@ def ask(question: Callable[[], Any], store: dist.Store, seconds: float = 0.0) ->
     except RuntimeError as error:  # a DistError is one
         reason = str(error).splitlines()[0]
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    raise RunError(f"the store of the ranks at {place} is not to be reached ({reason}): is the network cut, or its host gone?")
+    raise RunError(f"the store of the ranks at {place} cannot be reached ({reason}): the network is cut, or its host is gone")
 
 
 def named(ranks: list[int]) -> str:
@@ -195,8 +205,6 @@ def connect(
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
     elif own.type == "xpu":
         torch.xpu.set_device(own)
-    elif sys.platform == "linux":
-        device.keep_freed_memory()
     if deterministic:
         device.make_deterministic(own, integers_only)
     store = None
@@ -255,7 +263,7 @@ def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist
             lambda: dist.TCPStore(host, port, size, holds, timeout, wait_for_workers=False, multi_tenant=True),
         )
     except (RuntimeError, TimeoutError) as error:  # a DistError is a RuntimeError
-        raise RunError(f"no store of {holder} at {place}: {(str(error) or 'no answer').splitlines()[0]}") from None
+        raise RunError(f"{holder} has no store at {place}: {(str(error) or 'no answer').splitlines()[0]}") from None
     # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
     store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
     ask(lambda: store.set(f"here/{rank}", ""), store)
@@ -263,13 +271,13 @@ def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist
     tell = min(deadline, time.monotonic() + PATIENCE)
     while ask(lambda: store.add("here", 0), store) < size:
         if time.monotonic() > tell:
-            missing = ask(lambda: [other for other in range(size) if not store.check([f"here/{other}"])], store)
+            missing = ask(lambda: ranks_without("here", store, size), store)
             if missing and time.monotonic() > deadline:
-                raise RunError(f"{named(missing)} of {size} did not come to {place} in {timeout} (--timeout_minutes)")
+                raise RunError(f"{named(missing)} of {size} did not reach {place} in {timeout} (--timeout_minutes)")
             if missing and rank == 0:
                 print(f"waiting for {len(missing)} of {size} ranks at {place}: {named(missing)}", flush=True)
             tell = min(deadline, time.monotonic() + 60)
-        time.sleep(max(0.02, size / 5000))  # the store answers all ranks: at most 5,000 times a second together
+        time.sleep(max(0.02, size / STORE_RATE))
     return store
 
 

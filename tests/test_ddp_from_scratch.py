@@ -461,6 +461,24 @@ def test_bfloat16_autocast(start, strategy):
     start(2).run(check_autocast, strategy)
 
 
+def copies_to_the_device(strategy) -> list[str]:
+    """What a synchronized backward makes of numbers on the host. On a GPU each copy of them waits for all that is queued."""
+    made, tensor = [], torch.tensor
+    model = strategy(nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+    torch.tensor = lambda *args, **options: made.append(str(args)) or tensor(*args, **options)
+    try:
+        loss.backward()
+    finally:
+        torch.tensor = tensor
+    return made
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_averaging_copies_nothing_from_the_host(start, strategy):
+    assert start(2).run(copies_to_the_device, strategy) == [[], []]
+
+
 def check_compiled(strategy, where: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = batch(0).chunk(world_size)[rank]

@@ -294,5 +294,5 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"absent is not a directory; .* has run"):
         huggingface.find_model(str(tmp_path / "absent"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="neither a directory here nor to be had from the Hugging Face hub"):
+    with pytest.raises(UserError, match="is no directory here, and the Hugging Face hub does not give it"):
         huggingface.find_model("nobody/no-such-model-of-ours")

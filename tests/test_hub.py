@@ -328,7 +328,7 @@ def test_a_disk_that_cannot_be_written_is_not_blamed_on_the_hub(server, tmp_path
 def test_a_model_that_cannot_be_had_is_said_in_plain_words(tmp_path, offline, said):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     refused = execute([sys.executable, ROOT / "sample.py", "nobody/nothing"], 2, env=nowhere | offline).stderr
-    assert f"nobody/nothing is neither a directory here nor to be had from the Hugging Face hub: {said}" in refused
+    assert f"nobody/nothing is no directory here, and the Hugging Face hub does not give it: {said}" in refused
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -131,6 +131,14 @@ def test_cross_entropy_in_bfloat16_has_float32_gradients_of_the_weights():
     torch.testing.assert_close(mine, weight.grad, atol=2e-3, rtol=0.02)
 
 
+def test_the_gradient_of_the_weights_in_float16_is_finite_where_a_sum_over_the_rows_passes_65504():
+    x, weight = torch.full((2048, 4), 64.0, requires_grad=True), torch.zeros(2, 4, requires_grad=True)
+    targets = torch.zeros(2048, dtype=torch.int64)
+    with torch.autocast("cpu", torch.float16):
+        kernels.linear_cross_entropy(x, weight, targets).backward()
+    assert torch.equal(weight.grad, torch.tensor([[-32.0], [32.0]]).expand(2, 4))  # each row adds 64 x (1/2 - is_target)
+
+
 def test_cross_entropy_without_gradients_keeps_none():
     with torch.no_grad():
         loss = kernels.linear_cross_entropy(random(4, 8).requires_grad_(), random(9, 8), torch.arange(4))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkpoints import huggingface
+from conftest import ROOT
 from hardware.footprint import flops_per_token
 from model import GPT, attention_kernel, compile_blocks, generate, initialize, new_cache
 from settings import ModelConfig, resolve_model
@@ -227,6 +230,14 @@ def test_initialization_depends_on_the_seed_alone():
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
     initialize(second, 8)
     assert not torch.equal(first.embed.weight, second.embed.weight)
+
+
+def test_a_model_without_values_is_made_without_the_compiler():
+    """Importing it takes a second."""
+    code = "import sys, model, settings\nconfig = settings.resolve_model(settings.ModelConfig(architecture='gpt2'), 64)\n"
+    code += "parameters = [*model.without_values(config).parameters()]\nassert parameters[0].is_meta\n"
+    code += "assert all(p.requires_grad for p in parameters) and 'torch._dynamo' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_initialization_is_that_of_gpt2():

@@ -54,7 +54,7 @@ def test_both_sides_of_a_cut_end_in_time_and_say_what_is_missing(train, tokens, 
     assert [process.wait(timeout=deadline - time.monotonic()) for process in processes] == [1, 1]
     texts = [path.read_text() for path in outputs]
     assert "error: rank 1 no longer answers: " in texts[0] and "Traceback" not in texts[0]
-    assert CUT_OFF in texts[1] and f"the store of the ranks at {nodes.HOSTS['a']}:29500 is not to be reached" in texts[1]
+    assert CUT_OFF in texts[1] and f"the store of the ranks at {nodes.HOSTS['a']}:29500 cannot be reached" in texts[1]
     assert "Traceback" not in texts[1]
 
 

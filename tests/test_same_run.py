@@ -12,12 +12,13 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import machine
 import settings
 from checkpoints import checkpoint, retention
 from conftest import STRATEGIES
-from parallel.exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point
+from parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
 from parallel.world import World
 from test_train import kill_when, wait_for
 
@@ -31,7 +32,8 @@ def test_fixed_point_sums_do_not_depend_on_order_and_are_close_to_float64():
     def total(order):
         sums, largest = torch.zeros(200_000, dtype=torch.int64), torch.zeros(())
         for i in order:
-            add_fixed_point(sums, largest, gradients[i])
+            add_fixed_point(sums, gradients[i])
+            raise_largest(largest, gradients[i])
         return sums, largest
 
     forward, backward = total(range(12)), total(reversed(range(12)))
@@ -51,7 +53,8 @@ def test_compiled_conversion_of_one_or_two_gradients_gives_the_same_integers():
     def convert(add, mean, groups):
         total, largest, out = torch.zeros(70_001, dtype=torch.int64), torch.zeros(3), torch.empty(70_001)
         for group in groups:
-            add(total, largest[1], *(gradients[i] for i in group))
+            add(total, *(gradients[i] for i in group))
+            raise_largest(largest[1], *(gradients[i] for i in group))
         sums = total.clone()
         mean(total, 5, out)
         assert not total.any()
@@ -63,6 +66,26 @@ def test_compiled_conversion_of_one_or_two_gradients_gives_the_same_integers():
     for functions in ((add_fixed_point, mean_from_fixed_point), compiled):
         for groups in ([[0], [1], [2], [3], [4]], [[0, 1], [2, 3], [4]], [[4, 0], [3, 1], [2]]):
             assert all(map(torch.equal, convert(*functions, groups), wanted))
+
+
+def test_what_exact_compiles_looks_at_each_number_alone(monkeypatch):
+    """The compiler would divide a reduction as suits the first parameter: one thread block of a GPU for a whole embedding."""
+    compiled, sizes = [], []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            sizes.append(result.numel())
+            return result
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
+    model = Exact(torch.nn.Linear(8, 4, bias=False), micro_batches=1, compiled=True)
+    model(torch.ones(2, 8)).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.full((4, 8), 2.0)) and compiled == [model.add, model.mean]
+    with Sizes():
+        model.add(torch.zeros(32, dtype=torch.int64), torch.ones(32))
+        model.mean(torch.zeros(32, dtype=torch.int64), 1, torch.ones(32))
+    assert set(sizes) == {32}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +145,8 @@ model.GPT = Huge
 
 def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
     # 12 micro-batches: a gradient of LIMIT / 12 is the first that is refused
-    sums, largest = torch.zeros(1, dtype=torch.int64), torch.zeros(())
-    add_fixed_point(sums, largest, torch.tensor([LIMIT / 12]))
+    largest = torch.zeros(())
+    raise_largest(largest, torch.tensor([-LIMIT / 12]))
     assert largest >= LIMIT / 12
     for ranks in (0, 2):
         done = train.changed(HUGE, "huge", ranks, status=1, **dict(EXACT, steps=2))

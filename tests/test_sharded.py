@@ -209,17 +209,40 @@ def test_muon_continues_on_other_strategies_and_ranks(train, shared):
     assert largest_difference(train.weights("legs"), shared.weights("muon_constant")) < 1e-4
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_a_killed_run_continues_bit_identically(train, shared, strategy):
-    flags = dict(DROPOUT, strategy=strategy)
-    shared(f"dropout_{strategy}", **flags)
+@pytest.mark.parametrize(
+    "name, flags",
+    [
+        ("dropout_zero1", dict(strategy="zero1")),
+        ("dropout_fsdp", dict(strategy="fsdp")),
+        ("dropout_2x2", dict(strategy="fsdp", replicate=2, ranks=4)),
+        ("dropout_2x3", dict(strategy="fsdp", replicate=2, ranks=6)),
+    ],
+)
+def test_a_killed_run_continues_bit_identically(train, shared, name, flags):
+    flags = DROPOUT | flags
+    shared(name, **flags)
     process = train.start("killed", **flags)
     wait_for(lambda: (train.runs / "killed" / "checkpoints" / "step-00000010").exists())
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     train("killed", **flags)
-    assert train.files("killed") == shared.files(f"dropout_{strategy}")
-    assert train.metrics("killed") == shared.metrics(f"dropout_{strategy}")
+    assert train.files("killed") == shared.files(name)
+    assert train.metrics("killed") == shared.metrics(name)
+
+
+# The C library is not asked to keep the memory that is freed.
+NOT_KEPT = """
+from hardware import device
+def keep():
+    raise AssertionError("freed memory is kept")
+device.keep_freed_memory = keep
+"""
+
+
+def test_fsdp_does_not_keep_freed_memory(train):
+    """Its ranks freed pieces of so many sizes that keeping them doubled their memory."""
+    train.changed(NOT_KEPT, "sharded", 2, strategy="fsdp", steps=1)
+    assert "freed memory is kept" in train.changed(NOT_KEPT, "replicas", 2, strategy="ddp", steps=1, status=1).stderr
 
 
 @pytest.mark.parametrize("name, flags", [("plain", {}), ("dropout_fsdp", dict(DROPOUT, strategy="fsdp"))])
