@@ -195,7 +195,7 @@ class DatasetWriter:
     def summary(self) -> str:
         """What has been written, a line for each split and one for both."""
         lines = []
-        for split in ("train", "val"):
+        for split in SPLITS:
             records = [record for record in self.records if record["split"] == split]
             tokens, documents = (sum(record[key] for record in records) for key in ("tokens", "documents"))
             lines.append(f"{split}: {tokens:,} tokens in {plural(documents, 'document')}")

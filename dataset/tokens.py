@@ -288,7 +288,7 @@ class Dataset:
     splits: dict[str, Stream]  # "train" and "val"
     bytes_of_text: dict[str, int]  # of each split; empty if the directory does not say
     identity: str  # sha256 of what the shards hold; the directory's name does not matter
-    remark: str = ""  # what is taken for granted, because foreign files do not say it
+    remark: str = ""  # what is assumed, because foreign files do not say it
 
     @property
     def tokenizer(self) -> Path | None:
@@ -340,7 +340,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     largest = max([stream.check_ids() for stream in splits.values()])
     remark = f"{directory} has no dataset.json: a vocabulary of {vocab_size:,} by {source}; the largest id seen is {largest}"
     if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
-        remark = f"warning: {remark}; if there is none above it, --vocab_size={largest + 1} is right"
+        remark = f"warning: {remark}; if no id is larger, give --vocab_size={largest + 1}"
     if not (directory / "tokenizer.json").exists():
         remark += f"; {tokenizer_advice(directory)}"
     sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]
