@@ -300,10 +300,10 @@ class Dataset:
         """How many bytes of text that many validation tokens stand for. 0 if the number of bytes is unknown."""
         return tokens * self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
 
-    def bits_per_byte(self, loss: float, split: str = "val") -> float | None:
-        """Convert `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
-        size = self.bytes_of_text.get(split)
-        return loss / float(np.log(2)) * len(self.splits[split]) / size if size else None
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Convert a validation `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
+        size = self.bytes_of_text.get("val")
+        return loss / float(np.log(2)) * len(self.splits["val"]) / size if size else None
 
 
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
