@@ -59,8 +59,6 @@ from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # how much text train:N learns from
-SHOWN_KINDS = 8  # of files that are skipped
-SHOWN_FILES = 4  # that are not UTF-8
 HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # in the names of such files
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
 
@@ -117,31 +115,28 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
         if source.startswith(hub.SCHEME):
             record["revision"] = earlier.get(source, {}).get("revision") or hub.find_commit(source)
             found = hub_files(source, record["revision"], directory / "downloads")
-            for line in describe_files(source, found):
-                say(line)
+            describe_files(source, found)
         else:
             found, others = (embedded_corpus(), None) if source == EMBEDDED else local_files(source)
             if others:
-                kinds = ", ".join(f"{suffix} ({count:,})" for suffix, count in others.most_common(SHOWN_KINDS))
-                more = ", ..." * (len(others) > SHOWN_KINDS)
-                say(f"{source}: skipped {errors.plural(others.total(), 'file')} of other types: {kinds}{more}")
+                kinds = files.shortened(f"{suffix} ({count:,})" for suffix, count in others.most_common())
+                say(f"{source}: skipped {errors.plural(others.total(), 'file')} of other types: {kinds}")
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
         all_files += found
     return all_files, records
 
 
-def describe_files(source: str, found: list[SourceFile]) -> list[str]:
-    """What is taken of a source on the hub, and whether some of it seems to be meant for validation or tests."""
+def describe_files(source: str, found: list[SourceFile]) -> None:
+    """Say what is taken of a source on the hub, and whether some of it seems to be meant for validation or tests."""
     size, names = sum(file.size for file in found), [file.name for file in found]
     span = " to ".join(dict.fromkeys([names[0], names[-1]]))
-    lines = [f"{source}: {errors.plural(len(names), 'file')}, {size / 1e6:,.1f} MB: {span}"]
+    say(f"{source}: {errors.plural(len(names), 'file')}, {size / 1e6:,.1f} MB: {span}")
     held_out = [name for name in names if HELD_OUT.search(name)]
     if 0 < len(held_out) < len(names):
-        lines.append(
-            f"warning: {len(held_out)} of them seem to be for validation or tests, such as {held_out[0]}; a pattern takes the "
-            "others alone, as in hf://datasets/OWNER/NAME/data/train-*"
+        say(
+            f"warning: {len(held_out)} of these files seem to be for validation or tests, such as {held_out[0]}; to take only "
+            "the others, give a pattern, as in hf://datasets/OWNER/NAME/data/train-*"
         )
-    return lines
 
 
 def earlier_sources(directory: Path) -> dict[str, dict]:
@@ -214,7 +209,7 @@ def prepare(config: PrepareConfig) -> None:
         source_files = [source_files[i] for i in part_files(source_files, *part)]
         split = by_hash(config.val_fraction)
     elif progress and not progress["by_tail"]:
-        split = Split(progress["val_fraction"])  # the beginning of the text, which tells this, may have to be downloaded
+        split = Split(progress["val_fraction"])  # known since the first start; to find it again, text may have to be downloaded
     else:
         split = choose_split(map(fetch, source_files), text, config.val_fraction)
     if progress:
@@ -230,8 +225,6 @@ def prepare(config: PrepareConfig) -> None:
     encode_files(writer, split, source_files, text, config)
     writer.finish()
     remove_downloads(downloads, config.keep_downloads)
-    if empty := sum(not file.size for file in source_files):
-        say(f"{errors.plural(empty, 'empty file')} of {len(source_files):,} left out")
     say(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
 
 
@@ -240,11 +233,11 @@ def remove_downloads(downloads: Path, keep: bool) -> None:
     if keep:
         hub.remove_unfinished(downloads)
     else:
-        shutil.rmtree(downloads, ignore_errors=True)  # the next file may still be on its way there
+        shutil.rmtree(downloads, ignore_errors=True)  # the thread that downloads the next file may still write there
 
 
 def read_options(config: PrepareConfig) -> dict:
-    """The settings that only matter if they are given, for dataset.json. Raises UserError for settings that cannot work."""
+    """The settings that dataset.json records where they are given. Raises UserError for settings that cannot work."""
     if not math.isfinite(config.val_fraction) or config.val_fraction == 0 or config.val_fraction >= 1:
         raise UserError(f"--val_fraction={config.val_fraction} leaves a split empty; more than 0 and less than 1 works, as 0.1")
     if not 0 < config.shard_tokens < 2**31 or not 0 <= config.workers <= 1024:
@@ -321,9 +314,8 @@ def encode_files(
     for reason, count in sorted(left_out.items()):
         print(f"{errors.plural(count, 'document')} left out: {reason}")
     if not_utf8:
-        shown = ", ".join(map(str, list(not_utf8)[:SHOWN_FILES])) + ", ..." * (len(not_utf8) > SHOWN_FILES)
         count = errors.plural(len(not_utf8), "file")
-        say(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {shown}")
+        say(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {files.shortened(map(str, not_utf8))}")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NotRequired, TypedDict
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urljoin
 
 from msgspec import Meta
 
@@ -36,18 +36,12 @@ ADDRESS = re.compile(
 WAIT_SECONDS = (0.5, 1, 2, 4, 8, 15)  # between the tries of a request
 LONGEST_WAIT = 300.0  # however long a server asks us to wait
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # the same request may succeed after these HTTP statuses
-PERMANENT = (
-    "OfflineModeIsEnabled",
-    "TooManyRedirects",
-    "InvalidURL",
-    "UnsupportedProtocol",
-)  # errors without a status that no patience helps against
-UNREACHED = ("ConnectError", "ConnectTimeout")  # nobody answered at the address
-
-SILENT_SECONDS = 30  # without a byte, a connection is given up
+# Errors without an HTTP status that stay when the request is repeated.
+PERMANENT = ("OfflineModeIsEnabled", "TooManyRedirects", "InvalidURL", "UnsupportedProtocol")
+SILENT_SECONDS = 30  # how long a connection may bring nothing before it is closed
 PAGES, PAGE_BYTES, PAGE_SECONDS = 1000, 1 << 24, 300  # of a listing; the hub puts 1,000 files on a page
 LISTED_FILES = 1 << 20
-PROGRESS_BYTES = 1 << 20  # a download that breaks after so many more is not one that fails
+PROGRESS_BYTES = 1 << 20  # a download that breaks after at least so many new bytes goes on at once
 UNPRINTABLE = re.compile(r"[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # controls, and what turns text around
 
 GitSha = Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
@@ -94,7 +88,7 @@ def find_commit(source: str) -> str:
     address = parse_address(source)
     revision = f"/revision/{quote(address['revision'], safe='')}" if address["revision"] else ""
     url = f"{endpoint()}/api/datasets/{address['repository']}{revision}"
-    return retry(source, lambda: read_json(source, url, Commit)[0]["sha"], begins=True)
+    return retry(source, lambda: read_json(source, url, Commit)[0]["sha"])
 
 
 def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: Path) -> list[HubFile]:
@@ -128,7 +122,7 @@ def list_tree(source: str, repository: str, commit: str, folder: str) -> Iterato
     url, listed = f"{endpoint()}/api/datasets/{repository}/tree/{commit}/{quote(folder, safe='')}".rstrip("/"), 0
     url += "?recursive=True"
     for _ in range(PAGES):
-        page, url = retry(source, functools.partial(read_json, source, url, list[Entry]), begins=True)
+        page, url = retry(source, functools.partial(read_json, source, url, list[Entry]))
         yield from page
         listed += len(page)
         if not url:
@@ -167,7 +161,7 @@ def download(file: HubFile) -> None:
                 receive(name, file, partial, before)
             except Exception:
                 if partial.exists() and partial.stat().st_size >= before + PROGRESS_BYTES:
-                    continue  # where it broke
+                    continue  # from where it broke
                 raise
         os.replace(partial, file.local)
         if not is_whole(file):
@@ -217,14 +211,9 @@ def session():
 
 def keep_token(request) -> None:
     """Take the token out of a request of httpx to any other origin than the endpoint's."""
-    if origin(str(request.url)) != origin(endpoint()):
+    asked, hub = request.url, type(request.url)(endpoint())  # URLs of httpx, which leave out a scheme's own port
+    if (asked.scheme, asked.host, asked.port) != (hub.scheme, hub.host, hub.port):
         request.headers.pop("Authorization", None)
-
-
-def origin(url: str) -> tuple[str, str | None, int | None]:
-    """The scheme, host and port of a URL."""
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def in_background(function: Callable, *arguments) -> Future:
@@ -256,11 +245,8 @@ def is_whole(file: HubFile) -> bool:
     return hashlib.sha1(b"blob %d\0" % file.size + file.local.read_bytes()).hexdigest() == file.digest  # git's way
 
 
-def retry(name: str, request: Callable, begins: bool = False):
-    """Return the result of `request`. Tries again after an error that may pass. Raises UserError, which begins with `name`.
-
-    begins: nothing has been downloaded yet. An HF_ENDPOINT where nobody answers is then a mistake, and not tried again.
-    """
+def retry(name: str, request: Callable):
+    """Return the result of `request`. Tries again after an error that may pass. Raises UserError, which begins with `name`."""
     for seconds in (*WAIT_SECONDS, None):
         try:
             return request()
@@ -268,13 +254,12 @@ def retry(name: str, request: Callable, begins: bool = False):
             raise
         except Exception as error:  # the classes for HTTP, sockets and time limits differ between versions of the client
             if isinstance(error, OSError) and (error.filename or error.errno in FULL_DISK):
-                raise  # this machine's disk, and not the hub
+                raise  # the error is of this machine's disk, not of the hub
             error = error.__cause__ or error  # the client puts "check your connection" in front of what happened
             response = getattr(error, "response", None)
             status = getattr(response, "status_code", None)
             reason = f"{name}: {explain(error, status)}"
-            hopeless = PERMANENT + UNREACHED * (begins and "HF_ENDPOINT" in os.environ)
-            is_permanent = status not in TRANSIENT if status else type(error).__name__ in hopeless or not is_endpoint()
+            is_permanent = status not in TRANSIENT if status else type(error).__name__ in PERMANENT
             if is_permanent or seconds is None:
                 raise UserError(reason) from None
             retry_after = response.headers.get("Retry-After", "") if status else ""
@@ -296,8 +281,6 @@ def explain(error: Exception, status: int | None) -> str:
         return f"the server answered with HTTP status {status}"
     if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         return "HF_HUB_OFFLINE is set, and the local cache does not have it"
-    if not is_endpoint():
-        return f"HF_ENDPOINT={address!r} is not the address of a hub, such as {DEFAULT_ENDPOINT}; correct or unset it"
     first = error
     while first.__cause__ or first.__context__:
         first = first.__cause__ or first.__context__
@@ -309,11 +292,3 @@ def explain(error: Exception, status: int | None) -> str:
 def endpoint() -> str:
     """The address of the hub, as huggingface_hub takes it from the environment."""
     return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
-
-
-def is_endpoint() -> bool:
-    """Whether the address of the hub has the form of one."""
-    with contextlib.suppress(ValueError):  # a port that is no number
-        parts = urlsplit(endpoint())
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    return False

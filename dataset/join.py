@@ -71,7 +71,7 @@ def join(directory: Path) -> None:
 
 
 def read_parts(directory: Path) -> list[tuple[Path, Metadata]]:
-    """The directory and dataset.json of each part, in order. Beside the joined dataset some may be removed already.
+    """The directory and dataset.json of each part, in order. If the joined dataset is there, some parts may be removed already.
 
     Raises UserError if a part is missing or there twice, or if the parts are not of one dataset.
     """

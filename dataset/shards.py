@@ -56,14 +56,9 @@ class ShardWriter:
         """The file for the tokens of the unfinished shard."""
         return self.directory / f"{self.split}_{len(self.finished):06d}.partial"
 
-    @property
-    def room(self) -> int:
-        """How many more tokens fit."""
-        return self.max_tokens - self.total
-
     def add(self, tokens: np.ndarray) -> list[dict]:
         """Append tokens, and publish each shard that they complete. Returns the records of these."""
-        done, tokens = len(self.finished), tokens[: self.room]
+        done, tokens = len(self.finished), tokens[: self.max_tokens - self.total]
         while len(tokens):
             part, tokens = np.split(tokens, [len(self.buffer) - self.filled])
             self.buffer[self.filled : self.filled + len(part)] = part
@@ -131,7 +126,7 @@ class DatasetWriter:
     @property
     def is_full(self) -> bool:
         """Whether no more tokens fit into either split."""
-        return all(writer.room == 0 for writer in self.splits.values())
+        return all(writer.total == writer.max_tokens for writer in self.splits.values())
 
     def begin(self) -> None:
         """Make the directory, or remove what an unfinished run of another request has left in it."""
@@ -195,10 +190,9 @@ class DatasetWriter:
     def summary(self) -> str:
         """What has been written, a line for each split and one for both."""
         lines = []
-        for split in ("train", "val"):
-            records = [record for record in self.records if record["split"] == split]
-            tokens, documents = (sum(record[key] for record in records) for key in ("tokens", "documents"))
-            lines.append(f"{split}: {tokens:,} tokens in {plural(documents, 'document')}")
+        for split, writer in self.splits.items():
+            documents = sum(record["documents"] for record in writer.finished)
+            lines.append(f"{split}: {writer.total:,} tokens in {plural(documents, 'document')}")
         tokens, size = (sum(record[key] for record in self.records) for key in ("tokens", "bytes_of_text"))
         return "\n".join(lines) + (
             f"\n{self.directory}: {tokens:,} tokens of {size:,} bytes of text, {size / max(1, tokens):.2f} bytes per token, "

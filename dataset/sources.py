@@ -23,13 +23,13 @@ from dataset import hub
 
 UNIT_BYTES = 1 << 20  # how much is read at a time; a worker encodes one unit
 HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
-PARQUET_ROWS = 16  # that are decoded at a time; each may be as long as the longest document
+PARQUET_ROWS = 16  # how many rows are decoded at a time; each may be as long as the longest document
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME, which is also the form of a path
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
     ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
-    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # any bytes begin a .lzma, which may ask for 4 GB
+    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # the older .lzma takes any bytes, and may ask for 4 GB
 }
 HUB_SUFFIXES = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in OPENERS))  # .md is documentation there
 NULL, EMPTY = "null in place of a text", "an empty text"  # why a document is left out
@@ -167,7 +167,7 @@ def read_chunks(path: Path, find_cut: Callable[[bytes], int], limit: int) -> Ite
     try:
         with files.open_regular(path) as raw, OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as stream:
             rest, position, buffer = b"", 0, memoryview(bytearray(UNIT_BYTES))
-            while size := stream.readinto(buffer):  # pyarrow's read() never frees its buffer where the stream is corrupt
+            while size := stream.readinto(buffer):  # pyarrow's read() never frees its buffer if the stream is corrupt
                 content = rest + buffer[:size]
                 end = find_cut(content) if len(content) >= UNIT_BYTES else 0
                 rest = content[end:]
@@ -208,7 +208,7 @@ def parquet_documents(path: Path, form: TextFormat) -> Iterator[Piece]:
             raise UserError(f'{path}: wanted a column "{column}" of strings; its columns are {files.shortened(schema.names)}')
         row_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
         for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-            # Of all columns: pyarrow ends the process where the description of a single one is damaged.
+            # The size is that of all columns: pyarrow ends the process if the description of a single column is damaged.
             if group.total_byte_size > max(1, group.num_rows) * limit:
                 raise UserError(f"{path}: a row is longer than --max_document_bytes={limit}")
         for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
@@ -252,8 +252,8 @@ Position = tuple[int, int]  # of a unit: the file it was counted from, and its n
 def read_units(paths: Iterable[Path], form: TextFormat, first_file: int = 0) -> Iterator[tuple[Position, list[Piece]]]:
     """Read files in order, in units of about UNIT_BYTES, each with its position.
 
-    Units are counted from the last file at whose beginning one begins. Whoever starts to read at that file (its number
-    among all files is `first_file`) gets the same units from there on. So the end of a file that was cut ends a unit too.
+    Units are counted from the last file at whose beginning a unit begins. A restart that begins to read at that file gets the
+    same units; `first_file` is its number among all files. Therefore a unit also ends where a file of several units ends.
     """
     unit, filled, counted_from, number = [], 0, first_file, 0
     for index, path in enumerate(paths, first_file):
@@ -298,15 +298,7 @@ def parse(unit: list[Piece], left_out: Counter | None = None) -> Iterator[Piece]
                     raise TypeError("no string")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 wanted = f'{path}: line {number} is not a JSON object with a string under "{column}"'
-                raise UserError(f"{wanted}; --column names the key{other_keys(line)}") from None
-
-
-def other_keys(line: bytes) -> str:
-    """The keys of strings in a line of JSON, as the end of an error. Empty if there are none."""
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        if keys := [key for key, value in json.loads(line).items() if isinstance(value, str)]:
-            return f": {files.shortened(keys)}"
-    return ""
+                raise UserError(f"{wanted}; --column names another key") from None
 
 
 def split_hash(data: bytes) -> float:

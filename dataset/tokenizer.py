@@ -23,9 +23,8 @@ from msgspec import Meta, Struct
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common import files
-from common.errors import UserError
+from common.errors import UserError, within
 from common.records import TokenId
-from dataset import hub
 from dataset.tokens import AddedToken
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,7 +40,7 @@ LONGEST_TOKEN = 1 << 16  # bytes; BPE trained on a text that repeats itself make
 # end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
 TRAINED_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\s*\n\s*)?|\s+"
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CONTRACTION = r"'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"  # spelled out: the engines differ in case folding
+CONTRACTION = r"'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"  # both cases are spelled out: the engines fold differently
 CL100K_PATTERN = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 O200K_PATTERN = "|".join(
@@ -112,7 +111,9 @@ class Tokenizer:
             try:
                 return self.fast.encode_to_numpy(text, disallowed_special=())
             except ValueError:  # a run of a million spaces exhausts the look-ahead of tiktoken's regex engine
-                if max((len(run[0]) for run in re.finditer(r"\s+", text)), default=0) > LONGEST_RUN:  # the other takes n^2
+                if (
+                    max((len(run[0]) for run in re.finditer(r"\s+", text)), default=0) > LONGEST_RUN
+                ):  # the other library takes n^2 time
                     raise UserError(
                         f"{self.name} cannot encode a text with more than {LONGEST_RUN:,} characters of white space in a row; "
                         "take it out, or use --tokenizer=train:N, which has another pattern"
@@ -122,7 +123,7 @@ class Tokenizer:
             return np.array(self.slow.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic, where a regex goes back and forth for too long, is no Exception
+        except BaseException as error:  # if a regex backtracks for too long, the library panics, and a panic is no Exception
             raise UserError(f"{self.name} cannot encode a text: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -180,7 +181,7 @@ def download(name: str) -> Tokenizer:
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 
     try:  # tiktoken's download has no time limit
-        found = hub.in_background(ENCODING_CONSTRUCTORS[name]).result(DOWNLOAD_SECONDS)
+        found = within(DOWNLOAD_SECONDS, ENCODING_CONSTRUCTORS[name])
     except Exception as error:  # network, proxy or disk: the remedy is the same
         reason = str(error)[:200] or f"nothing in {DOWNLOAD_SECONDS} s"
         raise UserError(
@@ -260,7 +261,7 @@ def from_json(text: str, name: str) -> Tokenizer:
         slow = tokenizers.Tokenizer.from_str(text)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the library raises bare Exception, and when it panics, what is no Exception
+    except BaseException as error:  # the library raises a bare Exception, and a panic raises what is no Exception
         raise UserError(f"{name} is not a tokenizer.json: {error}") from None
     slow.no_truncation()
     slow.no_padding()

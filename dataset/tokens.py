@@ -288,7 +288,7 @@ class Dataset:
     splits: dict[str, Stream]  # "train" and "val"
     bytes_of_text: dict[str, int]  # of each split; empty if the directory does not say
     identity: str  # sha256 of what the shards hold; the directory's name does not matter
-    remark: str = ""  # what is taken for granted, because foreign files do not say it
+    remark: str = ""  # what is assumed, because foreign files do not say it
 
     @property
     def tokenizer(self) -> Path | None:
@@ -300,10 +300,10 @@ class Dataset:
         """How many bytes of text that many validation tokens stand for. 0 if the number of bytes is unknown."""
         return tokens * self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
 
-    def bits_per_byte(self, loss: float, split: str = "val") -> float | None:
-        """Convert `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
-        size = self.bytes_of_text.get(split)
-        return loss / float(np.log(2)) * len(self.splits[split]) / size if size else None
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Convert a validation `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
+        size = self.bytes_of_text.get("val")
+        return loss / float(np.log(2)) * len(self.splits["val"]) / size if size else None
 
 
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
@@ -340,7 +340,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     largest = max([stream.check_ids() for stream in splits.values()])
     remark = f"{directory} has no dataset.json: a vocabulary of {vocab_size:,} by {source}; the largest id seen is {largest}"
     if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
-        remark = f"warning: {remark}; if there is none above it, --vocab_size={largest + 1} is right"
+        remark = f"warning: {remark}; if no id is larger, give --vocab_size={largest + 1}"
     if not (directory / "tokenizer.json").exists():
         remark += f"; {tokenizer_advice(directory)}"
     sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]

@@ -92,7 +92,6 @@ def rewrite(made, name, edit):
         ),
         (lambda d: change_shard(d, "train_000001.bin", file="train_000000.bin"), "dataset.json: a shard is listed twice"),
         (lambda d: change_shard(d, "train_000001.bin", file="/etc/passwd"), "at `$.shards[1].file`"),
-        (lambda d: change_shard(d, "val_000000.bin", file="../a.jsonl"), ".file`"),
         (
             lambda d: change(d, lambda m: m.update(dtype="uint32")),
             "train_000000.bin: dtype is uint16, dataset.json says uint32",
@@ -167,10 +166,7 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(here, c
             "with magic 5 and version 1; wanted 20240520 and 1 or",
         ),
         ("llm.c", lambda d: reheader(d / "fineweb_train_000001.bin", 20240520, 2), "with magic 20240520 and version 2; wanted"),
-        ("nanoGPT", lambda d: (d / "train.bin").write_bytes(b"odd"), "3 bytes are not whole uint16 tokens"),
         ("nanoGPT", lambda d: (d / "val.bin").unlink(), "has neither dataset.json nor"),
-        ("build-nanogpt", lambda d: np.save(d / "edufineweb_val_000001.npy", np.array([1, -1])), "token -1 is outside"),
-        ("build-nanogpt", lambda d: np.save(d / "edufineweb_val_000001.npy", np.zeros((2, 2), int)), "wanted one row"),
         ("build-nanogpt", lambda d: np.save(d / "edufineweb_val_000001.npy", np.zeros(3)), "holds float64"),
     ],
 )

@@ -185,9 +185,6 @@ def test_a_character_model_trains_samples_and_converts(characters, train, tmp_pa
     assert "tools/convert_nanogpt.py" in train("lost", init_from=tmp_path / "ckpt.pt", status=2).stderr
     assert "tools/convert_nanogpt.py" in train("lost", resume=tmp_path / "ckpt.pt", status=2).stderr
     assert f"tools/convert_nanogpt.py {tmp_path}/ckpt.pt" in train("lost", init_from=tmp_path, status=2).stderr
-    pickled = convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", f"--tokenizer={folder}/meta.pkl", status=2).stderr
-    assert f"python tools/char_tokenizer.py {folder}/meta.pkl makes a tokenizer.json" in pickled
-    assert "give the file in it" in convert(tmp_path, f"--out={tmp_path}/model", status=2).stderr
     assert "--tokenizer" in convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", status=2).stderr
     convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", f"--tokenizer={folder}/tokenizer.json")
     flags = dict(tokens=folder, vocab_size=len(stoi), seq_len=8, init_from=tmp_path / "model", steps=1, optimizer="adamw")

@@ -305,7 +305,6 @@ def test_the_command_says_what_each_split_got(here, capsys):
         (here / "text" / f"{name}.txt").write_text(text)
     made = make("text")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4] == "2 empty files of 4 left out"
     for line, split in ((lines[-3], "train"), (lines[-2], "val")):
         documents = sum(row["documents"] for row in made.rows(split))
         assert line == f"{split}: {len(made.tokens(split)):,} tokens in {documents} document{'s' * (documents > 1)}"
@@ -479,8 +478,6 @@ def test_two_columns_of_one_name_are_refused(here):
 def test_an_error_shows_a_few_of_many_and_long_names(here):
     names = [f"column {i}" for i in range(20_000)]
     pyarrow.parquet.write_table(pyarrow.table({name: ["x"] for name in [*names[:2], "y" * 100_000, *names]}), "a.parquet")
-    (here / "b.jsonl").write_text(json.dumps(dict.fromkeys(names, "x")) + "\n")
-    for file in ("a.parquet", "b.jsonl"):
-        with pytest.raises(UserError, match=r"column 0, column 1, .*, \.\.\.$") as refused:
-            make(file)
-        assert len(str(refused.value)) < 400
+    with pytest.raises(UserError, match=r"column 0, column 1, .*, \.\.\.$") as refused:
+        make("a.parquet")
+    assert len(str(refused.value)) < 400

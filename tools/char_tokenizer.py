@@ -3,8 +3,8 @@
 Put beside train.bin and val.bin, it makes sample.py, transformers and prepare_data.py understand these tokens. The ids of the
 characters stay. They are followed by the bytes that no character has, for other text, and by end-of-text.
 
-meta.pkl is a pickle. It is not unpickled: its opcodes are read one by one, and any that makes something else than dictionaries,
-strings and numbers is refused. The text that it was made from (input.txt) does as well.
+meta.pkl is a pickle, which could execute anything when loaded. It is never loaded: its opcodes are only listed, and a file
+with any that nanoGPT does not write is refused. The text that it was made from (input.txt) gives the same tokenizer.
 """
 
 import pickletools
@@ -16,9 +16,14 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import tyro
 
-from common import cli, errors
+from common import cli, errors, files
 from common.errors import UserError
 from dataset import tokenizer
+
+# The opcodes that pickle writes for dictionaries, strings and whole numbers. None of them executes anything.
+VALUES = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "BINGET", "LONG_BINGET"}
+DICTIONARIES = {"PROTO", "FRAME", "EMPTY_DICT", "MARK", "SETITEM", "SETITEMS", "STOP"}
+MEMOS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}  # a value is given a number, by which it is referred to
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,10 @@ class CharConfig:
 def main(config: CharConfig) -> None:
     """Write the tokenizer.json. Raises UserError."""
     source = Path(config.source)
-    if source.is_dir():
-        raise UserError(f"{source} is a directory; give meta.pkl in it, or the text that it was made from")
     try:
         characters = read_meta(source) if source.suffix == ".pkl" else sorted(set(source.read_text(encoding="utf-8")))
-        if "\0" in characters:  # such as a train.bin, whose small ids are UTF-8 by chance
+        if not characters or "\0" in characters:  # such as a train.bin, whose small ids are UTF-8 by chance
             raise UserError(f"{source} is not text; give nanoGPT's meta.pkl or the input.txt that it was made from")
-        if not characters:
-            raise UserError(f"{source} holds no text")
         ranks = {character.encode(): i for i, character in enumerate(characters)}
     except UnicodeError:
         raise UserError(f"{source} is not text in UTF-8") from None
@@ -54,47 +55,26 @@ def main(config: CharConfig) -> None:
 
 
 def read_meta(path: Path) -> list[str]:
-    """The characters in a meta.pkl by id. Raises UserError if it is anything else than nanoGPT writes."""
+    """The characters in a meta.pkl by id. Raises UserError if it is not as nanoGPT writes it.
+
+    Its dictionary itos is the only place where an id is followed by a character that has not come before: pickle writes a
+    string once, and refers to it afterwards.
+    """
+    characters, previous = {}, None
     try:
-        itos = read_plain(path.read_bytes())["itos"]
-        characters = [itos[i] for i in range(len(itos))]
-        if all(len(character) == 1 for character in characters):
-            return characters
-    except (ValueError, LookupError, TypeError):
-        pass
-    raise UserError(f"{path} is not a meta.pkl of nanoGPT with an itos of characters; its input.txt does as well")
-
-
-def read_plain(content: bytes):
-    """The value of a pickle of dictionaries, strings and whole numbers. Raises ValueError, LookupError or TypeError."""
-    stack, memo, mark = [], [], object()
-    for opcode, argument, _ in pickletools.genops(content):
-        match opcode.name:
-            case "PROTO" | "FRAME":
-                pass
-            case "SHORT_BINUNICODE" | "BINUNICODE" | "BININT" | "BININT1" | "BININT2":
-                stack.append(argument)
-            case "EMPTY_DICT":
-                stack.append({})
-            case "MARK":
-                stack.append(mark)
-            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
-                memo.append(stack[-1])  # in order, whatever the protocol
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
-            case "SETITEM":
-                value, key = stack.pop(), stack.pop()
-                stack[-1][key] = value
-            case "SETITEMS":
-                start = len(stack) - 1 - stack[::-1].index(mark)
-                items = stack[start + 1 :]
-                del stack[start:]
-                stack[-1].update(zip(items[::2], items[1::2], strict=True))
-            case "STOP":
-                return stack.pop()
-            case other:
-                raise ValueError(f"a pickle with {other}")
-    raise ValueError("no end")
+        for opcode, argument, _ in pickletools.genops(files.read_bytes(path)):
+            if opcode.name in MEMOS:
+                continue
+            if opcode.name not in VALUES | DICTIONARIES:
+                raise ValueError(f"the pickle has {opcode.name}")
+            if isinstance(argument, str) and len(argument) == 1:
+                if previous in characters:
+                    raise ValueError(f"id {previous} comes twice")
+                characters[previous] = argument
+            previous = argument
+        return [characters[i] for i in range(max(1, len(characters)))]
+    except (ValueError, LookupError):
+        raise UserError(f"{path} is not a meta.pkl of nanoGPT; give the input.txt that it was made from") from None
 
 
 if __name__ == "__main__":

@@ -46,15 +46,8 @@ def main(config: ConvertConfig) -> None:
         raise UserError("--out=DIR is missing, the directory to make")
     if out.exists():
         raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
-    if Path(config.checkpoint).is_dir():
-        raise UserError(
-            f"{config.checkpoint} is a directory; give the file in it: ckpt.pt of nanoGPT, model_*.pt of build-nanogpt"
-        )
     content = read_checkpoint(Path(config.checkpoint))
     model = read_config(content)
-    if config.tokenizer.endswith(".pkl"):
-        maker = f"python tools/char_tokenizer.py {config.tokenizer}"
-        raise UserError(f"--tokenizer={config.tokenizer}: {maker} makes a tokenizer.json of it")
     if config.tokenizer:
         eot_token = tokenizer.load(config.tokenizer).eot_token
     elif model.vocab_size >= GPT2_VOCAB_SIZE:
@@ -106,9 +99,8 @@ def read_config(content: dict) -> ModelConfig:
 
 def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """nanoGPT's parameters by our names, and zeros for biases that it does not have. Raises UserError if they do not fit."""
-    theirs = {
-        name.removeprefix("_orig_mod."): value.float() for name, value in tensors.items()
-    }  # the prefix of compiled models
+    compiled = "_orig_mod."  # the prefix of the names in a compiled model
+    theirs = {name.removeprefix(compiled): value.float() for name, value in tensors.items()}
     unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
     names, found = huggingface.module_names(config), {}
     shapes = {name: parameter.shape for name, parameter in without_values(config).named_parameters()}
@@ -123,7 +115,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
         found[name] = value
         unused.discard(key)
     if unused:
-        raise UserError(f"the checkpoint has {min(unused)}, which GPT-2 has not")
+        raise UserError(f"the checkpoint has {min(unused)}, which GPT-2 does not have")
     return found
 
 
