@@ -29,14 +29,14 @@ CONFIGURATION = """\
 ClusterName=lockstep
 SlurmctldHost={host}
 SlurmUser=root
+SlurmctldPort=16817
+SlurmdPort=16818
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
-SlurmctldPort=16817
-SlurmdPort=16818
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/linear
@@ -259,12 +259,7 @@ def leave(cluster: Cluster) -> None:
     cluster.complete()
 
 
-SCENARIOS = {
-    "undisturbed": undisturbed,
-    "a cut of five seconds": brief_cut,
-    "a long cut": long_cut,
-    "a host leaves": leave,
-}
+SCENARIOS = {"undisturbed": undisturbed, "a cut of five seconds": brief_cut, "a long cut": long_cut, "a host leaves": leave}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A SLURM cluster

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -384,8 +385,8 @@ def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
     """Publish `result` and the machine as DIRECTORY/NAME.json, NAME_avx2.json where it acted as avx2. Returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}{'' if acted_as() == 'native' else '_' + acted_as()}.json"
-    shown = [argument for argument in sys.argv[1:] if not argument.startswith("--out=")]
-    record = {"command": [Path(sys.argv[0]).name, *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
+    shown = [re.sub("=/.*/", "=", argument) for argument in sys.argv[1:]]  # without the paths of this machine
+    record = {"command": [f"bench/{Path(sys.argv[0]).name}", *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
     return path
 

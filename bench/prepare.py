@@ -33,6 +33,8 @@ class PrepareConfig:
     rounds: int = 3
     tokenizer: str = "train:4096"
     """See prepare_data.py. The tokenizer is made once, before the measurements."""
+    out: str = str(machine.RESULTS)
+    """Directory of the result."""
 
 
 @dataclass
@@ -75,7 +77,7 @@ def main(config: PrepareConfig) -> None:
     ratios = {f"ours / {name}": ratio(measured["ours, MB/s"], measured[f"{name}, MB/s"]) for name in [*contenders][1:]}
     result = {name: spread(values) for name, values in measured.items()} | ratios
     memory = costs[-1].memory_mb
-    print(machine.write("prepare", result | {"bytes": size, "peak_memory_mb": {"ours": memory}}))
+    print(machine.write("prepare", result | {"bytes": size, "peak_memory_mb": {"ours": memory}}, Path(config.out)))
     print(f"peak memory of prepare_data.py and its workers: {memory:,.0f} MB")
     print(*(f"{name}: {value:.2f}" for name, value in ratios.items()), sep="\n")
 

@@ -34,7 +34,6 @@ from hardware import cluster, footprint
 from memory import BASE
 from planning import plan
 from settings import PlanConfig
-from speed import make_sparse
 
 TOKENS = 15 * 10**12
 LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
@@ -97,7 +96,7 @@ def sampler() -> list[dict]:
     rows = []
     with machine.workspace() as folder:
         for tokens in (TOKENS // 1000, TOKENS):
-            make_sparse(folder / str(tokens), tokens, LARGEST_SHARD)
+            make_sparse(folder / str(tokens), tokens)
         for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 64, 512, 1024, 4096, 16384])]:
             before, began = private_memory(), time.perf_counter()
             mixture = data.open_mixture(str(folder / str(tokens)))
@@ -113,6 +112,18 @@ def sampler() -> list[dict]:
     head = ["tokens", "ranks", "shares right", "open, s", "MB", "a rank's batch, us", "at a new place", "kB"]
     print(machine.table(head, [[format(row[key], style) for key, style in formats.items()] for row in rows]))
     return rows
+
+
+def make_sparse(directory: Path, tokens: int) -> None:
+    """Write shards of zeros as large as can be: llm.c's header, then a hole. Each takes one block of disk."""
+    directory.mkdir()
+    header = np.zeros(256, dtype="<i4")
+    full, rest = divmod(tokens, LARGEST_SHARD)
+    for number, count in enumerate([100_000, *[LARGEST_SHARD] * full, *[rest] * (rest > 0)]):
+        header[:3] = 20240520, 1, count
+        with open(directory / f"zeros_{'train' if number else 'val'}_{number:06d}.bin", "wb") as file:
+            file.write(header.tobytes())
+            file.truncate(header.nbytes + 2 * count)
 
 
 def private_memory() -> float:

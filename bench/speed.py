@@ -32,7 +32,6 @@ from settings import ModelConfig
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65
-SHARD_TOKENS = 100_000_000
 README_RUN = shlex.split(
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
     "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
@@ -46,6 +45,8 @@ class Comparison:
     rounds: int = 3
     processor: machine.Processor = "native"
     """Hold the processor to the instructions of a lesser one."""
+    out: str = str(machine.RESULTS)
+    """Directory of the results."""
 
 
 def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
@@ -122,7 +123,11 @@ def steps(config: StepsConfig) -> None:
     for name in (name for name in measured if name.startswith("ours")):
         ratios[f"{name}, share of the matmul peak"] = flops * ratio(measured[name], measured[matmul])
     result = {name: spread(values) for name, values in measured.items()} | ratios | {"flops_per_token": flops}
-    print(machine.write("tokens_per_second", result), *(f"{name}: {value:.3f}" for name, value in ratios.items()), sep="\n")
+    print(
+        machine.write("tokens_per_second", result, Path(config.out)),
+        *(f"{name}: {value:.3f}" for name, value in ratios.items()),
+        sep="\n",
+    )
 
 
 def random_text(characters: int) -> str:
@@ -235,7 +240,7 @@ def loss(config: LossConfig) -> None:
     faster, reached = ratio(seconds["nanoGPT, s"], seconds["ours, s"]), results["ours"]["loss"] <= config.target_loss
     result = {"seconds": {name: spread(values) for name, values in seconds.items()}, "at_the_end": results}
     result |= {"target_loss": config.target_loss, "reached": reached, "times_faster": faster}
-    print(machine.write("time_to_loss", result))
+    print(machine.write("time_to_loss", result, Path(config.out)))
     for name, row in results.items():
         print(f"{name}: loss {row['loss']:.4f} a character, {row['parameters']:,} parameters")
     print(f"target {config.target_loss} {'reached' if reached else 'MISSED'}, {faster:.2f} times faster than nanoGPT")
@@ -268,68 +273,41 @@ def nanogpt_result(checkout: Path) -> dict:
 
 
 @dataclass(frozen=True)
-class LoaderConfig:
+class LoaderConfig(Comparison):
     nanogpt: str = ""
     """A checkout of nanoGPT (empty: leave nanoGPT out)."""
-    rounds: int = 3
-    processor: machine.Processor = "native"
-    """Hold the processor to the instructions of a lesser one."""
     seconds: float = 2.0
     """Duration of each measurement."""
     batch_size: int = 12
     seq_len: int = 1024
-    gigabytes: float = 200.0
-    """Size of the large dataset. It is sparse, so it takes almost no disk space."""
 
 
 def loader(config: LoaderConfig) -> None:
     """How fast is the data loader, compared with nanoGPT's? python bench/speed.py loader --nanogpt=PATH
 
-    Tokens/s of `data.Batches.batch`, of the `Prefetcher` and of nanoGPT's get_batch on the same tokens, in turns, and as a
-    share of the speed at which memory copies as many int64. Then the time to open a sparse dataset of 200 GB and to read its
-    batches, compared with one of 20 MB. Writes loader.json.
+    Tokens/s of `data.Batches.batch`, of the `Prefetcher` and of nanoGPT's get_batch on the same tokens, in turns. Writes
+    loader.json. bench/scale.py has the time to open 15 trillion tokens and to read a batch of them.
     """
     machine.act_as(config.processor)
     with tempfile.TemporaryDirectory() as folder:
-        small, large = Path(folder) / "small", Path(folder) / "large"
-        small.mkdir()
+        tokens, direct = Path(folder) / "tokens", "ours, Batches.batch, tokens/s"
+        tokens.mkdir()
         ids = np.random.default_rng(0).integers(50257, size=10_000_000, dtype=np.uint16)
-        for split, part in (("train", ids), ("val", ids[:100_000])):  # both loaders read nanoGPT's
-            part.tofile(small / f"{split}.bin")
-        make_sparse(large, round(config.gigabytes * 5e8), SHARD_TOKENS)
-        copy, direct = "memory copy of int64, tokens/s", "ours, Batches.batch, tokens/s"
+        for split, part in (("train", ids), ("val", ids[:100_000])):  # both loaders read nanoGPT's files
+            part.tofile(tokens / f"{split}.bin")
         contenders = {
-            copy: lambda: in_fresh_process(copy_speed, config),
-            direct: lambda: in_fresh_process(our_speed, small, config, False),
-            "ours, Prefetcher, tokens/s": lambda: in_fresh_process(our_speed, small, config, True),
+            direct: lambda: in_fresh_process(our_speed, tokens, config, False),
+            "ours, Prefetcher, tokens/s": lambda: in_fresh_process(our_speed, tokens, config, True),
         }
         if config.nanogpt:
             peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", "text")
-            contenders["nanoGPT, get_batch, tokens/s"] = lambda: in_fresh_process(nanogpt_speed, peer, small, config)
+            contenders["nanoGPT, get_batch, tokens/s"] = lambda: in_fresh_process(nanogpt_speed, peer, tokens, config)
         measured = in_turns(config.rounds, contenders)
-        sizes = {"20 MB": small, f"{config.gigabytes:g} GB": large}
-        sizes = {name: in_fresh_process(open_and_serve, path, config) for name, path in sizes.items()}
-    result = {name: spread(values) for name, values in measured.items()} | {"size": sizes}
-    result["share of memory copy"] = ratio(measured[direct], measured[copy])
-    for name, row in sizes.items():
-        print(f"{name}: " + ", ".join(f"{key} {value:,.3g}" for key, value in row.items()))
-    print(f"Batches.batch runs at {result['share of memory copy']:.1%} of the speed of memory copy")
+    result = {name: spread(values) for name, values in measured.items()}
     if config.nanogpt:
         result["times nanoGPT"] = ratio(measured[direct], measured["nanoGPT, get_batch, tokens/s"])
         print(f"Batches.batch / nanoGPT's get_batch: {result['times nanoGPT']:.2f}")
-    print(machine.write("loader", result))
-
-
-def make_sparse(directory: Path, tokens: int, shard_tokens: int) -> None:
-    """Write shards of zeros: llm.c's header, then a hole. Each takes one block of disk."""
-    directory.mkdir()
-    header = np.zeros(256, dtype="<i4")
-    full, rest = divmod(tokens, shard_tokens)
-    for number, count in enumerate([100_000, *[shard_tokens] * full, *[rest] * (rest > 0)]):
-        header[:3] = 20240520, 1, count
-        with open(directory / f"zeros_{'train' if number else 'val'}_{number:06d}.bin", "wb") as file:
-            file.write(header.tobytes())
-            file.truncate(header.nbytes + 2 * count)
+    print(machine.write("loader", result, Path(config.out)))
 
 
 def calls_per_second(call: Callable[[], object], seconds: float) -> float:
@@ -342,28 +320,14 @@ def calls_per_second(call: Callable[[], object], seconds: float) -> float:
     return calls / passed
 
 
-def copy_speed(config: LoaderConfig) -> float:
-    """How many int64 a second memory copies, between arrays too large for the caches."""
-    source = np.ones(1 << 25, dtype=np.int64)
-    target = np.empty_like(source)
-    return len(source) * calls_per_second(lambda: np.copyto(target, source), config.seconds)
-
-
-def our_batches(directory: Path, config: LoaderConfig):
-    """The loader as train.py makes it, with 40 micro-batches an update."""
-    import data
-
-    mixture, size = data.open_mixture(str(directory)), config.batch_size
-    return data.Batches(mixture.streams("train"), mixture.shares, config.seq_len, 40 * size, size, seed=1)
-
-
 def our_speed(directory: Path, config: LoaderConfig, prefetch: bool) -> float:
-    """Tokens/s of our loader, called directly or through the prefetching thread."""
+    """Tokens/s of our loader with 40 micro-batches an update, called directly or through the prefetching thread."""
     import torch
 
     import data
 
-    batches = our_batches(directory, config)
+    mixture, size = data.open_mixture(str(directory)), config.batch_size
+    batches = data.Batches(mixture.streams("train"), mixture.shares, config.seq_len, 40 * size, size, seed=1)
     upcoming = ((step, micro_batch) for step in range(10**9) for micro_batch in range(40))
     prefetcher = data.Prefetcher(batches, upcoming, torch.device("cpu")) if prefetch else None
     call = prefetcher.next if prefetch else lambda: torch.from_numpy(batches.batch(*next(upcoming)))
@@ -380,20 +344,6 @@ def nanogpt_speed(checkout: Path, directory: Path, config: LoaderConfig) -> floa
     get_batch = nanogpt_train(checkout, *flags)["get_batch"]
     get_batch.__globals__["batch_size"] = config.batch_size  # set late: the script has evaluated its model with batches of 1
     return calls_per_second(lambda: get_batch("train"), config.seconds) * config.batch_size * config.seq_len
-
-
-def open_and_serve(directory: Path, config: LoaderConfig) -> dict[str, float]:
-    """Seconds to open a dataset, and microseconds a batch for 200 random steps read twice."""
-    began = time.perf_counter()
-    batches = our_batches(directory, config)
-    row = {"open s": time.perf_counter() - began}
-    steps = np.random.default_rng(0).integers(batches.streams[0].num_windows(config.seq_len) // 480, size=200).tolist()
-    for turn in ("first", "then"):
-        began = time.perf_counter()
-        for step in steps:
-            batches.batch(step, 0)
-        row[f"{turn} us a batch"] = 1e6 * (time.perf_counter() - began) / len(steps)
-    return row
 
 
 if __name__ == "__main__":
