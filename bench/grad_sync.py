@@ -66,8 +66,8 @@ def strategies(config: StrategiesConfig) -> None:
         rows.append({"strategy": strategy, "ranks": ranks, **medians, "update_ms_each": times})
     path = machine.write(config.name, {"rows": rows}, Path(config.out))
     draw(rows, path.with_suffix(".png"))
-    cells = [[f"{value:.1e}" if value < 1e-3 else f"{value:.1f}" for value in list(row.values())[2:8]] for row in rows]
-    print(machine.table(HEAD, [[row["strategy"], row["ranks"], *cell] for row, cell in zip(rows, cells, strict=True)]))
+    formats = ["{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1e}"]
+    print(machine.table(HEAD, [[f.format(v) for f, v in zip(formats, row.values(), strict=False)] for row in rows]))
     times = {(row["strategy"], row["ranks"]): row["update_ms"] for row in rows}
     for strategy in ("scratch_overlap", "scratch_allreduce"):
         if {(strategy, 2), ("ddp", 2)} <= times.keys():
