@@ -50,7 +50,6 @@ import pyarrow.parquet
 import torch
 from safetensors.torch import save_file
 
-import plot
 import settings
 from checkpoints import checkpoint, huggingface, retention
 from common import cli, errors, files
@@ -58,6 +57,7 @@ from common.errors import UserError
 from dataset import hub, shards, sources, tokenizer
 from dataset.tokens import open_dataset, open_shard, write_shard
 from model import GPT
+from reports import curves
 
 CORPUS = machine.ROOT / "tests" / "corpus"
 STATE = machine.ROOT / "runs" / "fuzz"
@@ -264,7 +264,7 @@ def make_targets(folder: Path) -> Iterator[Target]:
     yield Target("preset", "a.toml", presets, lambda f: list(settings.range_problems(settings.read_preset(f / "a.toml"))), {})
     metrics = [{"step": 1, "tokens": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "mfu": 0.5}, {"step": 2, "val_loss": 2.0}]
     lines = b"".join(json.dumps(record).encode() + b"\n" for record in metrics * 3)
-    yield Target("metrics", "metrics.jsonl", [lines], plot.read, {})
+    yield Target("metrics", "metrics.jsonl", [lines], curves.read, {})
     yield from model_targets(folder / "model", bpe)
 
 

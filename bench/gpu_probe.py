@@ -91,12 +91,16 @@ def profile_one(train, path: Path) -> None:
     def profiled(run, prefetcher):
         if not path.exists() or run.state.step != PROFILED:
             return update(run, prefetcher)
-        from torch import profiler
+        from torch import cuda, profiler
 
+        on_gpu = run.world.device.type == "cuda"
         with profiler.profile() as profile:
             result = update(run, prefetcher)
-        key = "self_device_time_total" if run.world.device.type == "cuda" else "self_cpu_time_total"
-        events = sorted(profile.key_averages(), key=lambda event: -getattr(event, key))
+            if on_gpu:
+                cuda.synchronize()
+        key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        events = [event for event in profile.key_averages() if (event.device_type.name != "CPU") == on_gpu]  # kernels, or calls
+        events.sort(key=lambda event: -getattr(event, key))
         rows = [[event.key[:60], getattr(event, key) / 1000, event.count] for event in events]
         path.write_text(json.dumps({"rows": rows[:LINES], "ms": sum(ms for _, ms, _ in rows)}))
         return result

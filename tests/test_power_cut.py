@@ -44,10 +44,10 @@ def early(directory, known=None):
 @pytest.mark.parametrize(
     ("target", "mutant"),
     [
-        ("files.sync", lambda path: None),
-        ("checkpoint.write_manifest", early),
+        ("common.files.sync", lambda path: None),
+        ("checkpoints.checkpoint.write_manifest", early),
         (
-            "retention.Retention.prune",
+            "checkpoints.retention.Retention.prune",
             lambda self, best: [files.retire(path) for path in retention.published(self.directory)[-1:]],
         ),
     ],
