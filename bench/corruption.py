@@ -142,8 +142,10 @@ def replayed(name: str, runs: Path, strategy: str, **options) -> str:
         return replay.main(replay.ReplayConfig(str(runs / name), **options))
 
     output = runs / f"{name}-replay-{len(options)}"
-    machine.run_forks(1 if strategy == "exact" else RANKS, work, output)
-    return Path(f"{output}.out").read_text()
+    statuses = machine.run_forks(1 if strategy == "exact" else RANKS, work, output)
+    if not (text := Path(f"{output}.out").read_text()):
+        raise RunError(f"replaying {name}: {machine.failure(output, statuses)}")
+    return text
 
 
 def first_difference(name: str, runs: Path, strategy: str) -> int | None:

@@ -42,46 +42,32 @@ def import_trainer() -> list[str]:
 
 
 def train_in_forks(config: Config, ranks: int, folder: Path, limit: float, enough, variables: dict):
-    """Run the trainer on `ranks`. Returns the times at which it read a gradient norm, the time before, and the wait statuses.
+    """Run the trainer as FOLDER/run until `enough(seconds since its first update, records of its updates)`, which kills it.
 
-    enough: whether the times so far are enough, which kills the run. variables: of the environment.
+    Returns the seconds until the first update, the records and the wait statuses. variables: of the environment.
     """
-    path = folder / "norms"
-    path.unlink(missing_ok=True)
+    began, first = time.monotonic(), None
 
     def work() -> int:
         os.environ.update(variables)
         import train
-        from parallel.engine import Engine
 
-        if os.environ.get("RANK", "0") == "0":
-            note_norms(Engine, path)
-            profile_one(train, folder / "profile")
+        profile_one(train, folder / "profile")
         with errors.user_errors():
             return train.main(config)
 
-    def times() -> list[float]:
-        return [float(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+    def updates() -> list[dict]:
+        there = (folder / "run/metrics.jsonl").exists()
+        return [record for record in machine.metrics(folder / "run") if "loss" in record] if there else []
 
-    began = time.perf_counter()
-    statuses = machine.run_forks(ranks, work, folder / "forks", limit, lambda: enough(times()))
-    return times(), began, statuses
+    def is_enough() -> bool:
+        nonlocal first
+        records = updates()
+        first = first or (time.monotonic() if records else None)
+        return bool(records) and enough(time.monotonic() - first, records)
 
-
-def note_norms(engine_class, path: Path) -> None:
-    """Let the engine append the time to a file whenever it has read a gradient norm, the only wait for a GPU in an update.
-
-    From one of these times to the next is a whole update: the optimizer's kernels too, which the GPU computes after the wait.
-    """
-    clip = engine_class.clip
-    file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the process)
-
-    def clip_and_note(self, limit: float) -> float:
-        norm = clip(self, limit)
-        file.write(f"{time.perf_counter()}\n")
-        return norm
-
-    engine_class.clip = clip_and_note
+    statuses = machine.run_forks(ranks, work, folder / "forks", limit, is_enough)
+    return first and first - began, updates(), statuses
 
 
 def profile_one(train, path: Path) -> None:
@@ -114,21 +100,19 @@ def training(config: Config, ranks: int, folder: Path, limit: float, updates: in
     Returns the milliseconds of each update, the seconds until the first, memory, data wait, losses and what was chosen.
     """
 
-    def enough(times: list[float]) -> bool:
-        return len(times) >= updates or (len(times) >= FEWEST_UPDATES and time.perf_counter() - times[0] > seconds)
+    def enough(since: float, records: list[dict]) -> bool:
+        return len(records) >= updates or (len(records) >= FEWEST_UPDATES and since > seconds)
 
     config = settings.replace(config, out_dir=str(folder), name="run", steps=10**6, eval_every=0, save_every=0)
-    times, began, statuses = train_in_forks(config, ranks, folder, limit, enough, variables)
-    if len(times) < min(updates, FEWEST_UPDATES):
+    first, records, statuses = train_in_forks(config, ranks, folder, limit, enough, variables)
+    if len(records) < min(updates, FEWEST_UPDATES):
         raise machine.failure(folder / "forks", statuses, limit)
     resolved = settings.read_preset(folder / "run/config.toml")
-    records = [record for record in machine.metrics(folder / "run") if "loss" in record]
-    waits = [record["data_wait_ms"] for record in records if "data_wait_ms" in record]
     return {
-        "first_update_s": times[0] - began,
-        "update_ms": [1000 * (b - a) for a, b in zip(times, times[1:], strict=False)][FIRST_UPDATES:],
-        "data_wait_ms": statistics.median(waits or [0.0]),
-        "memory_gb": max((record["memory_gb"] for record in records), default=None),
+        "first_update_s": first,
+        "update_ms": [record["step_ms"] for record in records[FIRST_UPDATES:]],
+        "data_wait_ms": statistics.median(record["data_wait_ms"] for record in records[FIRST_UPDATES:]),
+        "memory_gb": max(record["memory_gb"] for record in records),
         "losses": [record["loss"] for record in records],
         "estimated_gb": sum(footprint.of_rank(resolved, ranks, resolved.train.device).values()) / 1e9,
         "tokens_per_update": resolved.train.tokens_per_update,
@@ -141,7 +125,7 @@ def profile(config: Config, folder: Path, limit: float) -> dict:
     path = folder / "profile"
     path.touch()
     config = settings.replace(config, out_dir=str(folder), name="run", steps=10**6, eval_every=0, save_every=0)
-    statuses = train_in_forks(config, 1, folder, limit, lambda times: len(times) > PROFILED + 1, {})[2]
+    statuses = train_in_forks(config, 1, folder, limit, lambda since, records: len(records) > PROFILED + 1, {})[2]
     if not path.read_text():
         raise machine.failure(folder / "forks", statuses, limit)
     return json.loads(path.read_text())
@@ -152,13 +136,15 @@ def digests(config: Config, ranks: int, folder: Path, limit: float, variables: d
     own = dict(out_dir=str(folder), name="run", async_save=False, eval_every=0, eval_tokens=config.model.seq_len)
     config = settings.replace(config, **own)
     if kill_after:
-        times, _, statuses = train_in_forks(config, ranks, folder, limit, lambda times: len(times) >= kill_after, variables)
-        if len(times) < kill_after:
+        enough = lambda since, records: len(records) >= kill_after  # noqa: E731
+        _, records, statuses = train_in_forks(config, ranks, folder, limit, enough, variables)
+        if len(records) < kill_after:
             raise machine.failure(folder / "forks", statuses, limit)
-    times, _, statuses = train_in_forks(config, ranks, folder, limit, lambda times: False, variables)
+    statuses = train_in_forks(config, ranks, folder, limit, lambda since, records: False, variables)[2]
     if any(statuses):
         raise machine.failure(folder / "forks", statuses, limit)
-    return {"updates": len(times), "sha256": machine.digests(folder / "run")}
+    resumed = "loaded the weights and optimizer state" in (folder / "run/train.log").read_text()
+    return {"resumed": resumed, "sha256": machine.digests(folder / "run")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_every_question_is_answered_on_a_cpu_and_nothing_is_measured_twice(tmp_p
     (record,) = json.loads((out / "gpu.json").read_text()).values()
     assert sorted(record["answers"]) == sorted(titles) and all(answer["passed"] for answer in record["answers"].values())
     run = record["measurements"]["training gpt2_124m W=1"]["value"]
-    assert 0 < len(run["update_ms"]) <= 6 - 1 - gpu_probe.FIRST_UPDATES and run["memory_gb"] > 0 and run["first_update_s"] > 0
+    assert 0 < len(run["update_ms"]) <= 6 - gpu_probe.FIRST_UPDATES + 1 and run["memory_gb"] > 0 and run["first_update_s"] > 0
 
     # What another call finds is not measured again; what is lost is.
     (name,) = (records := json.loads((out / "gpu.json").read_text()))
@@ -134,18 +134,18 @@ def test_the_verdict_on_speed_is_of_the_best_settings_and_holds_it_against_both_
 
 
 def test_a_broken_promise_is_seen(bench):
-    bench.digests = lambda name, ranks, **changes: {"updates": 12, "sha256": {"model": str(ranks)}}
+    bench.digests = lambda name, ranks, **changes: {"resumed": False, "sha256": {"model": str(ranks)}}
     assert not gpu.exact_worlds(bench).passed and "BROKEN" in gpu.exact_worlds(bench).verdict
-    bench.digests = lambda name, ranks, **changes: {"updates": 12, "sha256": {"model": "a"}}
+    bench.digests = lambda name, ranks, **changes: {"resumed": False, "sha256": {"model": "a"}}
     assert gpu.exact_worlds(bench).passed
 
-    def resumed(sha256, updates):
-        killed = {"updates": updates, "sha256": sha256}
-        bench.digests = lambda *_, kill_after=0, **__: killed if kill_after else {"updates": 12, "sha256": "a"}
+    def resumed(sha256, resumed=True):
+        killed = {"resumed": resumed, "sha256": sha256}
+        bench.digests = lambda *_, kill_after=0, **__: killed if kill_after else {"resumed": False, "sha256": "a"}
         return gpu.resume(bench).passed
 
-    assert resumed("a", 8) and not resumed("b", 8)
-    assert not resumed("a", 12)  # the run began anew, which proves nothing
+    assert resumed("a") and not resumed("b")
+    assert not resumed("a", resumed=False)  # the run began anew, which proves nothing
 
 
 def test_the_verdict_on_kernels_names_the_fastest_that_keeps_its_bits(bench):
@@ -166,14 +166,6 @@ def test_two_runs_differ_in_precision_alone_if_they_learn_the_same(bench):
         return gpu.learns_alike(bench, {"dtype": "float32"}, {"dtype": "bfloat16"}, most=0.02).passed
 
     assert losses([10, 9], [10, 9.1]) and not losses([10, 9], [10, 9.5]) and not losses([10, 10], [10, 10])
-
-
-def test_the_trainer_is_clocked_from_norm_to_norm(tmp_path):
-    engine = type("Engine", (), {"clip": lambda self, limit: 2 * limit})
-    gpu_probe.note_norms(engine, tmp_path / "norms")
-    assert [engine().clip(1.0), engine().clip(2.0)] == [2.0, 4.0]
-    first, second = map(float, (tmp_path / "norms").read_text().split())
-    assert first <= second
 
 
 def test_a_fork_that_fails_says_why_and_one_that_hangs_is_killed(tmp_path, capsys):
