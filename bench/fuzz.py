@@ -14,6 +14,7 @@ another version of a library is counted from 0 again.
 import base64
 import contextlib
 import copy
+import functools
 import gc
 import gzip
 import hashlib
@@ -21,6 +22,7 @@ import importlib.metadata
 import json
 import lzma
 import mmap
+import operator
 import os
 import platform
 import random
@@ -40,7 +42,6 @@ from pathlib import Path
 from unittest import mock
 
 import machine  # puts the project's folder on the path
-from common import cli, errors
 
 # isort: split
 import numpy as np
@@ -51,7 +52,7 @@ from safetensors.torch import save_file
 
 import settings
 from checkpoints import checkpoint, huggingface, retention
-from common import files
+from common import cli, errors, files
 from common.errors import UserError
 from dataset import hub, shards, sources, tokenizer
 from dataset.tokens import open_dataset, open_shard, write_shard
@@ -122,17 +123,12 @@ def change_json(rng: random.Random, content: bytes) -> bytes:
             value = copy.deepcopy(rng.choice(VALUES))
             break
         *parents, key = rng.choice(paths)
-        parent = value
-        for step in parents:
-            parent = parent[step]
+        parent = functools.reduce(operator.getitem, parents, value)
         match rng.randrange(6):
             case 0:
                 del parent[key]
             case 1:
-                other = value
-                for step in rng.choice(paths):
-                    other = other[step]
-                parent[key] = json.loads(json.dumps(other))
+                parent[key] = copy.deepcopy(functools.reduce(operator.getitem, rng.choice(paths), value))
             case 2 if isinstance(parent, dict):
                 parent[str(rng.choice(VALUES))[:100]] = parent[key]
             case 2:
@@ -232,9 +228,8 @@ def make_targets(folder: Path) -> Iterator[Target]:
     progress = {"request": {"source": metadata["source"]}, "val_fraction": 0.1, "by_tail": True, "position": [0, -1]}
     progress |= {"splits": {"train": split, "val": split}}
     request = progress["request"]
-    yield Target(
-        "progress", "progress.json", [json.dumps(progress).encode()], lambda f: shards.read_progress(f, request, ""), bins, True
-    )
+    content = json.dumps(progress).encode()
+    yield Target("progress", "progress.json", [content], lambda f: shards.read_progress(f, request, ""), bins, True)
 
     bpe = tokenizer.train(["the cat sat on the mat and the dog sat on the log " * 20], 300, "x")
     load = encode_with(lambda f: tokenizer.load(f / "tokenizer.json"))
@@ -247,20 +242,14 @@ def make_targets(folder: Path) -> Iterator[Target]:
     yield Target("tiktoken", "x.tiktoken", [ranks], encode_with(lambda f: tokenizer.load_ranks(f / "x.tiktoken")), {})
 
     entry = {"type": "file", "path": "data/a.parquet", "oid": "0" * 40, "size": 9, "lfs": {"oid": "0" * 64, "size": 9}}
-    entries = [
-        {"type": "directory", "path": "data", "oid": "0" * 40, "size": 0},
-        entry,
-        entry | {"path": "é.jsonl", "lfs": None},
-    ]
+    folder_entry = {"type": "directory", "path": "data", "oid": "0" * 40, "size": 0}
+    entries = [folder_entry, entry, entry | {"path": "é.jsonl", "lfs": None}]
     yield Target("listing", "listing.json", [json.dumps(entries).encode()], read_listing, {}, True)
 
     lines = b'{"text": "one"}\n{"text": "two \\u00e9", "id": [1, {"a": null}]}\n\n{"text": ""}\n' * 5
     yield Target("jsonl", "a.jsonl", [lines], read_text_file("a.jsonl"), {})
-    packed = {
-        "gz": gzip.compress(lines, mtime=0),
-        "zst": bytes(pyarrow.compress(lines, "zstd", asbytes=True)),
-        "xz": lzma.compress(lines),
-    }
+    packed = {"gz": gzip.compress(lines, mtime=0), "xz": lzma.compress(lines)}
+    packed["zst"] = bytes(pyarrow.compress(lines, "zstd", asbytes=True))
     for suffix, content in packed.items():
         yield Target(suffix, f"a.jsonl.{suffix}", [content], read_text_file(f"a.jsonl.{suffix}"), {})
     texts = pyarrow.table({"text": ["one", "two", None, "three" * 50], "id": [1, 2, 3, 4]})
@@ -303,9 +292,8 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
 
     gpt2 = settings.resolve_model(settings.ModelConfig("gpt2", vocab_size=300, n_layer=1, n_head=2, n_embd=16, seq_len=8), 300)
     configs = [json.dumps(huggingface.config_json(c, 0)).encode() for c in (config, gpt2)]
-    index = json.dumps(
-        {"metadata": {}, "weight_map": dict.fromkeys(huggingface.to_hf(state, config), "model.safetensors")}
-    ).encode()
+    weight_map = dict.fromkeys(huggingface.to_hf(state, config), "model.safetensors")
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
     parameters = dict(model.named_parameters())
     yield target("manifest", "manifest.json", retention.fault)
     yield target("trainer_state", "trainer_state.json", checkpoint.load_state)
@@ -313,9 +301,8 @@ def model_targets(folder: Path, bpe: tokenizer.Tokenizer) -> Iterator[Target]:
     yield target("index", "model.safetensors.index.json", huggingface.read_model, [index])
     yield target("weights", "model.safetensors", huggingface.read_model, is_json=False)
     state = checkpoint.TrainState(step=4)
-    yield target(
-        "optimizer", "optimizer.safetensors", lambda f: checkpoint.open_optimizer(f, parameters, state, "adamw"), is_json=False
-    )
+    read = lambda f: checkpoint.open_optimizer(f, parameters, state, "adamw")  # noqa: E731
+    yield target("optimizer", "optimizer.safetensors", read, is_json=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,7 +329,11 @@ def attempt(target: Target, folder: Path, content: bytes) -> tuple[str | None, s
 
 def describe(error: BaseException) -> str:
     """The type of an error and the last line of our own that it passed."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == machine.ROOT]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if machine.ROOT in Path(f.filename).parents and ".venv" not in f.filename
+    ]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
     return f"{type(error).__name__} at {where}"
 
@@ -454,6 +445,8 @@ class FuzzConfig:
     """Stop after so many minutes (0: never)."""
     state: str = str(STATE)
     """The folder of what was done, and of the corpus."""
+    out: str = str(machine.RESULTS)
+    """Directory of fuzz.json."""
 
 
 def main(config: FuzzConfig) -> None:
@@ -474,7 +467,7 @@ def main(config: FuzzConfig) -> None:
     if not config.only:
         total = sum(row["executions"] for row in rows.values())
         rows = {name: {key: value for key, value in row.items() if key != "parsers"} for name, row in rows.items()}
-        machine.write("fuzz", {"executions": total, "parsers": parsers(), "targets": rows})
+        machine.write("fuzz", {"executions": total, "parsers": parsers(), "targets": rows}, Path(config.out))
     raise SystemExit(int(any(row["failures"] for row in rows.values())))
 
 

@@ -1,34 +1,24 @@
-"""What does it cost to keep the ranks in step? Every strategy on 1, 2 and 4 local processes, in a table and a bar chart.
+"""What does it cost to keep the ranks in step?
 
-python bench/grad_sync.py
-
-Measures updates of the same global batch for each strategy and number of ranks, in turns:
-- their time, and how much of it communication adds (compared with the same updates without syncing);
-- the bytes that a rank sends, and the memory of weights and optimizer state;
-- the distance of the final weights from those of one process.
+python bench/grad_sync.py strategies|exact [--flag=value ...]
 """
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
-
+import machine  # puts the project's folder on the path
 import settings
-from common import cli, errors
-from machine import arguments, environment, launcher, table, write
+from common import cli
+from common.errors import UserError
 
 STRATEGIES = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
+HEAD = ["strategy", "ranks", "update ms", "exposed ms", "sent MB", "weights MB", "state MB", "largest difference"]
 
 
 @dataclass(frozen=True)
-class GradSyncConfig:
+class StrategiesConfig:
     strategies: str = ",".join(STRATEGIES)
     ranks: str = "1,2,4"
     rounds: int = 3
@@ -45,23 +35,47 @@ class GradSyncConfig:
     dtype: str = "float32"
     name: str = "grad_sync"
     """Name of the result files."""
-    worker: str = ""
-    """Set by the script itself: the strategy to measure and the file for its result, as STRATEGY:FILE."""
+    out: str = str(machine.RESULTS)
+    """Directory of the results."""
 
 
-def configuration(config: GradSyncConfig, strategy: str) -> settings.Config:
-    """The training settings of one measurement."""
-    shape = {"architecture": "qwen3", "n_layer": config.n_layer, "n_head": 4, "n_embd": config.n_embd, "vocab_size": 4096}
-    batch = {"micro_batch_size": config.micro_batch_size, "seq_len": config.seq_len}
-    batch["tokens_per_update"] = config.micro_batches * config.micro_batch_size * config.seq_len
-    chosen = settings.replace(
-        settings.Config(), strategy=strategy, lr=1e-4, device=config.device, dtype=config.dtype, compile="off", **shape, **batch
-    )
-    return settings.replace(chosen, **cli.flat_values(settings.resolve_model(chosen.model, 4096)))
+def strategies(config: StrategiesConfig) -> None:
+    """Every strategy on 1, 2 and 4 local processes, in a table and a bar chart.
+
+    Measures updates of the same global batch for each strategy and number of ranks, in turns: their time, and how much of it
+    communication adds (compared with the same updates without syncing); the bytes that a rank sends, and the memory of weights
+    and optimizer state; the distance of the final weights from those of one process. Writes grad_sync.json and grad_sync.png.
+    """
+    from safetensors.torch import load_file
+    from tqdm import tqdm
+
+    machine.prepare_to_fork()
+    pairs = [(s, int(w)) for w in config.ranks.split(",") for s in config.strategies.split(",") if s in STRATEGIES]
+    results: dict[tuple, list[dict]] = {pair: [] for pair in pairs}
+    with machine.workspace() as folder:
+        for strategy, ranks in tqdm(pairs * config.rounds, desc="grad_sync", unit="run"):
+            weights = folder / f"{strategy}-{ranks}.safetensors"
+            result = machine.in_forks(measure, config, strategy, str(weights), ranks=ranks, folder=folder)[0]
+            own, one = load_file(weights), load_file(folder / "ddp-1.safetensors")
+            result["largest_difference"] = max((own[name] - one[name]).abs().max().item() for name in one)
+            results[strategy, ranks].append(result)
+    rows = []
+    for (strategy, ranks), each in results.items():
+        medians = {key: statistics.median(result[key] for result in each) for key in each[0]}
+        times = [round(result["update_ms"], 1) for result in each]
+        rows.append({"strategy": strategy, "ranks": ranks, **medians, "update_ms_each": times})
+    path = machine.write(config.name, {"rows": rows}, Path(config.out))
+    draw(rows, path.with_suffix(".png"))
+    formats = ["{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1e}"]
+    print(machine.table(HEAD, [[f.format(v) for f, v in zip(formats, row.values(), strict=False)] for row in rows]))
+    times = {(row["strategy"], row["ranks"]): row["update_ms"] for row in rows}
+    for strategy in ("scratch_overlap", "scratch_allreduce"):
+        if {(strategy, 2), ("ddp", 2)} <= times.keys():
+            print(f"{strategy} / ddp, update time on 2 ranks: {times[strategy, 2] / times['ddp', 2]:.3f}")
 
 
-def measure(config: GradSyncConfig) -> None:
-    """In each rank: run updates with and without syncing. Rank 0 writes the result."""
+def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
+    """In each rank: run updates with and without syncing. Rank 0 writes the weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -69,16 +83,19 @@ def measure(config: GradSyncConfig) -> None:
     from parallel.engine import Engine
     from parallel.world import connect
 
-    strategy, out = config.worker.split(":")
-    training = configuration(config, strategy)
+    shape = dict(architecture="qwen3", n_layer=config.n_layer, n_head=4, n_embd=config.n_embd, seq_len=config.seq_len)
+    batch = dict(micro_batch_size=config.micro_batch_size)
+    batch["tokens_per_update"] = config.micro_batches * config.micro_batch_size * config.seq_len
+    training = dict(strategy=strategy, lr=1e-4, device=config.device, dtype=config.dtype, compile="off", vocab_size=4096)
+    training = settings.replace(settings.Config(), **training, **shape, **batch)
+    training = settings.replace(training, **cli.flat_values(settings.resolve_model(training.model, 4096)))
     world = connect(config.device, threads=1)
     module = GPT(training.model)
     initialize(module, 0)
     engine = Engine(module, training, world)
     optimizers = engine.build_optimizers(training.optim)
-    generator = torch.Generator().manual_seed(0)
-    shape = (config.micro_batches, config.micro_batch_size, config.seq_len + 1)
-    tokens = torch.randint(0, 4096, shape, generator=generator).to(world.device)
+    size = (config.micro_batches, config.micro_batch_size, config.seq_len + 1)
+    tokens = torch.randint(0, 4096, size, generator=torch.Generator().manual_seed(0)).to(world.device)
     mine = world.share(config.micro_batches)
 
     def accumulate(sync: bool) -> None:
@@ -90,12 +107,6 @@ def measure(config: GradSyncConfig) -> None:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def timed(function, *args) -> float:
-        world.barrier()
-        began = time.perf_counter()
-        function(*args)
-        return time.perf_counter() - began
-
     def step(grad_clip: float) -> None:
         engine.clip(grad_clip)
         optimizers.step()
@@ -105,12 +116,18 @@ def measure(config: GradSyncConfig) -> None:
         accumulate(True)
         step(1.0)
 
+    def timed(function, *arguments) -> float:
+        world.barrier()
+        began = time.perf_counter()
+        function(*arguments)
+        return 1000 * (time.perf_counter() - began)
+
     for _ in range(2):
         update()
-    sent = loopback_bytes()
-    with_sync = [timed(update) for _ in range(config.updates)]
-    sent = (loopback_bytes() - sent) / config.updates / world.size
-    full, parts = [], []
+    before, updates, full, parts = loopback_bytes(), [], [], []
+    for _ in range(config.updates):
+        updates.append(timed(update))
+    sent = (loopback_bytes() - before) / config.updates / world.size
     for _ in range(config.updates):
         full.append(timed(accumulate, True))
         step(0.0)
@@ -119,18 +136,14 @@ def measure(config: GradSyncConfig) -> None:
         parts.append(timed(accumulate, False))
         engine.drop_gradients()
     if world.is_master:
-        save_file(weights, f"{out}.safetensors")
-        state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
-        result = {
-            "update_ms": 1000 * statistics.median(with_sync),
-            "exposed_ms": 1000 * (statistics.median(full) - statistics.median(parts)),
-            "sent_mb": sent / 1e6,
-            "weights_mb": sum(local(p).numel() * 4 for p in module.parameters()) / 1e6,
-            "state_mb": sum(value.nbytes for value in state) / 1e6,
-        }
-        Path(out).write_text(json.dumps(result))
+        save_file(weights, weights_file)
+    state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
+    exposed = statistics.median(full) - statistics.median(parts)
+    result = {"update_ms": statistics.median(updates), "exposed_ms": exposed, "sent_mb": sent / 1e6}
+    result["weights_mb"] = sum(local(p).numel() * 4 for p in module.parameters()) / 1e6
+    result["state_mb"] = sum(value.nbytes for value in state) / 1e6
     world.barrier()
-    os._exit(0)  # without the tear-down of the interpreter, like train.py
+    return result
 
 
 def local(tensor):
@@ -147,52 +160,6 @@ def loopback_bytes() -> int:
         return 0
 
 
-def main(config: GradSyncConfig) -> None:
-    """Measure all strategies on all numbers of ranks. Print the table, write JSON and PNG."""
-    from safetensors.torch import load_file
-    from tqdm import tqdm
-
-    pairs = [(s, int(w)) for w in config.ranks.split(",") for s in config.strategies.split(",") if s in STRATEGIES]
-    runs: dict[tuple, list[dict]] = {pair: [] for pair in pairs}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in tqdm(range(config.rounds * len(pairs)), desc="grad_sync", unit="run"):
-            strategy, ranks = pairs[turn % len(pairs)]
-            out = Path(folder) / f"{strategy}-{ranks}"
-            command = [*launcher(ranks), *arguments(__file__, **vars(config) | {"worker": f"{strategy}:{out}"})]
-            one_thread = environment(OMP_NUM_THREADS="1")
-            done = subprocess.run(command, env=one_thread, capture_output=True, text=True)
-            if done.returncode:
-                raise errors.RunError(f"{strategy} on {ranks} ranks failed\n{done.stderr[-2000:]}")
-            result = json.loads(out.read_text())
-            weights, one = load_file(f"{out}.safetensors"), load_file(Path(folder) / "ddp-1.safetensors")
-            result["largest_difference"] = max((weights[name] - one[name]).abs().max().item() for name in one)
-            runs[strategy, ranks].append(result)
-    rows = []
-    for (strategy, ranks), results in runs.items():
-        medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
-        spread = [round(result["update_ms"], 1) for result in results]
-        rows.append({"strategy": strategy, "ranks": ranks, **medians, "update_ms_each": spread})
-    path = write(config.name, {"rows": rows})
-    draw(rows, path.with_suffix(".png"))
-    show(rows)
-
-
-def show(rows: list[dict]) -> None:
-    """Print the table and the ratios of some update times."""
-    head = ["strategy", "ranks", "update ms", "exposed ms", "sent MB", "weights MB", "state MB", "largest difference"]
-    formats = ["{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1e}"]
-    keys = ["strategy", "ranks", "update_ms", "exposed_ms", "sent_mb", "weights_mb", "state_mb", "largest_difference"]
-    print(table(head, [[f.format(row[key]) for f, key in zip(formats, keys, strict=True)] for row in rows]))
-    times = {(row["strategy"], row["ranks"]): row["update_ms"] for row in rows}
-    for name, top, bottom in (
-        ("scratch_overlap / ddp, update time on 2 ranks", ("scratch_overlap", 2), ("ddp", 2)),
-        ("scratch_allreduce / ddp, update time on 2 ranks", ("scratch_allreduce", 2), ("ddp", 2)),
-        ("2 ranks / 1 rank, tokens per second with ddp", ("ddp", 1), ("ddp", 2)),
-    ):
-        if top in times and bottom in times:
-            print(f"{name}: {times[top] / times[bottom]:.3f}")
-
-
 def draw(rows: list[dict], path: Path) -> None:
     """Draw bars of update time for each strategy and number of ranks. The part that communication adds is hatched."""
     from matplotlib.figure import Figure
@@ -201,10 +168,9 @@ def draw(rows: list[dict], path: Path) -> None:
     axes = figure.subplots()
     names, counts = list(dict.fromkeys(r["strategy"] for r in rows)), list(dict.fromkeys(r["ranks"] for r in rows))
     for i, ranks in enumerate(counts):
-        by_name = {r["strategy"]: r for r in rows if r["ranks"] == ranks}
-        at = [k + (i - (len(counts) - 1) / 2) * 0.27 for k, name in enumerate(names) if name in by_name]
-        times = [by_name[name]["update_ms"] for name in names if name in by_name]
-        exposed = [max(0.0, by_name[name]["exposed_ms"]) for name in names if name in by_name]
+        mine = [row for row in rows if row["ranks"] == ranks]
+        at = [names.index(row["strategy"]) + (i - (len(counts) - 1) / 2) * 0.27 for row in mine]
+        times, exposed = [row["update_ms"] for row in mine], [max(0.0, row["exposed_ms"]) for row in mine]
         bars = axes.bar(at, times, width=0.25, label=f"{ranks} rank" + "s" * (ranks > 1), color=f"C{i}")
         below = [time - part for time, part in zip(times, exposed, strict=True)]
         axes.bar(at, exposed, bottom=below, width=0.25, color="none", hatch="////")
@@ -217,7 +183,58 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The cost of exact
+
+
+@dataclass(frozen=True)
+class ExactConfig(machine.Options):
+    preset: str = "config/laptop.toml"
+    rounds: int = 3
+    """How often each strategy is measured on each number of ranks, in turns."""
+    steps: int = 15
+    skip: int = 3
+    """How many of the first steps are not counted."""
+    max_ranks: int = 2
+    micro_batch_size: int = 4
+    """In sequences. auto would choose 4, too, for the laptop preset under exact."""
+    compile: str = "on"
+    """As auto chooses for the whole laptop preset. For these few steps it would choose off."""
+
+
+def exact(config: ExactConfig) -> None:
+    """What bit-identical training costs: the time of a step under --strategy=exact against ddp, by train.py itself.
+
+    Trains the laptop preset for a few steps with one strategy and then with the other, in turns, on one process and on two.
+    Both cut the update into the same micro-batches and use one thread a rank. Writes exact_cost.json. Eight minutes on two
+    cores.
+    """
+    if config.skip >= config.steps:
+        raise UserError(f"--skip={config.skip} leaves none of --steps={config.steps} to measure")
+    machine.prepare_tokens(config.tokens)
+    fixed = {key: getattr(config, key) for key in ("preset", "steps", "micro_batch_size", "compile", "tokens")}
+    fixed |= dict(warmup_steps=0, threads=1, eval_every=0, eval_tokens=1024, save_every=0, log_every=1)
+
+    def step_ms(strategy: str, ranks: int) -> float:
+        name = f"{strategy}-{ranks}-{time.monotonic_ns()}"
+        machine.run(ranks, strategy=strategy, out_dir=runs, name=name, **fixed)
+        lines = [line for line in machine.metrics(runs / name) if "step_ms" in line]
+        return statistics.median(line["step_ms"] for line in lines if line["step"] > config.skip)
+
+    worlds = range(1, config.max_ranks + 1)
+    with machine.workspace() as runs:
+        contenders = {
+            f"W={ranks} {strategy}": lambda strategy=strategy, ranks=ranks: step_ms(strategy, ranks)
+            for ranks in worlds
+            for strategy in ("ddp", "exact")
+        }
+        times = machine.in_turns(config.rounds, contenders)
+    result = {str(ranks): {s: times[f"W={ranks} {s}"] for s in ("ddp", "exact")} for ranks in worlds}
+    print(machine.write("exact_cost", {"settings": fixed, "step_ms": result}, Path(config.out)))
+    for ranks, row in result.items():
+        ratios = [exact / ddp for ddp, exact in zip(row["ddp"], row["exact"], strict=True)]
+        print(f"W={ranks}: exact / ddp = {machine.median_and_range(ratios, 3)}")
+
+
 if __name__ == "__main__":
-    with errors.user_errors():
-        chosen = cli.parse(GradSyncConfig, sys.argv[1:], __doc__)
-        measure(chosen) if chosen.worker else main(chosen)
+    machine.choose(__doc__, strategies=(StrategiesConfig, strategies), exact=(ExactConfig, exact))

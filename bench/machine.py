@@ -1,14 +1,19 @@
-"""What the benchmarks share with each other and with the tests.
+"""The frame of all benchmarks, and what the tests share with them.
 
-Starting and killing train.py, reading what a run has left, and writing results together with the machine they are from.
+Starting and killing train.py, reading what a run has left, measuring contenders in turns, and writing results together with the
+machine they are from.
 """
 
 import contextlib
 import gc
 import importlib.metadata
 import json
+import math
+import multiprocessing
 import os
 import platform
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -19,16 +24,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from common.errors import RunError
+from common import cli, errors
+from common.errors import RunError, UserError
 from common.files import publish_directory, publish_text, sha256
 from hardware.cluster import cpu_name
 from hardware.host import cores, memory_bytes
-from settings import Config
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -42,23 +49,40 @@ PROCESSORS = {
 }
 Processor = Literal["native", "bfloat16", "avx2"]
 # A model of 30 thousand parameters that still has every part, trained alike on every machine.
-TINY = dict(
-    architecture="qwen3",
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    seq_len=16,
-    micro_batch_size=2,
-    log_every=1,
-    dtype="float32",
-    compile="off",
-    device="cpu",
-    threads=1,
-)
+TINY = dict(architecture="qwen3", n_layer=2, n_head=2, n_embd=32, seq_len=16, micro_batch_size=2, log_every=1)
+TINY |= dict(dtype="float32", compile="off", device="cpu", threads=1)
 # And a run of it without evaluations and checkpoints but the last, whose learning rate does not depend on its length.
-TINY_RUN = TINY | dict(
-    optimizer="adamw", lr=1e-2, warmup_steps=2, schedule="constant", eval_every=0, eval_tokens=640, save_every=0
-)
+TINY_RUN = TINY | dict(optimizer="adamw", lr=1e-2, warmup_steps=2, schedule="constant")
+TINY_RUN |= dict(eval_every=0, eval_tokens=640, save_every=0)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of most benchmarks."""
+
+    tokens: str = "tokens/python"
+    """Dataset; the embedded corpus is prepared if it is not there."""
+    out: str = str(RESULTS)
+    """Directory of the results."""
+
+
+def command_line(description: str, options: type, main: Callable, arguments: list[str] | None = None) -> NoReturn:
+    """End with the status of `main` on the `options` that the command line gives."""
+    with errors.user_errors():
+        sys.exit(main(cli.parse(options, sys.argv[1:] if arguments is None else arguments, description)))
+
+
+def choose(description: str, **cases: tuple[type, Callable]) -> NoReturn:
+    """`command_line` for the one of `cases` (its options, its main) that the first argument names."""
+    name, *arguments = sys.argv[1:] or [""]
+    if name in cases:
+        command_line(cases[name][1].__doc__, *cases[name], arguments)
+    with errors.user_errors():
+        if name != "--help":
+            raise UserError(f"name the case first: python bench/{Path(sys.argv[0]).name} {'|'.join(cases)} [--flag=value ...]")
+        print(f"{description}\nThe cases are {', '.join(cases)}; each has a --help of its own.")
+        sys.exit(0)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Starting and killing train.py
@@ -130,22 +154,6 @@ def prepare_to_fork() -> None:
     gc.freeze()  # a collection in a fork would go through all that was imported, and so copy its pages
 
 
-def fork(config: Config, ranks: int, errors: Path) -> list[int]:
-    """Train as `config` says in forks of this process, one for each rank, which need not import anything.
-
-    Returns their process ids. They are one process group, and the first one leads it. Their stderr is appended to `errors`.
-    """
-
-    def train_quietly() -> int:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        import train
-
-        return train.main(config)
-
-    return fork_ranks(ranks, train_quietly, new_group=True)
-
-
 def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:
     """Fork this process once for each rank. A fork calls `work` and exits with the status that it returns.
 
@@ -192,6 +200,95 @@ def end(pids: list[int]) -> list[int]:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pids[0], signal.SIGKILL)
     return [os.waitpid(pid, 0)[1] for pid in pids]
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a child process has ended. It can still be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = math.inf, enough=lambda: False) -> list[int]:
+    """Let `ranks` forks `work` until all have ended, or there is `enough`, or `limit` seconds are over; then kill the others.
+
+    Returns their wait statuses. What they print is appended to OUTPUT.out and OUTPUT.err.
+    """
+
+    def work_quietly() -> int:
+        for number, stream in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        return work()
+
+    pids, deadline = fork_ranks(ranks, work_quietly, new_group=True), time.monotonic() + limit
+    try:
+        while time.monotonic() < deadline and not enough() and not all(map(has_exited, pids)):
+            time.sleep(0.001)
+    finally:
+        statuses = end(pids)
+    return statuses
+
+
+def in_forks(function: Callable, *arguments, folder: Path, ranks: int = 1, limit: float = math.inf) -> list:
+    """What `function(*arguments)` returns in each of `ranks` forks, as JSON keeps it. Raises RunError."""
+
+    def work() -> int:
+        (folder / f"returned{os.environ.get('RANK', 0)}").write_text(json.dumps(function(*arguments)))
+        return 0
+
+    if any(statuses := run_forks(ranks, work, folder / "forks", limit)):
+        raise failure(folder / "forks", statuses, limit)
+    return [json.loads((folder / f"returned{rank}").read_text()) for rank in range(ranks)]
+
+
+def failure(output: Path, statuses: list[int], limit: float = math.inf) -> RunError:
+    """The error of forks that did not do their work, with the last line that they wrote."""
+    texts = [Path(f"{output}.{stream}") for stream in ("err", "out")]
+    lines = [line for path in texts if path.exists() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    ended = "was not done" if all(status == signal.SIGKILL for status in statuses) else "failed"
+    return RunError(f"{ended} within {limit:.0f} s: {(lines or ['no output'])[-1].strip()[:500]}")
+
+
+def in_fresh_process(function: Callable, *arguments):
+    """`function(*arguments)` in a new interpreter, where no other module or setting disturbs it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def all_cores() -> dict[str, str]:
+    """`environment()` without a variable that limits threads."""
+    return {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
+
+
+def timed(command: list, cwd: Path) -> float:
+    """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=all_cores(), capture_output=True, text=True)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise RunError(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return seconds
+
+
+def run_until(step: int, preset: str, **flags) -> list[dict]:
+    """Train until metrics.jsonl has `step` records, then kill the run, before it saves or evaluates anything.
+
+    Returns the records. Raises RunError if the run ends earlier.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"out_dir": folder, "name": "run", "log_every": 1, "eval_every": 0, "save_every": 0} | flags
+        run, output = Path(folder) / "run", Path(folder) / "output"
+        with open(output, "w") as file:
+            process = subprocess.Popen(command(preset=preset, **flags), cwd=ROOT, stdout=file, stderr=file, env=all_cores())
+        try:
+            while True:
+                ended = process.poll() is not None
+                records = metrics(run) if (run / "metrics.jsonl").exists() else []
+                if len(records) >= step:
+                    return records[:step]
+                if ended:
+                    raise RunError(f"train.py {preset} ended before step {step}:\n{output.read_text()[-2000:]}")
+                time.sleep(0.25)  # reading the file disturbs the measurement
+        finally:
+            kill(process)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,9 +385,42 @@ def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
     """Publish `result` and the machine as DIRECTORY/NAME.json, NAME_avx2.json where it acted as avx2. Returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}{'' if acted_as() == 'native' else '_' + acted_as()}.json"
-    record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), **describe(), **result}
+    shown = [re.sub("=/.*/", "=", argument) for argument in sys.argv[1:]]  # without the paths of this machine
+    record = {"command": [f"bench/{Path(sys.argv[0]).name}", *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
     return path
+
+
+def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
+    """Shards in llm.c's naming of ids that fall off as 1 / rank, as words do: there is something to learn, but not much."""
+    import numpy as np
+
+    from dataset.tokens import write_shard
+
+    directory.mkdir()
+    ids = np.exp(np.random.default_rng(0).random(count) * np.log(vocab_size)).astype(np.uint16) - 1
+    write_shard(directory / "made_train_000000.bin", ids, vocab_size)
+    write_shard(directory / "made_val_000000.bin", ids[:100_000], vocab_size)
+
+
+def in_turns(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Measure all contenders one after the other, `rounds` times, so that other load on the machine hits them equally."""
+    measured = {name: [] for name in contenders}
+    for number in range(1, rounds + 1):
+        for name, measure in contenders.items():
+            measured[name].append(measure())
+            print(f"{number}/{rounds}  {name:<40} {measured[name][-1]:,.4g}", flush=True)
+    return measured
+
+
+def spread(values: list[float]) -> dict:
+    """The median, the extremes and all measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
+
+
+def ratio(numerators: list[float], denominators: list[float]) -> float:
+    """The median over the rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def table(head: list[str], rows: list[list]) -> str:

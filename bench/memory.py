@@ -1,42 +1,21 @@
-"""Is the memory that hardware/footprint.py predicts the memory that training takes? `python bench/memory.py`
+"""Is the memory that hardware/footprint.py predicts the memory that training takes?
 
-Trains each setting for two updates on gloo ranks, each a process of its own, by the functions of train.py. A dispatch mode sees
-every tensor that torch makes and adds up the bytes of those that are alive: what `max_memory_allocated` is on a GPU. (Resident
-memory is in the results too. It also counts code, threads' stacks and what the allocator keeps.) Prints the prediction for the
-rank with the highest peak and writes bench/results/memory.json. Two minutes on two cores; with a GPU, --device=cuda.
+python bench/memory.py settings|llama [--flag=value ...]
 """
 
-import json
-import os
-import sys
+import itertools
+import resource
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
-
-import machine
+import machine  # puts the project's folder on the path
 import settings
-from common import cli, errors
-from common.errors import RunError
 
-BASE = dict(
-    architecture="gpt2",
-    n_layer=6,
-    n_head=6,
-    n_embd=384,
-    vocab_size=8192,
-    seq_len=1024,
-    micro_batch_size=2,
-    optimizer="adamw",
-    lr=1e-3,
-    dtype="bfloat16",
-    compile="off",
-    threads=1,
-    steps=2,
-    save_every=0,
-    async_save=False,
-)
+BASE = dict(architecture="gpt2", n_layer=6, n_head=6, n_embd=384, vocab_size=8192, seq_len=1024, micro_batch_size=2)
+BASE |= dict(optimizer="adamw", lr=1e-3, dtype="bfloat16", compile="off", threads=1, steps=2, save_every=0, async_save=False)
+LLAMA_BYTES = 24e9  # of memory, into which config/llama_1.3b.toml must fit
 # The ranks, the micro-batches of each rank, and the flags of every setting.
 SETTINGS = {
     "gpt2, float32, one micro-batch": (1, 1, dict(dtype="float32", micro_batch_size=1)),
@@ -69,24 +48,31 @@ class MemoryConfig:
 
 
 def main(config: MemoryConfig) -> int:
-    """Measure all settings; print, write. Returns 1 if a prediction is more than 10 % off."""
+    """Is the memory that is predicted for a rank the memory that training takes, in settings of every kind?
+
+    Trains each setting for two updates on gloo ranks, each a process of its own, by the functions of train.py. A dispatch mode
+    sees every tensor that torch makes and adds up the bytes of those that are alive: what `max_memory_allocated` is on a GPU.
+    Prints the prediction for the rank with the highest peak and writes memory.json. Ends with 1 if one is more than 10 % off.
+    Two minutes on two cores; with a GPU, --device=cuda.
+    """
     chosen = {name: setting for name, setting in SETTINGS.items() if config.only in name}
     machine.prepare_to_fork()
     rows = []
-    with machine.workspace() as folder:
-        make_tokens(folder / "tokens", 200_000)
+    with machine.workspace() as runs:
+        machine.make_tokens(runs / "tokens", 200_000, BASE["vocab_size"])
         for i, (name, (ranks, micro_batches, flags)) in enumerate(chosen.items()):
-            flags = BASE | dict(tokens=folder / "tokens", out_dir=folder, name=f"run{i}", device=config.device) | flags
+            folder = runs / f"run{i}"
+            folder.mkdir()
+            flags = BASE | dict(device=config.device) | flags
             flags["tokens_per_update"] = ranks * micro_batches * flags["micro_batch_size"] * flags["seq_len"]
-            rows.append(
-                {
-                    "setting": name,
-                    "ranks": ranks,
-                    "flags": {key: str(flags[key]) for key in flags if key not in ("tokens", "out_dir")},
-                }
-            )
-            rows[-1] |= measure(machine.arguments("", **flags)[1:], ranks, folder / f"run{i}.json")
-            print(line(rows[-1]), flush=True)
+            arguments = machine.arguments(**flags, tokens=runs / "tokens", out_dir=folder, name="run")[1:]
+            records = machine.in_forks(two_updates, settings.load(arguments, ""), folder=folder, ranks=ranks)
+            row = max(records, key=lambda record: record["measured"]) | {"saving": records[0]["saving"]}
+            rows.append({"setting": name, "ranks": ranks, "flags": flags, **row})
+            mb = {key: row[key] / 1e6 for key in ("measured", "predicted", "saving", "host")}
+            print(f"{name:<38} measured {mb['measured']:7.1f} MB  predicted {mb['predicted']:7.1f}", end=" ")
+            print(f"({row['predicted'] / row['measured'] - 1:+.1%})", end="  ")
+            print(f"saving {mb['saving']:6.1f}, predicted {mb['host']:6.1f}", flush=True)
     worst = max(abs(row["predicted"] / row["measured"] - 1) for row in rows)
     if not config.only:
         print(machine.write("memory", {"largest_error": worst, "settings": rows}, Path(config.out)))
@@ -94,71 +80,42 @@ def main(config: MemoryConfig) -> int:
     return int(worst > 0.1)
 
 
-def make_tokens(directory: Path, count: int) -> None:
-    """Shards of random tokens in llm.c's format."""
-    import numpy as np
+def started(config: settings.Config, schedule) -> tuple:
+    """A run and its prefetcher, ready for the updates and micro-batches of `schedule`, as train.py makes them."""
+    import data
+    import train
 
-    from dataset.tokens import write_shard
-
-    directory.mkdir()
-    for split in ("train", "val"):
-        ids = np.random.default_rng(0).integers(BASE["vocab_size"], size=count, dtype=np.uint16)
-        write_shard(directory / f"random_{split}_000000.bin", ids, BASE["vocab_size"])
-
-
-def measure(arguments: list[str], ranks: int, path: Path) -> dict:
-    """Train on forks of this process. Returns the record of the rank with the highest peak."""
-
-    def work() -> int:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        config = settings.load([str(machine.ROOT / "config/laptop.toml"), *arguments], "")
-        path.with_suffix(f".{os.environ.get('RANK', '0')}").write_text(json.dumps(two_updates(config)))
-        return 0
-
-    pids = machine.fork_ranks(ranks, work)
-    if any([os.waitpid(pid, 0)[1] for pid in pids]):
-        raise RunError(f"a rank of {' '.join(arguments)} failed")
-    records = [json.loads(path.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
-    return max(records, key=lambda record: record["measured"]) | {"saving": records[0]["saving"]}
+    world = train.join(config)
+    run = train.prepare(config, world)
+    prefetcher = data.Prefetcher(run.batches, schedule(run, world), world.device)
+    train.warm_up(run)
+    return run, prefetcher
 
 
 def two_updates(config: settings.Config) -> dict:
     """Train for two updates and save. The bytes that were alive at the peak, and those predicted."""
-    import itertools
+    import torch
 
-    import data
     import train
     from hardware import footprint
 
-    world = train.join(config)
-    resident = reset_resident()
-    with live_bytes(world.device) as live:
-        run = train.prepare(config, world)
-        prefetcher = data.Prefetcher(
-            run.batches, itertools.product(range(2), world.share(run.config.micro_batches)), world.device
-        )
-        train.warm_up(run)
+    with live_bytes(torch.device(config.train.device)) as live:
+        run, prefetcher = started(config, lambda run, world: itertools.product(range(2), world.share(run.config.micro_batches)))
         for _ in range(2):
             train.update(run, prefetcher)
         prefetcher.close()
-        measured, resident = live.peak(), reset_resident() - resident
-        before = live.bytes()
+        measured, before = live.peak(), live.bytes()
         live.reset()
         run.checkpoints.save(run.state, run.engine, run.optimizers, now=True)
         saving = live.peak() - before
-    moments = footprint.moments(run.config, world.size, world.device.type)
-    parts = footprint.of_rank(run.config, world.size, world.device.type)
+    ranks, device = run.world.size, run.world.device.type
+    parts, moments = footprint.of_rank(run.config, ranks, device), footprint.moments(run.config, ranks, device)
+    result = {"measured": measured, "predicted": sum(parts.values()), "saving": saving, "parts": parts}
+    result["host"] = footprint.host_bytes(run.config, ranks)
+    result["moments"] = {name: sum(parts.values()) for name, parts in moments.items()}
     run.log.close(0)
-    world.leave(failed=False)
-    return {
-        "measured": measured,
-        "predicted": sum(parts.values()),
-        "resident": resident,
-        "saving": saving,
-        "host": footprint.host_bytes(run.config, run.world.size),
-        "moments": {name: sum(parts.values()) for name, parts in moments.items()},
-        "parts": parts,
-    }
+    run.world.leave(failed=False)
+    return result
 
 
 def live_bytes(device):
@@ -199,26 +156,66 @@ def live_bytes(device):
     return LiveBytes()
 
 
-def reset_resident() -> int:
-    """The most memory in bytes that was resident since the last call (Linux). The count starts again."""
-    status, refs = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not refs.exists():
+# ---------------------------------------------------------------------------------------------------------------------
+# 1.3 billion parameters
+
+
+@dataclass(frozen=True)
+class LlamaConfig(machine.Options):
+    preset: str = "config/llama_1.3b.toml"
+    seq_len: int = 128
+
+
+def llama(config: LlamaConfig) -> int:
+    """Do two updates of config/llama_1.3b.toml fit into 24 GB on a CPU?
+
+    Trains the preset's model, every weight of it, in bfloat16 with activation checkpointing for two updates of the same tokens,
+    with a short context and one small micro-batch. Prints the losses, the time and the most memory that was resident, beside
+    the prediction. Writes llama.json. It saves nothing: a checkpoint is first copied in memory, which would take 16 GB more.
+    Ends with 1 if it took more or the loss did not fall. One minute on two cores.
+    """
+    if (free := available()) < LLAMA_BYTES - 2e9:
+        print(f"skipped: {free / 1e9:.1f} GB of memory are available, and it takes about {LLAMA_BYTES / 1e9 - 2:.0f}")
         return 0
-    peak = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    refs.write_text("5")
-    return 1024 * peak
+    machine.prepare_tokens(config.tokens)
+    with machine.workspace() as folder:
+        result = machine.in_fresh_process(train_llama, config, folder)
+    print(f"{result['parameters']:,} parameters; losses {result['losses']}; updates of {result['update s']} s")
+    print(f"resident at the peak {result['resident'] / 1e9:.2f} GB; predicted {result['predicted'] / 1e9:.2f} GB")
+    print(machine.write("llama", result, Path(config.out)))
+    return int(result["resident"] > LLAMA_BYTES or result["losses"][1] >= result["losses"][0])
 
 
-def line(row: dict) -> str:
-    """A row of the table."""
-    mb = {key: row[key] / 1e6 for key in ("measured", "predicted", "resident", "saving", "host")}
-    return (
-        f"{row['setting']:<38} measured {mb['measured']:7.1f} MB  predicted {mb['predicted']:7.1f} "
-        f"({row['predicted'] / row['measured'] - 1:+.1%})  resident {mb['resident']:7.1f}  "
-        f"saving {mb['saving']:6.1f}, predicted {mb['host']:6.1f}"
-    )
+def available() -> float:
+    """Bytes of memory that new processes can take (Linux)."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def train_llama(config: LlamaConfig, folder: Path) -> dict:
+    """Train for two updates. Both see the same batch, so the second loss must be lower."""
+    import train
+    from hardware import footprint
+
+    # Running out of address space ends this process with an error. Running out of memory might end another one.
+    resource.setrlimit(resource.RLIMIT_DATA, (int(available()), resource.RLIM_INFINITY))
+    flags = dict(tokens=config.tokens, vocab_size=50304, device="cpu", dtype="bfloat16", compile="off", warmup_steps=0, steps=2)
+    flags |= dict(activation_checkpointing="true", seq_len=config.seq_len, micro_batch_size=1, tokens_per_update=config.seq_len)
+    training = settings.load(machine.arguments(config.preset, **flags, out_dir=folder, name="run"), "")
+    run, prefetcher = started(training, lambda run, world: itertools.product([0, 0], [0]))
+    seconds, updates = [], []
+    for _ in range(2):
+        began = time.perf_counter()
+        updates.append(train.update(run, prefetcher))
+        seconds.append(round(time.perf_counter() - began, 1))
+    prefetcher.close()
+    parts = footprint.of_rank(run.config, 1, "cpu")
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run.log.close(0)
+    result = {"flags": flags, "parameters": run.engine.module.parameter_count(), "losses": [loss for loss, _ in updates]}
+    result |= {"norms": [norm for _, norm in updates], "update s": seconds, "resident": resident}
+    return result | {"predicted": sum(parts.values()), "parts": parts}
 
 
 if __name__ == "__main__":
-    with errors.user_errors():
-        raise SystemExit(main(cli.parse(MemoryConfig, sys.argv[1:], __doc__)))
+    machine.choose(__doc__, settings=(MemoryConfig, main), llama=(LlamaConfig, llama))

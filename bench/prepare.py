@@ -18,13 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
-
-import machine
-from common import cli, errors
+import machine  # puts the project's folder on the path
 from common.errors import RunError, UserError
 from hardware.host import cores
-from measure import environment, in_fresh_process, in_turns, ratio, spread
+from machine import in_fresh_process, ratio, spread
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,18 @@ class PrepareConfig:
     rounds: int = 3
     tokenizer: str = "train:4096"
     """See prepare_data.py. The tokenizer is made once, before the measurements."""
+    out: str = str(machine.RESULTS)
+    """Directory of the result."""
+
+
+@dataclass
+class Cost:
+    """What a preparation takes, in one or several starts."""
+
+    seconds: float = 0.0
+    memory_mb: float = 0.0  # peak of all processes; shared pages count once
+    downloads_mb: float = 0.0  # peak
+    starts: int = 0
 
 
 def main(config: PrepareConfig) -> None:
@@ -47,38 +56,50 @@ def main(config: PrepareConfig) -> None:
     if config.build_nanogpt and not script.exists():
         raise UserError(f"--build_nanogpt={config.build_nanogpt} is no checkout of build-nanogpt")
     with machine.workspace() as folder:
-        text, tokenizer = Path(folder) / "text.parquet", Path(folder) / "tokenizer.json"
+        text, tokenizer, costs = folder / "text.parquet", folder / "tokenizer.json", []
         print(f"making {config.megabytes} MB of text and the tokenizer", flush=True)
         size = make_text(text, config.megabytes)
         make_tokenizer(config.tokenizer, embedded_corpus(), TextFormat()).save(tokenizer)
-        memory = {}
 
         def ours() -> float:
-            seconds, memory["ours"] = our_run(text, tokenizer)
-            return size / seconds / 1e6
+            costs.append(Cost())
+            prepare(costs[-1], machine.all_cores(), folder / f"out{len(costs)}", text, f"--tokenizer={tokenizer}")
+            return costs[-1].seconds
 
-        def peer() -> float:
-            return size / in_fresh_process(build_nanogpt_seconds, script, text, tokenizer) / 1e6
-
-        contenders = {"ours, MB/s": ours}
-        for method in (
-            "encode_ordinary_batch",
-            "encode_to_numpy",
-        ):  # in its own threads; in ours
-            contenders[f"tiktoken {method}, MB/s"] = lambda method=method: (
-                size / in_fresh_process(tiktoken_seconds, method, text, tokenizer) / 1e6
-            )
+        contenders = {"ours": ours}
+        for method in ("encode_ordinary_batch", "encode_to_numpy"):  # in its own threads; in ours
+            alone = lambda method=method: in_fresh_process(tiktoken_seconds, method, text, tokenizer)  # noqa: E731
+            contenders[f"tiktoken {method}"] = alone
         if config.build_nanogpt:
-            contenders["build-nanogpt, MB/s"] = peer
-        measured = in_turns(config.rounds, contenders)
-    ratios = {
-        f"ours / {name.removesuffix(', MB/s')}": ratio(measured["ours, MB/s"], measured[name]) for name in list(contenders)[1:]
-    }
-    result = {name: spread(values) for name, values in measured.items()} | ratios | {"bytes": size, "peak_memory_mb": memory}
-    print(machine.write("prepare", result))
-    print(f"peak memory of prepare_data.py and its workers: {memory['ours']:,.0f} MB")
-    for name, value in ratios.items():
-        print(f"{name}: {value:.2f}")
+            contenders["build-nanogpt"] = lambda: in_fresh_process(build_nanogpt_seconds, script, text, tokenizer)
+        rates = {f"{name}, MB/s": lambda measure=measure: size / measure() / 1e6 for name, measure in contenders.items()}
+        measured = machine.in_turns(config.rounds, rates)
+    ratios = {f"ours / {name}": ratio(measured["ours, MB/s"], measured[f"{name}, MB/s"]) for name in [*contenders][1:]}
+    result = {name: spread(values) for name, values in measured.items()} | ratios
+    memory = costs[-1].memory_mb
+    print(machine.write("prepare", result | {"bytes": size, "peak_memory_mb": {"ours": memory}}, Path(config.out)))
+    print(f"peak memory of prepare_data.py and its workers: {memory:,.0f} MB")
+    print(*(f"{name}: {value:.2f}" for name, value in ratios.items()), sep="\n")
+
+
+def prepare(cost: Cost, environment: dict, out: Path, *arguments, kill_at: int = 0) -> None:
+    """Run prepare_data.py to its end, or kill it when it has `kill_at` shards, and add to `cost`. Raises RunError."""
+    began, log = time.perf_counter(), Path(f"{out}.log")
+    with open(log, "w") as output:
+        command = [sys.executable, "prepare_data.py", *map(str, arguments), f"--out={out}"]
+        process = subprocess.Popen(command, cwd=machine.ROOT, env=environment, stdout=output, stderr=output)
+        while process.poll() is None:
+            cost.memory_mb = max(cost.memory_mb, sum(map(memory_mb, family(process.pid))))
+            cost.downloads_mb = max(cost.downloads_mb, downloads_mb(out))
+            if kill_at and len(list(out.glob("*.bin"))) >= kill_at:
+                machine.kill(process)
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+    cost.seconds += time.perf_counter() - began
+    cost.starts += 1
+    if bool(process.wait()) != bool(kill_at):
+        raise RunError(f"{' '.join(command[1:])} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
 
 
 def make_text(path: Path, megabytes: int, seed: int = 0) -> int:
@@ -103,30 +124,6 @@ def texts(path: Path) -> list[str]:
     import pyarrow.parquet
 
     return pyarrow.parquet.read_table(path)["text"].to_pylist()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The contenders
-
-
-def our_run(text: Path, tokenizer: Path) -> tuple[float, float]:
-    """Seconds that prepare_data.py takes, and the peak memory in MB of all its processes. Shared pages count once."""
-    with tempfile.TemporaryDirectory(dir=text.parent) as out:
-        command = [sys.executable, "prepare_data.py", str(text), f"--out={out}/tokens", f"--tokenizer={tokenizer}"]
-        began, peak = time.perf_counter(), 0.0
-        with open(Path(out) / "output", "w+") as output:
-            process = subprocess.Popen(command, cwd=machine.ROOT, env=environment(), stdout=output, stderr=output)
-            try:
-                while process.poll() is None:
-                    peak = max(peak, sum(map(memory_mb, family(process.pid))))
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(0.25)
-            finally:
-                machine.kill(process)
-            seconds = time.perf_counter() - began
-            if process.returncode:
-                raise RunError(f"prepare_data.py failed:\n{Path(output.name).read_text()[-2000:]}")
-    return seconds, peak
 
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
@@ -166,8 +163,14 @@ def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
             return time.perf_counter() - began
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
+def downloads_mb(out: Path) -> float:
+    """The size of the files under any `downloads` in a directory where files come and go."""
+    total = 0
+    for folder, _, names in os.walk(out):
+        for path in (Path(folder) / name for name in names if "downloads" in Path(folder).parts):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+    return total / 1e6
 
 
 def family(pid: int) -> list[int]:
@@ -190,5 +193,4 @@ def memory_mb(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    with errors.user_errors():
-        main(cli.parse(PrepareConfig, sys.argv[1:], __doc__))
+    machine.command_line(__doc__, PrepareConfig, main)

@@ -8,36 +8,24 @@ only if all runs under --strategy=exact are the same, bit for bit. About ten min
 """
 
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.append(str(Path(__file__).parent.parent))
-
-import machine
-from common import cli, errors
+import machine  # puts the project's folder on the path
+from common.errors import UserError
 from reports import curves
 
 # 0.5 million parameters with dropout. An update has 12 micro-batches, which 1, 2, 3, 4 and 6 ranks can share equally.
-FLAGS = machine.TINY | dict(
-    n_embd=64,
-    seq_len=32,
-    dropout=0.1,
-    tokens_per_update=768,
-    optimizer="muon",
-    lr=5e-3,
-    eval_every=50,
-    eval_tokens=8192,
-    save_every=7,
-)
+FLAGS = machine.TINY | dict(n_embd=64, seq_len=32, dropout=0.1, tokens_per_update=768, optimizer="muon", lr=5e-3)
+FLAGS |= dict(eval_every=50, eval_tokens=8192, save_every=7)
 KILL = dict(color="black", linestyle="", marker="x", markersize=7, markeredgewidth=1.6, zorder=5)
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 @dataclass(frozen=True)
-class SameRunConfig:
+class SameRunConfig(machine.Options):
     strategy: Literal["both", "ddp", "exact"] = "both"
     steps: int = 200
     max_ranks: int = 4
@@ -45,10 +33,6 @@ class SameRunConfig:
     """How often the disturbed run is killed. Each time it continues on another number of ranks."""
     seed: int = 0
     """Seeds the instants of the kills and the numbers of ranks."""
-    tokens: str = "tokens/python"
-    """Dataset; the embedded corpus is prepared if it is not there."""
-    out: str = str(machine.RESULTS)
-    """Directory for same_run.png and same_run.json."""
 
 
 def killed_run(config: SameRunConfig, directory: Path, flags: dict) -> list[dict]:
@@ -180,7 +164,7 @@ def report(rows: list[dict]) -> int:
 def main(config: SameRunConfig) -> int:
     """The command."""
     if config.max_ranks < 2 or config.steps < config.kills + 1:
-        raise errors.UserError("--max_ranks must be at least 2, and --steps more than --kills")
+        raise UserError("--max_ranks must be at least 2, and --steps more than --kills")
     machine.prepare_tokens(config.tokens)
     strategies = ["ddp", "exact"] if config.strategy == "both" else [config.strategy]
     with machine.workspace() as runs:
@@ -196,5 +180,4 @@ def main(config: SameRunConfig) -> int:
 
 
 if __name__ == "__main__":
-    with errors.user_errors():
-        sys.exit(main(cli.parse(SameRunConfig, sys.argv[1:], __doc__)))
+    machine.command_line(__doc__, SameRunConfig, main)

@@ -10,21 +10,17 @@ number of bytes is written to the same disk by write and fsync alone. About ten 
 import os
 import re
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
-
-import machine
-from common import cli, errors
+import machine  # puts the project's folder on the path
 
 WAITED = re.compile(r"^step +(\d+)  checkpoint; training waited ([\d.]+) s$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class SaveStallConfig:
+class SaveStallConfig(machine.Options):
     pairs: int = 2
     """How often each kind of save is measured, in turns."""
     saves: int = 4
@@ -35,39 +31,17 @@ class SaveStallConfig:
     n_embd: int = 640
     tokens_per_update: int = 512
     device: str = "cpu"
-    tokens: str = "tokens/python"
-    """Dataset; the embedded corpus is prepared if it is not there."""
 
 
 def measure(config: SaveStallConfig, async_save: bool, runs: Path, name: str) -> dict[str, list[float]]:
     """Seconds that training waited for each save, and milliseconds of each step after the first save."""
-    machine.run(
-        architecture="gpt2",
-        n_layer=config.n_layer,
-        n_head=config.n_embd // 64,
-        n_embd=config.n_embd,
-        seq_len=128,
-        tokens_per_update=config.tokens_per_update,
-        micro_batch_size=config.tokens_per_update // 128,
-        optimizer="adamw",
-        lr=3e-4,
-        steps=(config.saves + 2) * config.save_every,
-        save_every=config.save_every,
-        async_save=async_save,
-        keep_last=1,
-        keep_best=0,
-        eval_every=0,
-        eval_tokens=1024,
-        log_every=1,
-        dtype="float32",
-        compile="off",
-        device=config.device,
-        threads=1,
-        tokens=config.tokens,
-        out_dir=runs,
-        name=name,
-    )
     first, last = config.save_every, (config.saves + 2) * config.save_every
+    model = dict(architecture="gpt2", n_layer=config.n_layer, n_head=config.n_embd // 64, n_embd=config.n_embd, seq_len=128)
+    batch = dict(tokens_per_update=config.tokens_per_update, micro_batch_size=config.tokens_per_update // 128)
+    saving = dict(steps=last, save_every=first, async_save=async_save, keep_last=1, keep_best=0)
+    flags = dict(optimizer="adamw", lr=3e-4, eval_every=0, eval_tokens=1024, log_every=1, dtype="float32", compile="off")
+    where = dict(device=config.device, threads=1, tokens=config.tokens, out_dir=runs, name=name)
+    machine.run(**model, **batch, **saving, **flags, **where)
     saves = WAITED.findall((runs / name / "train.log").read_text())
     waited = [float(seconds) for step, seconds in saves if first < int(step) < last]
     updates = [line for line in machine.metrics(runs / name) if "step_ms" in line]
@@ -115,8 +89,8 @@ def report(result: dict, save_every: int) -> None:
     print(f"counting the slower steps too, a background save costs {stall / lost:.1f} times less")
 
 
-def main(config: SaveStallConfig) -> int:
-    """The command."""
+def main(config: SaveStallConfig) -> None:
+    """Measure in turns, write, print."""
     from tqdm import tqdm
 
     machine.prepare_tokens(config.tokens)
@@ -132,12 +106,9 @@ def main(config: SaveStallConfig) -> int:
             else:
                 for key, values in measure(config, kind == "async", runs, f"{kind}-{pair}").items():
                     result[kind][key] += values
-    path = machine.write("save_stall", result)
-    print(path)
+    print(machine.write("save_stall", result, Path(config.out)))
     report(result, config.save_every)
-    return 0
 
 
 if __name__ == "__main__":
-    with errors.user_errors():
-        sys.exit(main(cli.parse(SaveStallConfig, sys.argv[1:], __doc__)))
+    machine.command_line(__doc__, SaveStallConfig, main)

@@ -1,69 +1,88 @@
-"""What can be shown about thousands of GPUs without having them? `python bench/scale.py`
+"""What can be shown about thousands of GPUs without having them, and about time before a run? `python bench/scale.py`
 
 sampler: every rank's share of an update on 8 to 16,384 ranks, from a stream of 15 trillion tokens. Are the shares disjoint and
   complete and the same tokens for every number of ranks? Time and memory of one rank.
 startup: one rank of 1,024 that share a 70-billion-parameter Llama under fsdp, on tensors without storage and torch's fake
   process group: the seconds to build it, the bytes of the rank, and the collectives of an update beside those of the plan.
-scaling: the alpha-beta model of cluster.py against throughputs that others have published. The model's compute rate is set
-  where a series begins; the rest of the series is predicted.
+scaling: the alpha-beta model of cluster.py against throughputs that others have published (published.json: sequences of a
+  micro-batch, micro-batches of an update and tokens/s of a GPU by the number of GPUs, under FSDP alone with bfloat16). The
+  model's compute rate is set where a series begins; the rest of the series is predicted.
 
-Half a minute on one core. Writes bench/results/scale.json.
+Half a minute on one core. Writes bench/results/scale.json. Only with --part=step_time, six minutes on two cores with bfloat16:
+is the time that --plan predicts for an update the time that it takes? The MFU is measured on one setting. With it the plan
+predicts the others. Each is trained by train.py for a few steps, right after the first one, because the machine's speed
+changes. Writes step_time.json; ends with 1 if a prediction is more than 25 % off.
 """
 
+import json
 import math
 import statistics
-import sys
 import time
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import machine  # puts the project's folder on the path
+
+# isort: split
 import numpy as np
 
-sys.path.append(str(Path(__file__).parent.parent))
-
-import machine
 import settings
-from common import cli, errors
+from common import cli
 from hardware import cluster, footprint
-from measure import in_fresh_process
+from memory import BASE
+from planning import plan
+from settings import PlanConfig
 
 TOKENS = 15 * 10**12
 LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
-LLAMA_70B = dict(
-    architecture="llama",
-    n_layer=80,
-    n_head=64,
-    n_kv_head=8,
-    n_embd=8192,
-    head_dim=128,
-    d_ff=28672,
-    vocab_size=128256,
-    seq_len=8192,
-    tie_embeddings=False,
-    rope_theta=5e5,
-)
+LLAMA_70B = dict(architecture="llama", n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, head_dim=128, d_ff=28672)
+LLAMA_70B |= dict(vocab_size=128256, seq_len=8192, tie_embeddings=False, rope_theta=5e5)
+REFERENCE = BASE | dict(seq_len=256, micro_batch_size=8, tokens_per_update=4096, threads=0, device="cpu", eval_every=0)
+# The ranks and the flags of every setting.
+SETTINGS = {
+    "two micro-batches of 8 x 256 (the reference again)": (1, dict()),
+    "eight micro-batches of 2 x 256": (1, dict(micro_batch_size=2)),
+    "context 1,024": (1, dict(seq_len=1024, micro_batch_size=2)),
+    "12 layers": (1, dict(n_layer=12)),
+    "768 wide": (1, dict(n_embd=768, n_head=12)),
+    "vocabulary of 32,768": (1, dict(vocab_size=32768)),
+    "activation checkpointing": (1, dict(activation_checkpointing=True)),
+    "llama, grouped queries, untied": (1, dict(architecture="llama", n_kv_head=2, tie_embeddings=False)),
+    "qwen3, Muon": (1, dict(architecture="qwen3", optimizer="muon")),
+    "ddp on 2": (2, dict(strategy="ddp")),
+    "ddp on 2, accumulating": (2, dict(strategy="ddp", micro_batch_size=2)),
+    "zero1 on 2": (2, dict(strategy="zero1")),
+    "fsdp on 2": (2, dict(strategy="fsdp")),
+    "fsdp on 2, accumulating, checkpointing": (2, dict(strategy="fsdp", micro_batch_size=2, activation_checkpointing=True)),
+    "exact on 2": (2, dict(strategy="exact")),
+}
 
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    part: Literal["all", "sampler", "startup", "scaling"] = "all"
+    part: Literal["all", "sampler", "startup", "scaling", "step_time"] = "all"
+    only: str = ""
+    """Of step_time only the settings whose name contains this."""
+    steps: int = 10
+    """Steps of each run of step_time, the first four of which do not count."""
     out: str = str(machine.RESULTS)
-    """Directory for scale.json."""
+    """Directory of the results."""
 
 
-def main(config: ScaleConfig) -> None:
-    """Measure all parts; print, write."""
-    parts = {"sampler": sampler, "startup": startup, "scaling": scaling}
-    chosen = {name: measure for name, measure in parts.items() if config.part in ("all", name)}
+def main(config: ScaleConfig) -> int:
+    """Measure the parts; print, write."""
+    if config.part == "step_time":
+        return step_time(config)
     result = {}
-    for name, measure in chosen.items():
-        began = time.perf_counter()
-        result[name] = in_fresh_process(measure)
-        print(f"{name}: {time.perf_counter() - began:.1f} s\n", flush=True)
+    for name, measure in {"sampler": sampler, "startup": startup, "scaling": scaling}.items():
+        if config.part in ("all", name):
+            result[name] = machine.in_fresh_process(measure)
+            print(flush=True)
     if config.part == "all":
         print(machine.write("scale", result, Path(config.out)))
+    return 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,8 +118,8 @@ def make_sparse(directory: Path, tokens: int) -> None:
     """Write shards of zeros as large as can be: llm.c's header, then a hole. Each takes one block of disk."""
     directory.mkdir()
     header = np.zeros(256, dtype="<i4")
-    counts = [LARGEST_SHARD] * (tokens // LARGEST_SHARD) + [tokens % LARGEST_SHARD]
-    for number, count in enumerate([100_000, *counts]):
+    full, rest = divmod(tokens, LARGEST_SHARD)
+    for number, count in enumerate([100_000, *[LARGEST_SHARD] * full, *[rest] * (rest > 0)]):
         header[:3] = 20240520, 1, count
         with open(directory / f"zeros_{'train' if number else 'val'}_{number:06d}.bin", "wb") as file:
             file.write(header.tobytes())
@@ -184,17 +203,10 @@ def one_rank(size: int, copies: int) -> dict:
     from parallel.sharded import FullyShard
     from parallel.world import World
 
+    flags = dict(strategy="fsdp", micro_batch_size=1, activation_checkpointing=True)
+    flags |= dict(dtype="bfloat16", compile="on", device="cuda")
     config = settings.replace(
-        settings.Config(),
-        **LLAMA_70B,
-        strategy="fsdp",
-        replicate=copies,
-        micro_batch_size=1,
-        tokens_per_update=size * LLAMA_70B["seq_len"],
-        activation_checkpointing=True,
-        dtype="bfloat16",
-        compile="on",
-        device="cuda",
+        settings.Config(), **LLAMA_70B, **flags, replicate=copies, tokens_per_update=size * LLAMA_70B["seq_len"]
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     world = World(0, size, 0, 8, torch.device("cpu"))
@@ -256,91 +268,17 @@ def collectives():
 # What others have measured
 
 
-@dataclass(frozen=True)
-class Series:
-    """Published tokens/s of a GPU for several numbers of GPUs. All of it is FSDP without other parallelism."""
-
-    source: str
-    gpu: str
-    shape: dict
-    points: dict[int, tuple[int, int, float]]  # GPUs: sequences of a micro-batch, micro-batches of an update, tokens/s
-    checkpointing: bool = False
-
-
-MPT_README = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md, 061f2c7"
-TITAN_README = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, 31a17bf"
-KEMPNER = "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md, 9f3f03a"
-
-
-def mpt(gpu: str, layers: int, width: int, points: dict, checkpointing: bool = False) -> Series:
-    """A series of an MPT. Its shape is GPT-2's but for biases and positions."""
-    shape = dict(architecture="gpt2", n_layer=layers, n_embd=width, n_head=width // 128 or 1, vocab_size=50368, seq_len=2048)
-    return Series(MPT_README, gpu, shape, points, checkpointing)
-
-
-def llama3(layers: int, width: int, ff: int, context: int) -> dict:
-    """The shape of a Llama 3 with 8 heads of keys and values."""
-    heads = dict(n_head=width // 128, n_kv_head=8, tie_embeddings=False)
-    return dict(architecture="llama", n_layer=layers, n_embd=width, d_ff=ff, vocab_size=128256, seq_len=context, **heads)
-
-
-# Context 2,048, bfloat16, sharded over all GPUs. A100: 40 GB, and 1,600 Gb/s of RoCE between nodes.
-PUBLISHED = {
-    "MPT 125M": mpt(
-        "a100",
-        12,
-        768,
-        {8: (26, 3, 136334), 16: (26, 1, 130535), 32: (26, 1, 127122), 64: (26, 1, 125234), 128: (26, 1, 123936)},
-    ),
-    "MPT 350M": mpt(
-        "a100", 24, 1024, {8: (16, 4, 55995), 16: (18, 1, 55413), 32: (18, 1, 53811), 64: (18, 1, 52689), 128: (18, 1, 51934)}
-    ),
-    "MPT 760M": mpt(
-        "a100", 24, 1536, {8: (12, 4, 30173), 16: (12, 1, 29607), 32: (12, 1, 29648), 64: (12, 1, 29344), 128: (12, 1, 28940)}
-    ),
-    "MPT 1B": mpt(
-        "a100", 24, 2048, {8: (8, 8, 19271), 16: (8, 1, 19085), 32: (10, 1, 15555), 64: (10, 1, 19001), 128: (10, 1, 18647)}
-    ),
-    "MPT 3B": mpt(
-        "a100", 32, 2560, {8: (5, 8, 10065), 16: (5, 1, 9750), 32: (6, 1, 9914), 64: (6, 1, 9736), 128: (6, 1, 9538)}
-    ),
-    "MPT 7B": mpt(
-        "a100", 32, 4096, {8: (12, 4, 3679), 16: (16, 1, 3645), 32: (18, 1, 3725), 64: (18, 1, 3665), 128: (18, 1, 3623)}, True
-    ),
-    "MPT 13B": mpt(
-        "a100", 40, 5120, {8: (4, 16, 1668), 16: (10, 1, 1993), 32: (14, 1, 1998), 64: (16, 1, 1976), 128: (16, 1, 1972)}, True
-    ),
-    "MPT 30B": mpt("a100", 48, 7168, {32: (4, 1, 857), 128: (6, 1, 865)}, True),
-    "MPT 70B": mpt("a100", 80, 8192, {64: (2, 1, 276), 128: (4, 1, 376)}, True),
-    "MPT 760M, H100": mpt("h100", 24, 1536, {8: (24, 2, 63147), 16: (24, 1, 68551), 32: (24, 1, 67971)}),
-    "MPT 1B, H100": mpt("h100", 24, 2048, {8: (14, 1, 45455), 16: (20, 1, 46037), 32: (20, 1, 45130), 64: (20, 1, 44402)}),
-    "MPT 3B, H100": mpt("h100", 32, 2560, {16: (10, 3, 24142), 32: (6, 3, 23021), 64: (6, 3, 22525)}),
-    "MPT 13B, H100": mpt("h100", 40, 5120, {8: (2, 1, 4792), 16: (2, 1, 4767), 32: (2, 1, 4811), 64: (2, 1, 4800)}),
-    "MPT 30B, H100": mpt("h100", 48, 7168, {8: (3, 21, 2002), 16: (10, 3, 2263), 32: (14, 3, 2308)}, True),
-    "MPT 70B, H100": mpt("h100", 80, 8192, {32: (2, 16, 882), 64: (8, 4, 1039)}, True),
-    "Llama 3.1 8B": Series(TITAN_README, "h100", llama3(32, 4096, 14336, 8192), {8: (2, 1, 5762), 128: (2, 1, 5605)}),
-    "Llama 3.1 8B, compiled": Series(TITAN_README, "h100", llama3(32, 4096, 14336, 8192), {8: (2, 1, 6667), 128: (2, 1, 6514)}),
-    "Llama 3 8B, one node": Series(
-        KEMPNER,
-        "h200",
-        llama3(32, 4096, 14336, 4096),
-        {1: (4, 2, 10471), 2: (4, 2, 9364), 4: (4, 2, 9746)},
-        checkpointing=True,
-    ),
-}
-
-
 def scaling() -> dict:
     """Predict the published throughputs, each series from its first point."""
     rows = []
-    for name, series in PUBLISHED.items():
-        first, *others = series.points
-        mfu = fitted_mfu(series, first)
-        for ranks in others:
-            published, predicted = series.points[ranks][2], predict(series, ranks, mfu)
-            row = {"model": name, "GPUs": ranks, "from": first, "published": published, "predicted": predicted}
-            row["same micro-batch"] = series.points[ranks][0] == series.points[first][0]
-            rows.append(row | {"error": predicted / published - 1, "source": series.source})
+    for name, series in json.loads((machine.ROOT / "bench/published.json").read_text()).items():
+        first, *others = series["points"]
+        mfu = fitted_mfu(series, *first)
+        for ranks, micro_batch, micro_steps, published in others:
+            predicted = predict(series, ranks, micro_batch, micro_steps, mfu)
+            row = {"model": name, "GPUs": ranks, "from": first[0], "published": published, "predicted": predicted}
+            row["same micro-batch"] = micro_batch == first[1]
+            rows.append(row | {"error": predicted / published - 1, "source": series["source"]})
     head = ["series", "GPUs", "from", "published tokens/s a GPU", "predicted", "error"]
     print(machine.table(head, [[
         row["model"], row["GPUs"], row["from"], f"{row['published']:,.0f}", f"{row['predicted']:,.0f}", f"{row['error']:+.1%}"
@@ -354,34 +292,59 @@ def scaling() -> dict:
     return {"rows": rows}
 
 
-def predict(series: Series, ranks: int, mfu: float) -> float:
+def predict(series: dict, ranks: int, micro_batch: int, micro_steps: int, mfu: float) -> float:
     """Tokens/s of a GPU."""
-    micro_batch_size, micro_steps, _ = series.points[ranks]
-    config = settings.replace(
-        settings.Config(),
-        **series.shape,
-        strategy="fsdp",
-        dtype="bfloat16",
-        compile="on",
-        device="cuda",
-        micro_batch_size=micro_batch_size,
-        tokens_per_update=ranks * micro_batch_size * micro_steps * series.shape["seq_len"],
-        activation_checkpointing=series.checkpointing,
-    )
-    config = settings.replace(config, **cli.flat_values(settings.resolve_model(config.model, series.shape["vocab_size"])))
-    step = cluster.speed(config, ranks, cluster.GPUS[series.gpu], mfu)["step_s"]
-    return config.train.tokens_per_update / step / ranks
+    shape, update = series["shape"], ranks * micro_batch * micro_steps * series["shape"]["seq_len"]
+    flags = dict(strategy="fsdp", dtype="bfloat16", compile="on", device="cuda", micro_batch_size=micro_batch)
+    flags |= dict(tokens_per_update=update, activation_checkpointing=series["checkpointing"])
+    config = settings.replace(settings.Config(), **shape, **flags)
+    config = settings.replace(config, **cli.flat_values(settings.resolve_model(config.model, shape["vocab_size"])))
+    return update / cluster.speed(config, ranks, cluster.GPUS[series["gpu"]], mfu)["step_s"] / ranks
 
 
-def fitted_mfu(series: Series, ranks: int) -> float:
+def fitted_mfu(series: dict, ranks: int, micro_batch: int, micro_steps: int, published: float) -> float:
     """The utilization at which the model predicts the published throughput on `ranks` GPUs, by bisection."""
     low, high = 0.01, 2.0
     while not math.isclose(low, high, rel_tol=1e-9):
         middle = (low + high) / 2
-        low, high = (low, middle) if predict(series, ranks, middle) > series.points[ranks][2] else (middle, high)
+        too_fast = predict(series, ranks, micro_batch, micro_steps, middle) > published
+        low, high = (low, middle) if too_fast else (middle, high)
     return low
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The time of an update
+
+
+def step_time(config: ScaleConfig) -> int:
+    """Measure all settings; print, write. Returns 1 if a prediction is more than 25 % off."""
+    rows, chosen = [], {name: setting for name, setting in SETTINGS.items() if config.only in name}
+    with machine.workspace() as folder:
+        machine.make_tokens(folder / "tokens", 200_000, BASE["vocab_size"])
+
+        def measured(ranks: int, flags: dict) -> float:
+            more = {"tokens": folder / "tokens", "steps": config.steps + 1}
+            records = machine.run_until(config.steps, "", ranks=ranks, **flags | more)
+            return flags["tokens_per_update"] / statistics.median(record["tokens_per_second"] for record in records[4:])
+
+        for name, (ranks, flags) in chosen.items():
+            mfu = predicted_seconds(1, REFERENCE, 1) / measured(1, REFERENCE)
+            predicted, seconds = predicted_seconds(ranks, REFERENCE | flags, mfu), measured(ranks, REFERENCE | flags)
+            rows.append({"setting": name, "ranks": ranks, "flags": flags, "mfu": mfu})
+            rows[-1] |= {"predicted_s": predicted, "measured_s": seconds}
+            print(f"{name:<52} {seconds:.3f} s, predicted {predicted:.3f} s, {predicted / seconds - 1:+.0%}", flush=True)
+    worst = max(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows)
+    if not config.only:
+        print(machine.write("step_time", {"largest_error": worst, "settings": rows}, Path(config.out)))
+    print(f"largest error of {len(rows)} predictions: {worst:.1%}")
+    return int(worst > 0.25)
+
+
+def predicted_seconds(ranks: int, flags: dict, mfu: float) -> float:
+    """The seconds of an update by the plan."""
+    config = settings.load(machine.arguments("", **flags, tokens="none")[1:], "")
+    return plan.make(config, PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu))["time"]["step_s"]
+
+
 if __name__ == "__main__":
-    with errors.user_errors():
-        main(cli.parse(ScaleConfig, sys.argv[1:], __doc__))
+    machine.command_line(__doc__, ScaleConfig, main)

@@ -11,47 +11,22 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
+import machine  # puts the project's folder on the path
 
+# isort: split
 import numpy as np
 
 import data
-import machine
 import settings
-from common import cli, errors
 from dataset.tokens import open_shard, write_shard
 from reports import curves
 
 STEP, FIRST, COUNT = 37, 20, 16  # the noise is in sequences 20 to 35 of step 37
-FLAGS = dict(
-    architecture="qwen3",
-    n_layer=2,
-    n_head=2,
-    n_embd=128,
-    seq_len=64,
-    steps=60,
-    tokens_per_update=64 * 64,
-    micro_batch_size=16,
-    lr=5e-3,
-    eval_every=0,
-    save_every=30,
-    keep_last=0,
-    log_every=1,
-    dtype="float32",
-    compile="off",
-    device="cpu",
-)
-
-
-@dataclass(frozen=True)
-class SpikeConfig:
-    tokens: str = "tokens/python"
-    """Dataset; the embedded corpus is prepared if it is not there."""
-    out: str = str(machine.RESULTS)
-    """Directory for spike.png and spike.json."""
+FLAGS = dict(architecture="qwen3", n_layer=2, n_head=2, n_embd=128, seq_len=64, steps=60, tokens_per_update=64 * 64)
+FLAGS |= dict(micro_batch_size=16, lr=5e-3, eval_every=0, save_every=30, keep_last=0, log_every=1)
+FLAGS |= dict(dtype="float32", compile="off", device="cpu")
 
 
 def spoil(source: Path, directory: Path) -> None:
@@ -76,11 +51,8 @@ def draw(spoiled: list[dict], skipped: list[dict], sequences: list[dict], out: P
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
     runs, step = figure.subplots(1, 2)
-    for records, color, label in (
-        (spoiled, curves.COLORS[1], "as it was"),
-        (skipped, curves.COLORS[0], f"--skip_steps={STEP}"),
-    ):
-        runs.plot([r["step"] for r in records], [r["loss"] for r in records], color=color, label=label)
+    for records, color, label in ((spoiled, 1, "as it was"), (skipped, 0, f"--skip_steps={STEP}")):
+        runs.plot([r["step"] for r in records], [r["loss"] for r in records], color=curves.COLORS[color], label=label)
     runs.set_title("training loss", loc="left")
     runs.set_xlabel("step")
     runs.legend(frameon=False)
@@ -95,7 +67,7 @@ def draw(spoiled: list[dict], skipped: list[dict], sequences: list[dict], out: P
     curves.save(figure, out)
 
 
-def main(config: SpikeConfig) -> int:
+def main(config: machine.Options) -> int:
     """The command."""
     machine.prepare_tokens(config.tokens)
     with machine.workspace() as runs:
@@ -113,12 +85,10 @@ def main(config: SpikeConfig) -> int:
     worst = sorted(row["sequence"] for row in step["sequences"][:COUNT])
     found = step["same"] and worst == list(range(FIRST, FIRST + COUNT))
     losses = {"step_before": spoiled[STEP - 2]["loss"], "step": step["loss"], "skipped": skipped[STEP - 1]["loss"]}
-    print(
-        machine.write("spike", {"flags": FLAGS, "losses": losses, "worst_sequences": worst, "found": found}, Path(config.out))
-    )
+    result = {"flags": FLAGS, "losses": losses, "worst_sequences": worst, "found": found}
+    print(machine.write("spike", result, Path(config.out)))
     return int(not found)
 
 
 if __name__ == "__main__":
-    with errors.user_errors():
-        sys.exit(main(cli.parse(SpikeConfig, sys.argv[1:], __doc__)))
+    machine.command_line(__doc__, machine.Options, main)

@@ -12,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
+import machine  # noqa: F401  puts the project's folder on the path
 
+# isort: split
 from checkpoints import huggingface, lookup
 from common import errors
 from common.errors import UserError

@@ -7,25 +7,24 @@ import sys
 
 import pytest
 
-import hard_kills
+import drill
 import machine
-import resume
 import same_run
 from common import files
 from conftest import ROOT, environment
 
 
-def run(script, out, **flags):
+def run(script, out, result, case="", **flags):
     """Run a benchmark to its end. Returns its output and the JSON it wrote."""
-    command = [sys.executable, *machine.arguments(f"bench/{script}.py", out=out, **flags)]
+    command = [sys.executable, *machine.arguments(f"bench/{script}.py", case, out=out, **flags)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, json.loads((out / f"{script}.json").read_text())
+    return done.stdout, json.loads((out / f"{result}.json").read_text())
 
 
 @pytest.mark.slow
 def test_same_run_accepts_equal_runs_and_under_exact_no_others(tokens, tmp_path):
-    output, result = run("same_run", tmp_path, strategy="exact", steps=8, max_ranks=2, kills=1, tokens=tokens)
+    output, result = run("same_run", tmp_path, "same_run", strategy="exact", steps=8, max_ranks=2, kills=1, tokens=tokens)
     assert result["same"] == {"exact": True} and [row["run"] for row in result["runs"]] == ["W=1", "W=2", "killed"]
     assert {attempt["ranks"] for attempt in result["runs"][2]["attempts"]} == {1, 2}
     assert result["runs"][0]["model.safetensors"][:12] in output and "3 runs are the same, bit for bit" in output
@@ -42,49 +41,49 @@ def test_same_run_accepts_equal_runs_and_under_exact_no_others(tokens, tmp_path)
 
 @pytest.mark.slow
 def test_resume_accepts_equal_runs_and_no_others(tokens, tmp_path, capsys):
-    output, result = run("resume", tmp_path, ranks=3, strategies="ddp", steps=2, more="false", tokens=tokens)
+    output, result = run("drill", tmp_path, "resume", "resume", ranks=3, strategies="ddp", steps=2, more="false", tokens=tokens)
     [row] = result["cases"]
     undisturbed, repeated, resumed = row["sha256"]
     assert (row["case"], row["ranks"]) == ("ddp", 3) and undisturbed == repeated == resumed
     assert undisturbed["model.safetensors"][:8] in output
 
-    assert resume.report([row]) == 0
+    assert drill.report_resume([row]) == 0
     changed = {**resumed, "optimizer.safetensors": "0" * 64}
-    assert resume.report([row, {**row, "sha256": [undisturbed, repeated, changed]}]) == 1
+    assert drill.report_resume([row, {**row, "sha256": [undisturbed, repeated, changed]}]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 
 def test_hard_kills_finds_no_unusable_state_and_reports_one(tokens, tmp_path, capsys):
-    output, result = run("hard_kills", tmp_path, kills=5, tokens=tokens)
+    output, result = run("drill", tmp_path, "hard_kills", "kills", kills=5, tokens=tokens)
     assert result["unusable"] == [] and sum(result["killed_while"].values()) == 5 and all(result["same"].values())
     assert "0 unusable states" in output
 
-    assert hard_kills.report(result) == 0
+    assert drill.report_kills(result) == 0
     assert (
-        hard_kills.report({**result, "unusable": [{"kill": 3, "problems": ["step-00000007: manifest.json is missing"]}]}) == 1
+        drill.report_kills({**result, "unusable": [{"kill": 3, "problems": ["step-00000007: manifest.json is missing"]}]}) == 1
     )
     assert "kill 3: step-00000007: manifest.json is missing" in capsys.readouterr().out
-    assert hard_kills.report({**result, "same": {**result["same"], "metrics.jsonl": False}}) == 1
+    assert drill.report_kills({**result, "same": {**result["same"], "metrics.jsonl": False}}) == 1
 
 
 def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(tmp_path):
-    assert hard_kills.examine(tmp_path, 0) == [] and hard_kills.newest_step(tmp_path) == 0
+    assert drill.examine(tmp_path, 0) == [] and drill.newest_step(tmp_path) == 0
     for step in (3, 4):
         machine.fake_checkpoint(tmp_path, step)
     files.link(tmp_path / "latest", tmp_path / "step-00000004")
-    assert hard_kills.examine(tmp_path, 4) == [] and hard_kills.killed_while(tmp_path) == "no checkpoint under way"
-    assert "of step 5 and is now of step 4" in hard_kills.examine(tmp_path, 5)[0]
+    assert drill.examine(tmp_path, 4) == [] and drill.killed_while(tmp_path) == "no checkpoint under way"
+    assert "of step 5 and is now of step 4" in drill.examine(tmp_path, 5)[0]
 
     (tmp_path / ".step-00000005.tmp").mkdir()
-    assert hard_kills.killed_while(tmp_path) == "writing a checkpoint"
+    assert drill.killed_while(tmp_path) == "writing a checkpoint"
     (tmp_path / ".step-00000005.tmp").rename(tmp_path / ".step-00000002.old.tmp")
-    assert hard_kills.killed_while(tmp_path) == "removing an old checkpoint"
+    assert drill.killed_while(tmp_path) == "removing an old checkpoint"
     files.link(tmp_path / "latest", tmp_path / "step-00000003")
-    assert hard_kills.killed_while(tmp_path) == "between publishing and `latest`"
+    assert drill.killed_while(tmp_path) == "between publishing and `latest`"
 
     (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b'{"step": 4}')
-    problems = hard_kills.examine(tmp_path, 4)
+    problems = drill.examine(tmp_path, 4)
     assert problems == [f"{name}: model.safetensors does not match its sha256" for name in ("step-00000003", "latest")]
     shutil.rmtree(tmp_path / "step-00000003")
-    (problem,) = hard_kills.examine(tmp_path, 4)
+    (problem,) = drill.examine(tmp_path, 4)
     assert problem.startswith("latest: ") and "no manifest.json" in problem

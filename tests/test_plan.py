@@ -216,6 +216,6 @@ def test_bad_flags_are_refused(args, message, tmp_path):
 
 @pytest.mark.slow
 def test_predicted_memory_is_that_of_a_run(tmp_path):
-    command = [sys.executable, "bench/memory.py", "--only=ddp, accumulating", f"--out={tmp_path}"]
+    command = [sys.executable, "bench/memory.py", "settings", "--only=ddp, accumulating", f"--out={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "1 predictions" in done.stdout, done.stdout + done.stderr

@@ -1,57 +1,65 @@
-"""What finds a bit that flips silently, and how late? `python bench/corruption_drill.py`
-
-Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the optimizer
-state of one rank is flipped. If the run ends without having noticed, replay.py computes it again and compares the recorded
-losses and gradient norms, then the checkpoints. Prints which mechanism found the flip and how many steps later, and writes
-bench/results/corruption_drill.json. The exit status is 0 only if every flip that changed the final weights was found. About 15
-minutes on two cores.
-"""
+"""The drill of a bit that flips silently: python bench/drill.py corruption"""
 
 import json
-import os
 import random
 import re
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
-
-import machine
+import machine  # puts the project's folder on the path
 import settings
-from common import cli, errors
-from common.errors import RunError
+from common.errors import RunError, UserError
 
 RANKS = 3
-FLAGS = machine.TINY_RUN | dict(
-    tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5, save_every=1, keep_last=0
-)
+FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
+FLAGS |= dict(save_every=1, keep_last=0)
 KINDS = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
-REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, VERIFY, UNCHANGED, NOTHING = (
-    "--check_replicas_every",
-    "gradient not finite",
-    "overflow of exact",
-    "--timeout_minutes",  # one rank left the update out, and the others waited for it
-    "replay.py",
-    "replay.py --verify",
-    "no effect",
-    "NOT FOUND",
-)
+REPLICAS, NOT_FINITE, OVERFLOW = "--check_replicas_every", "gradient not finite", "overflow of exact"
+TIMEOUT = "--timeout_minutes"  # one rank left the update out, and the others waited for it
+REPLAY, VERIFY, UNCHANGED, NOTHING = "replay.py", "replay.py --verify", "no effect", "NOT FOUND"
 
 
 @dataclass(frozen=True)
-class CorruptionDrillConfig:
+class CorruptionConfig(machine.Options):
     strategies: str = "ddp,zero1,exact"
     kinds: str = ",".join(KINDS)
     trials: int = 4
     """Flips of each kind under each strategy."""
     seed: int = 0
-    tokens: str = "tokens/python"
-    """Dataset; the embedded corpus is prepared if it is not there."""
-    out: str = str(machine.RESULTS)
-    """Directory for corruption_drill.json."""
+
+
+def main(config: CorruptionConfig) -> int:
+    """What finds a bit that flips silently, and how late?
+
+    Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the
+    optimizer state of one rank is flipped. If the run ends without having noticed, replay.py computes it again and compares the
+    recorded losses and gradient norms, then the checkpoints. Prints which mechanism found the flip and how many steps later,
+    and writes corruption_drill.json. The exit status is 0 only if every flip that changed the final weights was found. About 15
+    minutes on two cores.
+    """
+    from tqdm import tqdm
+
+    if unknown := [kind for kind in config.kinds.split(",") if kind not in KINDS]:
+        raise UserError(f"--kinds={unknown[0]}: the kinds are {', '.join(KINDS)}")
+    machine.prepare_tokens(config.tokens)
+    machine.prepare_to_fork()
+    import replay  # noqa: F401  for the forks
+
+    chance, trials, undisturbed = random.Random(config.seed), [], {}
+    cases = [(s, k) for s in config.strategies.split(",") for k in config.kinds.split(",") for _ in range(config.trials)]
+    with machine.workspace() as runs:
+        for number, (strategy, kind) in enumerate(tqdm(cases, unit="flip", dynamic_ncols=True)):
+            flags = dict(FLAGS, strategy=strategy, tokens=config.tokens)
+            if strategy not in undisturbed:
+                if not train(strategy, runs, flags):
+                    raise RunError(f"{strategy} failed:\n{(runs / f'{strategy}.err').read_text()}")
+                undisturbed[strategy] = machine.digests(runs / strategy)
+            fault = Fault(kind, chance.randrange(RANKS), chance.randint(2, FLAGS["steps"] - 5), chance.randrange(2**32))
+            trials.append(try_fault(str(number), runs, strategy, flags, fault, undisturbed[strategy]))
+    print(machine.write("corruption_drill", {"flags": FLAGS, "ranks": RANKS, "trials": trials}, Path(config.out)))
+    return report(trials)
 
 
 @dataclass(frozen=True)
@@ -105,18 +113,6 @@ def corrupt(run, fault: Fault, note: Callable[[dict], None]) -> None:
         engine.clip = flip_and_clip
 
 
-def fork_and_wait(ranks: int, work: Callable[[], int], output: Path) -> bool:
-    """Run `work` in forks of this process, one a rank, with stdout and stderr in files. Returns whether all succeeded."""
-
-    def work_quietly() -> int:
-        for number, stream in ((1, "out"), (2, "err")):
-            os.dup2(os.open(output.with_suffix(f".{stream}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        return work()
-
-    pids = machine.fork_ranks(ranks, work_quietly, new_group=True)
-    return not any([os.waitpid(pid, 0)[1] for pid in pids])
-
-
 def train(name: str, runs: Path, flags: dict, fault: Fault | None = None) -> bool:
     """Train on RANKS ranks with the fault. Returns whether the run was completed. `name`.flip says what was flipped."""
     training = settings.load(machine.arguments(name=name, out_dir=runs, **flags)[1:], "")
@@ -134,37 +130,33 @@ def train(name: str, runs: Path, flags: dict, fault: Fault | None = None) -> boo
         train.update = update_with_fault
         return train.main(training)
 
-    return fork_and_wait(RANKS, work, runs / name)
+    return not any(machine.run_forks(RANKS, work, runs / name))
 
 
-def first_difference(name: str, runs: Path, strategy: str) -> int | None:
-    """The first step whose loss or gradient norm replay.py does not find again."""
+def replayed(name: str, runs: Path, strategy: str, **options) -> str:
+    """What replay.py prints about a run."""
 
     def work() -> int:
         import replay
 
-        return replay.main(replay.ReplayConfig(str(runs / name), step=1, steps=FLAGS["steps"], json=True))
+        return replay.main(replay.ReplayConfig(str(runs / name), **options))
 
-    output = runs / f"{name}-replay"
-    fork_and_wait(1 if strategy == "exact" else RANKS, work, output)
-    try:
-        steps = json.loads(output.with_suffix(".out").read_text())["steps"]
-    except ValueError:
-        raise RunError(f"replaying {name} failed:\n{output.with_suffix('.err').read_text()}") from None
+    output = runs / f"{name}-replay-{len(options)}"
+    statuses = machine.run_forks(1 if strategy == "exact" else RANKS, work, output)
+    if not (text := Path(f"{output}.out").read_text()):
+        raise RunError(f"replaying {name}: {machine.failure(output, statuses)}")
+    return text
+
+
+def first_difference(name: str, runs: Path, strategy: str) -> int | None:
+    """The first step whose loss or gradient norm replay.py does not find again."""
+    steps = json.loads(replayed(name, runs, strategy, step=1, steps=FLAGS["steps"], json=True))["steps"]
     return next((step["step"] for step in steps if not step["same"]), None)
 
 
 def first_false_checkpoint(name: str, runs: Path, strategy: str) -> int | None:
     """The step of the first checkpoint that does not follow from the one before it, bit for bit."""
-
-    def work() -> int:
-        import replay
-
-        return replay.main(replay.ReplayConfig(str(runs / name), verify=True))
-
-    output = runs / f"{name}-verify"
-    fork_and_wait(1 if strategy == "exact" else RANKS, work, output)
-    false = re.search(r"step-(\d+) DOES NOT follow", output.with_suffix(".out").read_text())
+    false = re.search(r"step-(\d+) DOES NOT follow", replayed(name, runs, strategy, verify=True))
     return int(false[1]) if false else None
 
 
@@ -212,34 +204,3 @@ def report(trials: list[dict]) -> int:
                 rows.append([kind, strategy, len(group), by, len(found), text, named])
     print(machine.table(head, rows))
     return int(any(t["found_by"] == NOTHING for t in trials))
-
-
-def main(config: CorruptionDrillConfig) -> int:
-    """The command."""
-    from tqdm import tqdm
-
-    if unknown := [kind for kind in config.kinds.split(",") if kind not in KINDS]:
-        raise errors.UserError(f"--kinds={unknown[0]}: the kinds are {', '.join(KINDS)}")
-    machine.prepare_tokens(config.tokens)
-    machine.prepare_to_fork()
-    import replay  # noqa: F401  for the forks
-
-    chance, trials = random.Random(config.seed), []
-    with machine.workspace() as runs:
-        cases = [(s, k, i) for s in config.strategies.split(",") for k in config.kinds.split(",") for i in range(config.trials)]
-        undisturbed: dict[str, dict[str, str]] = {}
-        for number, (strategy, kind, _) in enumerate(tqdm(cases, unit="flip", dynamic_ncols=True)):
-            flags = dict(FLAGS, strategy=strategy, tokens=config.tokens)
-            if strategy not in undisturbed:
-                if not train(strategy, runs, flags):
-                    raise RunError(f"{strategy} failed:\n{(runs / f'{strategy}.err').read_text()}")
-                undisturbed[strategy] = machine.digests(runs / strategy)
-            fault = Fault(kind, chance.randrange(RANKS), chance.randint(2, FLAGS["steps"] - 5), chance.randrange(2**32))
-            trials.append(try_fault(str(number), runs, strategy, flags, fault, undisturbed[strategy]))
-    print(machine.write("corruption_drill", {"flags": FLAGS, "ranks": RANKS, "trials": trials}, Path(config.out)))
-    return report(trials)
-
-
-if __name__ == "__main__":
-    with errors.user_errors():
-        sys.exit(main(cli.parse(CorruptionDrillConfig, sys.argv[1:], __doc__)))
