@@ -1,5 +1,6 @@
 """Whole updates on tensors that say `cuda` and have no memory: what a machine without a GPU can tell about one."""
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import yaml
 import fake_gpu
 from measure import in_fresh_process
 
+# A build for CUDA answers for itself, and its answers need a driver.
+pytestmark = pytest.mark.skipif("+cpu" not in importlib.metadata.version("torch"), reason="torch is not a build for CPUs")
 SMALL = dict(n_layer=4, micro_batch_size=8)
 LAYER_NORM = "footprint counts LayerNorm's inputs in bfloat16 under fsdp; autocast on CUDA makes them float32"
 CASES = {
