@@ -1,0 +1,335 @@
+"""What a GPU would do, as far as a CPU can tell: whole updates on tensors that say `cuda` and have no memory.
+
+`python bench/fake_gpu.py` builds each preset by train.build on rank 0 of a fake process group and runs train.update twice, in
+torch's FakeTensorMode: shapes, dtypes and lifetimes are those of a GPU, no number is computed. It compares the highest sum of
+live bytes with hardware/footprint.py, and lists what would make the host wait. A rank has two micro-batches of the size that
+fits one rank into 80 GB. Not seen: the kernels' own workspaces, what fragments the memory, and compiled code. Needs a C++
+compiler, and five minutes of four cores. Writes bench/results/fake_gpu.json.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import weakref
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+import machine
+import settings
+from common import cli, errors
+
+MEMORY = 80e9  # of the GPU for which the micro-batch is chosen
+VOCAB = {"laptop": 4096, "shakespeare_char": 257}  # the others: GPT-2's
+# Autograd asks a device for its streams. A build for CPUs has nobody to answer for CUDA, so this library does.
+ANSWERS = """
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+struct Hooks : at::CUDAHooksInterface {
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+namespace at::detail {
+const CUDAHooksInterface& getCUDAHooks() { static Hooks hooks; return hooks; }
+}
+struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::Device getDevice() const override { return {c10::DeviceType::CUDA, 0}; }
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+  c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, getDevice()); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return getStream(getDevice()); }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+"""
+WAIT = "aten::_local_scalar_dense cuda"
+WAITING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}  # their results' sizes are numbers
+# Strategy, copies of the weights, ranks. AdamW takes all; Muon, whose share of the memory is small, some.
+WORLDS = [("ddp", 1, 1), ("ddp", 1, 8), ("ddp", 1, 512), ("zero1", 1, 8), ("fsdp", 1, 8), ("fsdp", 1, 64), ("fsdp", 1, 512)]
+WORLDS += [("fsdp", 2, 8), ("fsdp", 8, 64), ("fsdp", 64, 512)]
+MUON = [("ddp", 1, 1), ("ddp", 1, 8), ("zero1", 1, 8), ("fsdp", 1, 8), ("fsdp", 8, 64)]
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    only: str = ""
+    """Only the rows whose name contains this."""
+    processes: int = 4
+    out: str = str(machine.RESULTS)
+    """Directory of the result."""
+
+
+def main(config: FakeConfig) -> int:
+    """Run all settings; print, write. Returns 1 if a prediction is more than 10 % off."""
+    rows = [case for case in cases() if config.only in case[0]]
+    with ProcessPoolExecutor(config.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = []
+        for row in pool.map(measure, *zip(*rows, strict=True)):
+            del row["operations"]  # of all the same, and many
+            results.append(row)
+            print(line(row), flush=True)
+    worst = max(abs(row["difference"]) for row in results)
+    if not config.only:
+        print(machine.write("fake_gpu", {"largest_difference": worst, "settings": results}, Path(config.out)))
+    print(f"largest difference of {len(results)}: {worst:.1%}")
+    return int(worst > 0.1)
+
+
+def cases():
+    """Name, preset, ranks and flags of each row."""
+    for preset in sorted(path.stem for path in (machine.ROOT / "config").glob("*.toml")):
+        for optimizer, worlds in (("adamw", WORLDS), ("muon", MUON)):
+            for strategy, copies, ranks in worlds:
+                label = f"{preset} {'hsdp' if copies > 1 else strategy} on {ranks}, {optimizer}"
+                flags = dict(strategy=strategy, replicate=copies, optimizer=optimizer)
+                yield label, preset, ranks, flags
+                if ranks == 8 and preset == "llama_1.3b" and strategy != "zero1":
+                    yield f"{label}, checkpointing", preset, ranks, flags | {"activation_checkpointing": True}
+
+
+def resolved(preset: str, ranks: int, **flags):
+    """The `Config` of a preset as a GPU would have it, with two micro-batches for each rank."""
+    from hardware import footprint
+
+    changes = dict(device="cuda", dtype="bfloat16", compile="off", muon_dtype="bfloat16", threads=1) | flags
+    config = settings.replace(settings.read_preset(machine.ROOT / "config" / f"{preset}.toml"), **changes)
+    model = settings.resolve_model(config.model, VOCAB.get(preset, 50257))
+    optim = settings.resolve_schedule(config.optim, config.train.steps)
+    config = settings.dataclasses.replace(config, model=model, optim=optim)
+    if "micro_batch_size" not in flags:
+        size = footprint.largest_micro_batch(config, 1, "cuda", footprint.USABLE * MEMORY)
+        config = settings.replace(config, micro_batch_size=size)
+    return settings.replace(config, tokens_per_update=2 * ranks * config.train.micro_batch_size * model.seq_len)
+
+
+def measure(name: str, preset: str, ranks: int, flags: dict) -> dict:
+    """Two updates of rank 0 beside the prediction."""
+    from hardware import footprint
+
+    if "torch" not in sys.modules:
+        answer_for_cuda()
+    began = time.perf_counter()
+    config = resolved(preset, ranks, **flags)
+    seen = updates(config, ranks)
+    parts = footprint.of_rank(config, ranks, "cuda")
+    predicted = sum(parts.values())
+    moments = {moment: sum(sizes.values()) for moment, sizes in footprint.moments(config, ranks, "cuda").items()}
+    row = {"setting": name, "ranks": ranks, "flags": flags, "micro_batch_size": config.train.micro_batch_size}
+    row |= {"fake": seen.peak, "predicted": predicted, "difference": predicted / seen.peak - 1}
+    row |= {"at": seen.peak_at, "waits": seen.waits, "operations": sorted(seen.names), "moments": moments, "parts": parts}
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+    gb = {key: row[key] / 1e9 for key in ("fake", "predicted")}
+    return (
+        f"{row['setting']:<42} {row['micro_batch_size']:>4} sequences  fake {gb['fake']:8.3f} GB  "
+        f"footprint {gb['predicted']:8.3f}  {row['difference']:+7.1%}  waits {row['waits'].count(WAIT)}"
+    )
+
+
+def answer_for_cuda() -> None:
+    """Load ANSWERS, before torch: its functions then go before torch's of the same names."""
+    assert "torch" not in sys.modules
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "answers.so")
+        flags = ["-std=c++20", "-shared", "-fPIC", f"-I{torch}/include", f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
+        command = ["c++", "-x", "c++", "-", *flags, "-ltorch_cpu", "-lc10", "-o", str(library)]
+        subprocess.run(command, input=ANSWERS, text=True, check=True)
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+def updates(config, ranks: int, count: int = 2):
+    """Build the model on rank 0 of `ranks` and update it. Returns the `Watch` of the last update, which saw all."""
+    import torch
+
+    import train
+    from checkpoints.checkpoint import TrainState
+    from checkpoints.lookup import Start
+    from parallel.world import World
+
+    shape = (config.train.micro_batch_size, config.model.seq_len)
+    watch = watching()
+    with fake_gpu(ranks), watch, mock.patch("data.make_batches"):
+        world = World(0, ranks, 0, min(ranks, 8), torch.device("cuda", 0))
+        run = train.build(config, world, None, Start(TrainState()))
+        tokens = functools.partial(torch.zeros, 2, *shape, dtype=torch.long, device=world.device)
+        if hasattr(run.engine.model, "reducer"):
+            run.engine.model.register_comm_hook(None, all_reduce)
+            # It would lay its buckets out anew, in an order that rank 0 sends; a fake rank sends none. Its logger reads clocks.
+            run.engine.model.reducer = mock.Mock(wraps=run.engine.model.reducer, _rebuild_buckets=lambda: False)
+            run.engine.model.logger = mock.Mock()
+        for _ in range(count):
+            watch.begin()
+            train.update(run, SimpleNamespace(next=tokens))
+    return watch
+
+
+def all_reduce(group, bucket):
+    """DDP's own hook, whose future has a result also where the process group's has none."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@contextlib.contextmanager
+def fake_gpu(ranks: int):
+    """A context in which tensors on `cuda` are fake, on rank 0 of `ranks`, and the driver is not asked."""
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils import _foreach_utils
+
+    # All streams are one, and nothing is under way. The events in them are mocks.
+    answers = {name: mock.MagicMock() for name in ("Stream", "Event", "current_stream", "stream")}
+    answers |= {"is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8}
+    answers |= {"current_device": lambda: 0, "set_device": lambda device: None}
+    answers |= {"is_bf16_supported": lambda including_emulation=True: True}
+    kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(_foreach_utils, "_foreach_supported_types", kinds))
+        stack.enter_context(mock.patch.object(torch.nn.Module, "to", move_buffers))
+        stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", flash))
+        stack.enter_context(mock.patch("torch.nn.functional.rms_norm", fused_rms_norm(torch.nn.functional.rms_norm)))
+        for name in ("_verify_param_shape_across_processes", "_sync_module_states"):  # they read what ranks have sent
+            stack.enter_context(mock.patch(f"torch.nn.parallel.distributed.{name}"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if ranks > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+            stack.callback(dist.destroy_process_group)
+        import parallel.sharded
+
+        real = unset_fake_temporarily()(parallel.sharded.init_device_mesh)  # it computes with ranks
+        stack.enter_context(mock.patch("parallel.sharded.init_device_mesh", real))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def flash(q, k, v, mask, dropout_p, is_causal, enable_gqa):
+    """The kernel that PyTorch takes on a GPU for 16-bit types. A build for CPUs would take another."""
+    import torch
+
+    assert mask is None and q.dtype in (torch.bfloat16, torch.float16)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+
+def fused_rms_norm(composite):
+    """F.rms_norm that keeps what CUDA's kernel keeps. A build for CPUs has no such kernel and composes many operations."""
+    import torch
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+            return torch.empty_like(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
+
+    def rms_norm(x, shape, weight, eps):
+        return Fused.apply(x, weight) if x.dtype == weight.dtype else composite(x, shape, weight, eps)
+
+    return rms_norm
+
+
+def move_buffers(module, device):
+    """Module.to, which cannot move fake parameters; they must be on `device` already, or operations would refuse them."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+    return module
+
+
+def watching():
+    """A mode that sees every operation: names, what waits for the GPU, and the bytes alive there."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Watch(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.sizes, self.refs, self.alive, self.peak, self.peak_at = {}, {}, 0, 0, ""
+            self.names, self.waits = set(), []
+
+        def begin(self):
+            """Forget what the last update did, but for the bytes at the peak."""
+            self.waits = []
+
+        def __enter__(self):
+            self.resize = torch.UntypedStorage.resize_
+            torch.UntypedStorage.resize_ = lambda storage, size: (self.resize(storage, size), self.note(storage))[0]
+            return super().__enter__()
+
+        def __exit__(self, *exception):
+            torch.UntypedStorage.resize_ = self.resize
+            return super().__exit__(*exception)
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented  # it calls again with the tensor that it has on this rank
+            kwargs, name = kwargs or {}, function.name()
+            self.names.add(name)
+            devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
+                self.waits.append(f"{name} {'cuda' if 'cuda' in devices else 'cpu'}")
+                return 1.0
+            out = function(*args, **kwargs)
+            tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            moved = len(devices | {x.device.type for x in tensors}) > 1 and "copy" in name
+            if name in WAITING or (moved and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))):
+                self.waits.append(f"{name} {'to '.join(sorted(devices))}")
+            for tensor in tensors:
+                if tensor.device.type == "cuda":
+                    self.note(tensor.untyped_storage())
+            if self.alive > self.peak:
+                self.peak, self.peak_at = self.alive, name
+            return out
+
+        def note(self, storage):
+            """Count the storage as large as it is now."""
+            key = storage._cdata
+            if key not in self.refs:
+                self.refs[key] = weakref.ref(storage, functools.partial(self.drop, key))
+                self.sizes[key] = 0
+            self.alive += storage.nbytes() - self.sizes[key]
+            self.sizes[key] = storage.nbytes()
+
+        def drop(self, key, ref):
+            """Count the storage no more."""
+            if self.refs.get(key) is ref:
+                self.alive -= self.sizes.pop(key)
+                del self.refs[key]
+
+    return Watch()
+
+
+if __name__ == "__main__":
+    with errors.user_errors():
+        raise SystemExit(main(cli.parse(FakeConfig, sys.argv[1:], __doc__)))

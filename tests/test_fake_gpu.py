@@ -1,0 +1,80 @@
+"""Whole updates on tensors that say `cuda` and have no memory: what a machine without a GPU can tell about one."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fake_gpu
+from measure import in_fresh_process
+
+# A build for CUDA answers for itself, and its answers need a driver.
+pytestmark = pytest.mark.skipif("+cpu" not in importlib.metadata.version("torch"), reason="torch is not a build for CPUs")
+SMALL = dict(n_layer=4, micro_batch_size=8)
+LAYER_NORM = "footprint counts LayerNorm's inputs in bfloat16 under fsdp; autocast on CUDA makes them float32"
+CASES = {
+    "one rank, gpt2": ("gpt2_124m", 1, dict()),
+    "one rank, llama, checkpointing": ("llama_1.3b", 1, dict(activation_checkpointing=True)),
+    "one rank, qwen3, Muon": ("qwen3_124m", 1, dict(optimizer="muon")),
+    "ddp": ("gpt2_124m", 8, dict()),
+    "zero1, Muon": ("qwen3_124m", 8, dict(strategy="zero1", optimizer="muon")),
+    "fsdp": ("llama_1.3b", 512, dict(strategy="fsdp")),
+    "fsdp, gpt2": ("gpt2_124m", 8, dict(strategy="fsdp", n_layer=12, micro_batch_size=64)),
+    "fsdp, two copies, Muon, checkpointing": (
+        "qwen3_124m",
+        8,
+        dict(strategy="fsdp", replicate=2, optimizer="muon", activation_checkpointing=True),
+    ),
+}
+
+
+def all_rows():
+    return {name: fake_gpu.measure(name, preset, ranks, SMALL | flags) for name, (preset, ranks, flags) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return in_fresh_process(all_rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_waits_for_the_gpu_once(rows, name):
+    waits = rows[name]["waits"]
+    # The norm. The loss, which is on the host by then, and what ranks say to one another through gloo are no waits for a GPU.
+    assert waits[0] == "aten::_local_scalar_dense cuda" and len(waits) >= 2
+    assert set(waits[1:]) == {"aten::_local_scalar_dense cpu"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=LAYER_NORM, strict=True)) if name == "fsdp, gpt2" else name
+        for name in CASES
+    ],
+)
+def test_the_footprint_is_within_a_tenth_of_what_is_alive_at_the_peak(rows, name):
+    assert abs(rows[name]["difference"]) < 0.1, fake_gpu.line(rows[name])
+
+
+def has_cuda_kernel(entries, name):
+    """Whether torch has the operation for CUDA: a kernel of its own, or one that is made of others."""
+    entry = entries.get(name, {})  # those that are not there are generated from others
+    if "ufunc_inner_loop" in entry:
+        return True
+    if "structured_delegate" in entry:
+        return has_cuda_kernel(entries, entry["structured_delegate"])
+    keys = {key.strip() for keys in entry.get("dispatch", {}) for key in keys.split(",")}
+    return not keys or "CUDA" in keys or any(key.startswith("Composite") for key in keys)
+
+
+def test_no_operation_is_for_cpus_only(rows):
+    import torchgen
+
+    listed = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    loaded = yaml.load(listed.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    entries = {entry["func"].split("(")[0]: entry for entry in loaded}
+    assert not has_cuda_kernel(entries, "_scaled_dot_product_flash_attention_for_cpu")
+    names = {name.removeprefix("aten::") for row in rows.values() for name in row["operations"] if name.startswith("aten::")}
+    assert {"mm", "_fused_adamw_", "_scaled_dot_product_flash_attention_backward"} <= names
+    assert [name for name in sorted(names) if not has_cuda_kernel(entries, name)] == []
