@@ -55,13 +55,13 @@ from parallel.engine import Engine
 from parallel.world import Stop, World, connect, unheard
 from planning import choices
 from reports.log import Log, duration
-from reports.progress import Progress
+from reports.progress import Progress, due
 from settings import Config
 
 
 @dataclass
 class Run:
-    """What an update and the loop work with. Only `state` resumes; the rest is made anew."""
+    """What an update and the loop work with. `build` makes it, and takes weights and state from a checkpoint."""
 
     config: Config  # as resolved
     world: World
@@ -80,9 +80,10 @@ class Run:
 
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
-    world, status = join(config), 1
+    world = join(config)
     with world.naming_missing_ranks():
         run = prepare(config, world)
+    status = 1  # until train returns
     try:
         with world.naming_missing_ranks():
             status = train(run)
@@ -94,7 +95,7 @@ def main(config: Config) -> int:
 
 
 def join(config: Config) -> World:
-    """Join the other ranks, whose number WORLD_SIZE tells, on the device and with the threads that `config` says."""
+    """Join the other ranks as RANK, WORLD_SIZE and LOCAL_RANK say, on the device and with the threads of `config`."""
     exact = config.parallel.strategy == "exact"
     return connect(
         config.train.device,
@@ -141,7 +142,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
     """Make what an update needs, with the weights and the state that it starts from."""
     module, state = without_values(config.model), start.state  # without memory, too, until each rank takes its part
     module.document_token = dataset.document_token(config.data.attend)
-    if start.weights:
+    if start.weights:  # of a checkpoint, which is a Hugging Face directory, too, or of another model
         weights = huggingface.open_model(start.weights, config.model.seq_len)[1].items()
     else:
         weights = initial_weights(module, config.run.seed)
@@ -149,7 +150,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
     optimizers = engine.build_optimizers(config.optim)
     if start.checkpoint:
         saved = checkpoint.open_optimizer(start.checkpoint, engine.parameters, state, config.optim.optimizer)
-        engine.scatter(optimizers, saved)
+        engine.load_optimizers(optimizers, saved)
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
     return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)
@@ -183,13 +184,14 @@ def train(run: Run) -> int:
         run.progress.tell_next(run.dataset)
         return 0
     mine = world.share(config.micro_batches)
+    # The tokens depend on (step, micro-batch) alone, so there is no position in the data to save.
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop = Stop(world, config.run.max_minutes)
     warm_up(run)
     log.start_bar(steps, state.step)
     while True:
-        last, stopping = state.step >= steps, stop.agreed()
+        last, stopping = state.step >= steps, stop.agreed()  # what was asked before the last update
         if due(config.parallel.check_replicas_every, state.step):
             engine.check_replicas()  # before a save: weights that went wrong must not be kept
         run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
@@ -227,7 +229,7 @@ def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | 
     # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
     # same order on any number of ranks.
     losses = run.world.zeros(config.micro_batches)
-    mine = run.world.share(config.micro_batches)
+    mine = run.world.share(config.micro_batches)  # their numbers in the global batch, such as range(4, 8)
     for micro_step, micro_batch in enumerate(mine):
         # The forward reads this: only the last backward of the update reduces the gradients over the ranks.
         model.require_backward_grad_sync = micro_step == len(mine) - 1
@@ -236,11 +238,12 @@ def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | 
             torch.manual_seed(data.dropout_seed(config.run.seed, state.step, micro_batch))
         with engine.autocast():
             loss = model(inputs, targets)
-        # Backward adds to the gradients, and we want their mean. (exact adds integers and divides them at the end.)
+        # Backward adds to the gradients, and we want the mean over this rank's micro-batches. The last backward then averages
+        # over the ranks: parallel/from_scratch.py shows how. (--strategy=exact divides once, at its end.)
         engine.scaler.scale(loss / engine.loss_divisor).backward()
         losses[micro_batch] = loss.detach()
-    # It travels to the host while the gradients are computed. `clip` waits for them, and for nothing after them.
-    loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
+    # The mean loss travels to the host. `clip` waits for a GPU once, so the last line finds it there.
+    mean_loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
     if inspect:
         inspect()
     grad_norm = engine.clip(config.optim.grad_clip)
@@ -251,7 +254,7 @@ def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | 
     state.skipped += not math.isfinite(grad_norm)
     state.step += 1
     state.tokens += config.train.tokens_per_update
-    return loss.item(), grad_norm
+    return mean_loss.item(), grad_norm
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,11 +269,6 @@ def warm_up(run: Run) -> None:
     run.engine.warm_up(run.config.train.micro_batch_size, run.config.model.seq_len)
     if run.engine.compiled:
         run.log.say(f"compiled in {duration(time.monotonic() - began)}")
-
-
-def due(every: int, step: int) -> bool:
-    """Whether something done every `every` steps (0: never) is due after `step` updates."""
-    return every > 0 and step > 0 and step % every == 0
 
 
 def validate(run: Run) -> None:

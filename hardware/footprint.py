@@ -158,21 +158,26 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
     gpt2, qwen3 = model.architecture == "gpt2", model.architecture == "qwen3"
     s = element_bytes(config)
     residual = s if strategy == "fsdp" else 4  # bytes of one of the residual stream
-    block = 2 * C * (residual if gpt2 or compiled else 4)  # the inputs of the two norms
+    gpu = device != "cpu" and not compiled  # eager code on a GPU
+    # The inputs of the two norms. Autocast on a GPU makes LayerNorm's float32; RMSNorm takes them as they are there.
+    block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
     block += s * (2 * Q + 2 * K)  # queries, keys, values and what attention returns
     block += s * F * ((2 if gpt2 else 3) if compiled else (2 if gpt2 else 4))
-    # The products' inputs. Autocast converts LayerNorm's float32 once for each product that reads it.
-    block += s * C * (4 if gpt2 and residual != s and not compiled else 2)
-    if qwen3:  # queries and keys before their norms, in float32 in eager code; and a copy of what attention returns
-        block += s * (Q + K) if compiled else 4 * (Q + K) + s * Q
+    # The products' inputs. Autocast converts a norm's float32 once for each product that reads it.
+    converts = s == 2 and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
+    block += s * C * ((4 if gpt2 else 5) if converts else 2)
+    if qwen3:  # queries and keys before their norms, in float32 in eager code on a CPU; there also a copy of the attention
+        block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
     if model.dropout:
         block += 2 * C  # the masks, a byte an element
     N = config.train.micro_batch_size * model.seq_len
-    ends = N * C * residual * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
+    ends = N * C * (4 if gpt2 and gpu else residual) * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
     if not config.train.activation_checkpointing:
         return N * model.n_layer * block + ends, 0.0
+    if gpu:  # the gradients in the MLP, while all of the block is still there
+        block += s * F * (2 if gpt2 else 3)
     return N * model.n_layer * C * residual + ends, N * block
 
 

@@ -177,7 +177,7 @@ class Engine:
             self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         return tensor.cpu() if self.staging is None else copy_through(self.staging, tensor)
 
-    def scatter(self, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
+    def load_optimizers(self, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
         """Give `optimizers` this rank's part of the state that was saved, by any strategy and on any number of ranks.
 
         The tensors may be in a file. Then each rank reads the rows that it holds.
@@ -209,7 +209,7 @@ def use_float8(module: nn.Module, world: World) -> None:
 
     Raises UserError where the device has no such products, a width does not fit them or torchao is not installed.
     """
-    if world.device.type != "cuda" or torch.cuda.get_device_capability(world.device) < (8, 9):
+    if not device.has_float8(world.device):
         raise UserError(f"--fp8=true: this {world.device.type} device has no float8 products; use an H100 or newer")
     if odd := [name for name, p in module.blocks.named_parameters() if p.ndim == 2 and any(n % 16 for n in p.shape)]:
         raise UserError(

@@ -154,8 +154,10 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     each, more = divmod(config.micro_batches, world.size)
     shared = f", {each}{f' or {each + 1}' if more else ''} on each of {ranks}" if world.size > 1 else ""
     total, hardware = host.memory_bytes(), f"{world.device.type} ({plural(cores(), 'core')})"
+    if world.device.type != "cpu":
+        total = device.memory(world.device)[1]
     if world.device.type == "cuda":
-        total, hardware = torch.cuda.mem_get_info(world.device)[1], torch.cuda.get_device_name(world.device)
+        hardware = torch.cuda.get_device_name(world.device)
     within = ", within documents" if config.data.attend == "document" else ""
     compiled = "compiled" if train.compile == "on" else "not compiled"
     kernel = attention_kernel(model, device.DTYPES[train.dtype], world.device)

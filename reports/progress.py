@@ -41,7 +41,7 @@ class Progress:
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
             self.log.warn(f"step {step}: the gradient is not finite, update left out ({count})")
-        if step % self.config.log.log_every == 0 or step in (1, steps):
+        if due(self.config.log.log_every, step) or step in (1, steps):
             self.report(state, loss, grad_norm)
 
     def report(self, state, loss: float, grad_norm: float) -> None:
@@ -89,6 +89,11 @@ class Progress:
         if dataset.tokenizer and dataset.eot_token >= self.config.model.vocab_size:  # no start of a document is known
             command += ' --prompt="..."'
         self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something done every `every` steps (0: never) is due after `step` updates."""
+    return every > 0 and step > 0 and step % every == 0
 
 
 class Meter:
