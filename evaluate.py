@@ -27,6 +27,7 @@ from common.records import Count
 from dataset.tokens import Stream
 from hardware import device
 from parallel.world import World, connect
+from settings import DataConfig
 
 
 @torch.no_grad()
@@ -75,9 +76,13 @@ class EvaluateConfig:
 
 
 def main(config: EvaluateConfig) -> None:
-    """Print the validation loss of a model on a dataset. Raises UserError."""
+    """Print the validation loss of a model on a dataset, with the attention that it was trained with. Raises UserError."""
     directory, model = lookup.load_model(config.run)
-    mixture = data.open_mixture(config.tokens or trained_on(directory), model.config.vocab_size)
+    trained = trained_on(directory)
+    if not (config.tokens or trained):
+        raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
+    mixture = data.open_mixture(config.tokens or trained.tokens, model.config.vocab_size)
+    model.document_token = mixture.document_token(trained.attend if trained else "window")
     if mixture.vocab_size > model.config.vocab_size:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, the model of {model.config.vocab_size}")
     if config.seq_len > model.config.seq_len:
@@ -105,13 +110,13 @@ def describe(loss: float, bits: float | None) -> str:
     return f"loss {loss:.4f}  perplexity {math.exp(loss):.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")
 
 
-def trained_on(directory: Path) -> str:
-    """The dataset directory that the settings of a checkpoint or an export name. Raises UserError where it has none."""
+def trained_on(directory: Path) -> DataConfig | None:
+    """The settings of the data that a checkpoint or an export was trained on. None: it does not say. Raises UserError."""
     if (directory / "config.toml").exists():
-        return settings.read_preset(directory / "config.toml").data.tokens
-    if not (directory / "trainer_state.json").exists():
-        raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
-    return checkpoint.load_state(directory).config.data.tokens
+        return settings.read_preset(directory / "config.toml").data
+    if (directory / "trainer_state.json").exists():
+        return checkpoint.load_state(directory).config.data
+    return None
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def updates(config, ranks: int, count: int = 2):
     watch = watching()
     with fake_gpu(ranks), watch, mock.patch("data.make_batches"):
         world = World(0, ranks, 0, min(ranks, 8), torch.device("cuda", 0))
-        run = train.build(config, world, None, Start(TrainState()))
+        run = train.build(config, world, mock.Mock(document_token=lambda attend: None), Start(TrainState()))
         tokens = functools.partial(torch.zeros, 2, *shape, dtype=torch.long, device=world.device)
         if hasattr(run.engine.model, "reducer"):
             run.engine.model.register_comm_hook(None, all_reduce)

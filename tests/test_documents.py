@@ -100,6 +100,12 @@ def test_exact_has_the_same_bits_on_any_number_of_ranks(train, short_documents):
     assert weights[0] == weights[1] == weights[2] != weights[3]
 
 
+def test_evaluating_a_run_attends_as_the_run_did(train, short_documents):
+    train("run", tokens=short_documents, attend="document", steps=5, eval_tokens=0)
+    said = execute([sys.executable, "evaluate.py", train.runs / "run", "--dtype=float32"]).stdout
+    assert f"loss {train.metrics('run')[-1]['val_loss']:.4f}" in said
+
+
 def test_a_run_goes_on_as_it_attended(train):
     train("run", attend="document", steps=5)
     assert "--attend=window, and the checkpoint has document" in train("run", steps=10, status=2).stderr

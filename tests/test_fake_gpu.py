@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from measure import in_fresh_process
 
 import fake_gpu
+from machine import in_fresh_process
 
 # A build for CUDA answers for itself, and its answers need a driver.
 pytestmark = pytest.mark.skipif("+cpu" not in importlib.metadata.version("torch"), reason="torch is not a build for CPUs")
