@@ -27,7 +27,7 @@ class DocumentsConfig:
     steps: int = 120
     """Updates of each run whose loss is compared."""
     tokens_per_update: int = 8192
-    seq_lens: tuple[int, ...] = (256, 1024, 4096)
+    seq_lens: str = "256,1024,4096"
     """Context lengths whose updates are timed."""
     rounds: int = 2
     out: str = str(machine.RESULTS)
@@ -41,20 +41,16 @@ def main(config: DocumentsConfig) -> None:
         losses, costs = {}, {}
         for text, source in texts.items():
             tokens = folder / text
-            prepare = [machine.ROOT / "prepare_data.py", *([source] if source else []), f"--out={tokens}"]
+            prepare = [machine.ROOT / "prepare_data.py", *filter(None, [source]), f"--out={tokens}", "--tokenizer=train:4096"]
             machine.timed(prepare, machine.ROOT)
             shape = json.loads((tokens / "dataset.json").read_text())["shards"]
             each = sum(s["tokens"] for s in shape) / sum(s["documents"] for s in shape)
-            flags = dict(
-                tokens=tokens, seq_len=256, steps=config.steps, tokens_per_update=config.tokens_per_update, eval_every=0
-            )
+            flags = dict(tokens=tokens, seq_len=256, steps=config.steps, tokens_per_update=config.tokens_per_update)
             records = {a: train(folder, f"{text}-{a}", attend=a, **flags) for a in ATTENDS}
             losses[text] = {a: found[-1]["val_loss"] for a, found in records.items()} | {"tokens per document": round(each, 1)}
             print(f"{text}: {losses[text]}", flush=True)
-        for seq_len in config.seq_lens:
-            flags = dict(
-                tokens=folder / "functions", seq_len=seq_len, steps=12, tokens_per_update=8192, eval_every=0, log_every=1
-            )
+        for seq_len in map(int, config.seq_lens.split(",")):
+            flags = dict(tokens=folder / "functions", seq_len=seq_len, steps=12, tokens_per_update=8192, log_every=1)
             flags |= dict(eval_tokens=seq_len, micro_batch_size=max(1, 4096 // seq_len))
 
             def update(attend: str, flags=flags) -> float:
