@@ -36,6 +36,8 @@ def begin() -> None:
     The first Ctrl-C ends the process at once during an import, which might swallow a KeyboardInterrupt. The second one always
     does. What an import raises is printed as by `user_errors`. Output to a console that is closed goes nowhere.
     """
+    if sys.platform == "win32":
+        raise UserError("Windows itself lacks signals and links that a run needs; use WSL, as docs/platforms.md says")
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)

@@ -472,3 +472,9 @@ def test_what_a_failing_test_leaves_is_ended(tmp_path):
     while stat.exists() and stat.read_text().split()[2] != "Z":  # which it is until somebody has asked after it
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_windows_itself_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(UserError, match="use WSL"):
+        errors.begin()
