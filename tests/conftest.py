@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import warm
 from common import cli
 from machine import ROOT
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
 STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
 # 20 updates of 12 micro-batches of 2 x 16 tokens. One thread: as many tests as cores run side by side.
 TINY = machine.TINY | dict(
