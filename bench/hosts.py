@@ -1,6 +1,7 @@
 """The drills of several hosts on one machine: python bench/drill.py nodes, python bench/drill.py slurm"""
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -113,12 +114,20 @@ def nodes(config: NodesConfig) -> int:
     return int(not same)
 
 
+@functools.cache
 def unavailable() -> str:
-    """Why this machine cannot play two hosts, or nothing."""
+    """Why this machine cannot play two hosts, or nothing. Lays the cable once: no permission that could be asked for says it."""
     if missing := lacking(("ip", "unshare"), "iproute2, util-linux"):
         return missing
-    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
-    return f"this system makes no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+    try:
+        with network():
+            for host in HOSTS:
+                ip("netns", "exec", namespace(host), "unshare", "--uts", "true")
+    except subprocess.CalledProcessError as error:
+        return f"this system makes no namespaces: {' '.join(error.cmd)}: {error.stderr.decode().strip()}"
+    except OSError as error:
+        return f"this system makes no namespaces: {error}"
+    return ""
 
 
 def ip(*arguments: str) -> None:
@@ -127,8 +136,8 @@ def ip(*arguments: str) -> None:
 
 
 def namespace(host: str) -> str:
-    """The network namespace of a host."""
-    return f"lockstep-{host}"
+    """The network namespace of a host. Each process has namespaces of its own."""
+    return f"lockstep-{os.getpid()}-{host}"
 
 
 @contextlib.contextmanager
