@@ -174,3 +174,10 @@ def test_make_train_starts_a_rank_for_each_gpu_that_torch_finds(monkeypatch, kin
         monkeypatch.setattr(found, "device_count", lambda: gpus)
     monkeypatch.setattr(device, "cores", lambda: cores)
     assert device.ranks_here() == ranks
+
+
+def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypatch):
+    """As a T4 does, which says that it supports bfloat16 if emulation counts."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    config, alone = settings.load(["--optimizer=muon"], ""), World(0, 1, 0, 1, torch.device("cuda"))
+    assert choices.choose_precision(config, alone, {}) == {"dtype": "float16", "muon_dtype": "float32"}
