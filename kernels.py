@@ -9,11 +9,16 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from hardware.footprint import SHORT, rows_at_a_time
+
+# Where bits may differ from run to run, cuDNN's attention goes first: 632 TFLOP/s on an H100, where PyTorch's own has 329
+# (pytorch/pytorch#142132). PyTorch itself takes it last, and not at all under --deterministic=true.
+FREE_KERNELS = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("CUDNN", "FLASH", "EFFICIENT")] + [SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, within: "Tensor | BlockMask | None" = None) -> Tensor:
@@ -31,7 +36,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, within: "
     if within is not None:
         return F.scaled_dot_product_attention(q, k, v, within, dropout_p, enable_gqa=grouped)
     mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
+    attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
+    if q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not has_flash_attention_3():
+        with sdpa_kernel(FREE_KERNELS, set_priority=True):
+            return attend(q, k, v, mask, dropout_p, is_causal=T == S)
+    return attend(q, k, v, mask, dropout_p, is_causal=T == S)
+
+
+def has_flash_attention_3() -> bool:
+    """Whether `choose_attention_kernel` has put FlashAttention 3 in the place of PyTorch's own."""
+    return bool(getattr(torch.nn.attention, "current_flash_attention_impl", bool)())
 
 
 def within_documents(starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":
@@ -72,7 +86,7 @@ def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
             flash = "FlashAttention 3"
         except (AttributeError, ImportError, RuntimeError) as error:  # an older PyTorch, a broken package, another GPU, dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"
-            if getattr(torch.nn.attention, "current_flash_attention_impl", bool)():
+            if has_flash_attention_3():
                 torch.nn.attention.restore_flash_attention_impl()
     # Autograd records which backward function belongs to the kernel that has run.
     kernels = {
@@ -83,6 +97,23 @@ def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
     }
     backward = attention(q.detach().requires_grad_(), k, k, dropout_p).grad_fn.name()
     return kernels.get(backward, "matrix products and softmax") + problem
+
+
+def linear_of_all(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
+    """What each of several linear `layers` makes of the same `x` [..., C]. On a GPU one product with all weights does it."""
+    if not joins(x, layers):
+        return [layer(x) for layer in layers]
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    together = F.linear(x, torch.cat([layer.weight for layer in layers]), bias)
+    return list(together.split([layer.out_features for layer in layers], dim=-1))
+
+
+def joins(x: Tensor, layers: list[nn.Linear]) -> bool:
+    """Whether the products of `layers` are joined: on CUDA, where narrow ones leave units idle. Float8 layers are no nn.Linear.
+
+    A CPU gains nothing (bench/LOG.md), and joining would change its bits: the gradient of `x` is then added up in one product.
+    """
+    return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, within: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from kernels import (
     cross_entropy_part,
     gelu,
     linear_cross_entropy,
+    linear_of_all,
     norm_and_rotate,
     rms_norm,
     rotate,
@@ -136,7 +137,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", within: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # [B, T, H or n_kv_head, D]
+        q, k, v = (y.view(heads) for y in linear_of_all(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
         if self.q_norm is not None:
             q = norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
             k = norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
@@ -164,7 +165,8 @@ class MLP(nn.Module):
         """`x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
             return self.down(self.gelu(self.up(x)))
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = linear_of_all(x, [self.gate, self.up])
+        return self.down(F.silu(gate) * up)
 
 
 class RotaryTable(nn.Module):

@@ -118,14 +118,16 @@ class Bench:
         billions = sum(footprint.parameters(self.model(shape)).values()) / 1e9
         return (3 if self.tiny else 1) * (LIMIT + LIMIT_OF_A_BILLION * billions)
 
-    def train(self, shape: str, ranks: int = 1, updates: int = 0, turn: int = 0, **changes) -> dict:
-        """Updates of a preset, timed. See `gpu_probe.training`. turn: measures the same again."""
+    def train(self, shape: str, ranks: int = 1, updates: int = 0, turn: int = 0, apart: bool = False, **changes) -> dict:
+        """Updates of a preset, timed. See `gpu_probe.training`. turn: measures the same again. apart: no joined products."""
         config, limit = self.config(shape, **changes), self.limit(shape)
         updates = updates or (6 if self.tiny else UPDATES)
         words = [shape, f"W={ranks}", *(f"{key}={value}" for key, value in changes.items()), f"turn {turn}" if turn else ""]
+        words += ["apart"] * apart
+        variables = self.shared(ranks) | ({gpu_probe.APART: "1"} if apart else {})
 
         def run(folder: Path) -> dict:
-            return gpu_probe.training(config, ranks, folder, limit, updates, SECONDS, self.shared(ranks))
+            return gpu_probe.training(config, ranks, folder, limit, updates, SECONDS, variables)
 
         return self.measure(f"training {' '.join(filter(None, words))}", run, TRAINER, limit)
 
@@ -330,6 +332,7 @@ def questions() -> Iterator[tuple[str, Callable[[Bench], Answer]]]:
     yield "Is bfloat16 as good as float32?", lambda bench: learns_alike(bench, *halves, most=0.02)
     yield from of_each("what does --fp8=true gain?", change, "--fp8=true", fp8=True)
     yield from of_each("which attention kernel?", attention)
+    yield from of_each("what do joined products gain?", change, "computing q, k, v and gate, up apart", apart=True)
     yield from of_each("what takes the time of an update?", profile)
     yield from of_each("is the memory that which was estimated?", memory)
 

@@ -25,6 +25,7 @@ FIRST_UPDATES = 2  # not counted: memory is allocated, and clocks rise
 FEWEST_UPDATES = 4  # without which a run has measured nothing
 PROFILED = 4  # the update of which a profile is made
 LINES = 15  # of a profile
+APART = "LOCKSTEP_APART"  # the environment variable that tells a fork to multiply by each weight alone
 
 
 def import_trainer() -> list[str]:
@@ -50,7 +51,11 @@ def train_in_forks(config: Config, ranks: int, folder: Path, limit: float, enoug
 
     def work() -> int:
         os.environ.update(variables)
+        import kernels
         import train
+
+        if APART in variables:
+            kernels.joins = lambda x, layers: False
 
         profile_one(train, folder / "profile")
         with errors.user_errors():

@@ -3,8 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
+import settings
+from model import GPT, initialize
 
 
 def check(ours, reference, *inputs: torch.Tensor, atol: float = 1e-5) -> None:
@@ -164,3 +168,54 @@ def test_the_logits_are_never_whole():
 
 def test_gelu():
     check(kernels.Gelu.apply, lambda x: F.gelu(x, approximate="tanh"), torch.linspace(-12, 12, 501))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
+def test_joined_products_give_the_same_losses_and_gradients(monkeypatch, architecture):
+    """As on CUDA: q, k and v in one product, also where there are fewer heads of keys, and gate and up in another."""
+    shape = dict(n_layer=2, n_embd=24, n_head=6, n_kv_head=6 if architecture == "gpt2" else 2, d_ff=40, seq_len=8)
+    config = settings.resolve_model(settings.ModelConfig(architecture, vocab_size=32, **shape), 32)
+    model, joined = GPT(config).double(), []
+    initialize(model, seed=1)
+    tokens = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(1))
+
+    def gradients():
+        model.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    loss, apart = gradients()
+    monkeypatch.setattr(kernels, "joins", lambda x, layers: joined.append(len(layers)) or True)
+    torch.testing.assert_close(gradients(), (loss, apart), rtol=1e-12, atol=1e-14)
+    assert joined == ([3] if architecture == "gpt2" else [3, 2]) * 2
+
+
+@pytest.mark.parametrize("deterministic, installed, first", [(False, False, "CUDNN"), (True, False, None), (False, True, None)])
+def test_cudnn_s_attention_goes_first_where_bits_may_differ(monkeypatch, deterministic, installed, first):
+    orders, usual = [], torch._C._get_sdp_priority_order()
+
+    def attend(q, *more, **options):
+        orders.append(torch._C._get_sdp_priority_order())
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(kernels, "has_flash_attention_3", lambda: installed)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, 16, device="cuda")
+        kernels.attention(q, q, q)
+    wanted = [int(SDPBackend.CUDNN_ATTENTION), *(kind for kind in usual if kind != SDPBackend.CUDNN_ATTENTION)]
+    assert orders[0][:3] == wanted[:3] if first else orders == [usual]
+    assert torch._C._get_sdp_priority_order() == usual
+
+
+def test_the_preferred_kernel_is_chosen_in_compiled_code_too(monkeypatch):
+    """The compiler takes the choice as a part of its graph, which it would have to break otherwise."""
+
+    def attend(q):
+        with sdpa_kernel(kernels.FREE_KERNELS, set_priority=True):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = torch.randn(1, 2, 8, 16)
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), attend(q))
