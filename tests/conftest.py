@@ -1,11 +1,13 @@
 """A tiny dataset, and train.py as users start it: real processes, real ranks, real torchrun."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -66,6 +68,14 @@ def execute(command, status=0, env=None, cwd=ROOT, timeout=120, fork=True):
     return done
 
 
+def wait_for(condition, seconds=60):
+    """Poll until `condition()` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
 class Trainer:
     """Runs train.py on the tiny dataset with its runs in one folder."""
 
@@ -94,6 +104,16 @@ class Trainer:
         assert process.returncode == status, f"exit {process.returncode}\n{stdout}\n{stderr}"
         return subprocess.CompletedProcess(process, status, stdout, stderr)
 
+    def kill(self, name, when, ranks=1, number=signal.SIGKILL, **flags):
+        """Start, and signal all processes once the text `when` is in train.log, or `when()` holds. Returns the exit status."""
+        process = self.start(name, ranks, **flags)
+        reached = when if callable(when) else lambda: when in self.log(name)
+        wait_for(lambda: reached() or process.poll() is not None)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        process.communicate(timeout=60)
+        return process.returncode
+
     def torchrun(self, name, ranks, launcher=(), **flags):
         """Start in the background under a real torchrun, in a process group of its own."""
         return subprocess.Popen(
@@ -112,6 +132,11 @@ class Trainer:
         script.write_text(CHANGED.format(change=change))
         return self(name, ranks, script=script, **more)
 
+    def log(self, name):
+        """The text of a run's train.log, empty where there is none yet."""
+        path = self.runs / name / "train.log"
+        return path.read_text() if path.exists() else ""
+
     def latest(self, name):
         """The directory of a run's newest checkpoint."""
         return self.runs / name / "checkpoints" / "latest"
@@ -120,13 +145,23 @@ class Trainer:
         """Model tensors of the newest checkpoint."""
         return load_file(self.latest(name) / "model.safetensors")
 
+    def state(self, name):
+        """The trainer_state.json of the newest checkpoint."""
+        return json.loads((self.latest(name) / "trainer_state.json").read_text())
+
     def files(self, name):
         """The digests of what must be bit-identical."""
         return machine.digests(self.runs / name)
 
-    def metrics(self, name):
-        """The records of metrics.jsonl without times and memory."""
-        return machine.unmeasured(machine.metrics(self.runs / name))
+    def metrics(self, name, key="step"):
+        """The records of metrics.jsonl that have `key`, without times and memory."""
+        return [record for record in machine.unmeasured(machine.metrics(self.runs / name)) if key in record]
+
+    def assert_same(self, name, other, of=None):
+        """Two runs have the same bits, and the same losses, norms and evaluations. `other` is a run of the Trainer `of`."""
+        of = of or self
+        assert self.files(name) == of.files(other)
+        assert self.metrics(name) == of.metrics(other)
 
 
 @contextlib.contextmanager
@@ -158,6 +193,13 @@ def nothing_is_left():
     """No test leaves a process behind."""
     with ending_what_is_left():
         yield
+
+
+def damage(path):
+    """Change the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def largest_difference(a, b):
