@@ -45,6 +45,19 @@ with errors.user_errors():
     sys.exit(train.main(settings.load(sys.argv[1:], "")))
 """
 
+BEFORE_UPDATE = """
+def update(run, *args, original=train.update):
+    if run.state.step == {step}:
+        {code}
+    return original(run, *args)
+train.update = update
+"""
+
+
+def before_update(step, code):
+    """A change: the statement `code` runs before the update that follows `step`."""
+    return BEFORE_UPDATE.format(step=step, code=code)
+
 
 def environment(**more):
     """This process's environment variables and `more`, without those that another torchrun or a test has left."""

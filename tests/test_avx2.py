@@ -54,8 +54,7 @@ def test_a_run_takes_float32_for_the_model_and_for_muon_and_continues_with_the_s
     config = tomllib.loads((train.runs / "whole" / "config.toml").read_text())
     assert (config["train"]["dtype"], config["optim"]["muon_dtype"]) == ("float32", "float32")
     run(train, "parts", steps=6, schedule="constant")
-    state = json.loads((train.latest("parts") / "trainer_state.json").read_text())
-    assert state["versions"]["hardware"].endswith("AVX2")
+    assert train.state("parts")["versions"]["hardware"].endswith("AVX2")
     run(train, "parts", schedule="constant")
     assert train.files("parts") == train.files("whole")
 

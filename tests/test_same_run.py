@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import machine
 import settings
 from checkpoints import checkpoint, retention
-from conftest import STRATEGIES, damage, wait_for
+from conftest import STRATEGIES, before_update, damage, wait_for
 from parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
 from parallel.world import World
 
@@ -301,18 +301,6 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train)
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
-DRIFTING = """
-original = train.update
-def drifting(run, prefetcher):
-    out = original(run, prefetcher)
-    if run.state.step == 3 and os.environ["RANK"] == "{rank}":
-        with torch.no_grad():
-            run.engine.module.blocks[1].mlp.down.weight.view(-1)[5] += 1e-7
-    return out
-train.update = drifting
-"""
-
-
 @pytest.mark.parametrize(
     "ranks, drifting, message",
     [
@@ -322,7 +310,9 @@ train.update = drifting
     ],
 )
 def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, ranks, drifting, message):
-    done = train.changed(DRIFTING.format(rank=drifting), "drift", ranks, status=1, check_replicas_every=2)
+    weight = "run.engine.module.blocks[1].mlp.down.weight.data.view(-1)[5]"
+    drift = before_update(3, f"os.environ['RANK'] == '{drifting}' and {weight}.add_(1e-7)")
+    done = train.changed(drift, "drift", ranks, status=1, check_replicas_every=2)
     assert f"blocks.1.mlp.down.weight {message}" in done.stderr
     assert "step      5/20" not in done.stdout
 

@@ -16,7 +16,7 @@ from wandb.proto import wandb_internal_pb2
 
 import settings
 from checkpoints import checkpoint, retention
-from conftest import ROOT, execute, largest_difference, wait_for
+from conftest import ROOT, before_update, execute, largest_difference, wait_for
 
 
 def test_a_run_learns_and_leaves_the_promised_directory(shared):
@@ -289,9 +289,7 @@ def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
     empty.mkdir(parents=True)
     (empty / "metrics.jsonl").touch()
     assert "has no checkpoint yet" in execute([sys.executable, "sample.py", empty], status=2).stderr
-    during = "original = train.update\n"
-    during += "train.update = lambda run, *more: (run.state.step or os.kill(os.getpid(), 2), original(run, *more))[1]"
-    stopped = train.changed(during, "during", status=75, save_every=0)
+    stopped = train.changed(before_update(0, "os.kill(os.getpid(), 2)"), "during", status=75, save_every=0)
     assert "stopping after this update or the next; Ctrl-C ends at once" in stopped.stderr
     assert "(SIGINT), saved; the same command goes on" in stopped.stdout
 
@@ -419,8 +417,7 @@ GOES_AWAY = ["os.rename(run.log.directory, f'{run.log.directory}-moved')", "shut
 
 @pytest.mark.parametrize("loss", GOES_AWAY, ids=["moved", "removed"])
 def test_a_run_whose_directory_goes_away_ends_and_says_so(train, loss):
-    change = "import shutil\noriginal = train.update\ndef update(run, *more):\n    "
-    change += f"if run.state.step == 2: {loss}\n    return original(run, *more)\ntrain.update = update"
+    change = "import shutil\n" + before_update(2, loss)
     done = train.changed(change, "away", status=1, save_every=0, eval_every=0)
     assert "away/train.log was moved or removed while the run goes on" in done.stderr
     assert not (train.runs / "away").exists()
@@ -462,8 +459,7 @@ def test_evaluate_agrees_with_the_run(shared):
 def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    kill = "original = train.update\ntrain.update = lambda run, *more: (run.state.step == 13 and os.kill(os.getpid(), 9), "
-    train.changed(kill + "original(run, *more))[1]", "board", status=-9, tensorboard=True)
+    train.changed(before_update(13, "os.kill(os.getpid(), 9)"), "board", status=-9, tensorboard=True)
     train("board", tensorboard=True)
     board = EventAccumulator(str(train.runs / "board/tensorboard"), size_guidance={"scalars": 0}).Reload()
     for name in ("loss", "val_loss", "lr"):
