@@ -186,20 +186,6 @@ def test_plan_flags_are_no_settings_of_the_run():
     assert "plan" not in settings.dumps(command.config)
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["--plan_gpu=h900"], "--plan_gpu must be a100|h100|h200|b200|4090|cpu, not 'h900'"),
-        (["--plan_world_size=7"], "try 523264 or 530432; or --strategy=exact"),
-        (["--plan_gpus=h100"], "perhaps you meant --plan_gpu"),
-    ],
-)
-def test_bad_flags_are_refused(args, message):
-    with pytest.raises(errors.UserError) as refused:
-        planned(*args)
-    assert message in str(refused.value)
-
-
 @pytest.mark.slow
 def test_predicted_memory_is_that_of_a_run(tmp_path):
     command = [sys.executable, "bench/memory.py", "settings", "--only=ddp, accumulating", f"--out={tmp_path}"]
