@@ -203,7 +203,7 @@ def fake_gpu(ranks: int):
     # All streams are one, and nothing is under way. The events in them are mocks.
     answers = {name: mock.MagicMock() for name in ("Stream", "Event", "current_stream", "stream")}
     answers |= {"is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8}
-    answers |= {"current_device": lambda: 0, "set_device": lambda device: None}
+    answers |= {"current_device": lambda: 0, "set_device": lambda device: None, "get_device_capability": lambda *_: (9, 0)}
     answers |= {"is_bf16_supported": lambda including_emulation=True: True}
     kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
     with contextlib.ExitStack() as stack:

@@ -8,9 +8,7 @@ import base64
 import functools
 import hashlib
 import itertools
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +29,6 @@ END_OF_TEXT = "<|endoftext|>"
 FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 DOWNLOAD_SECONDS = 30
 LARGEST_TRAINED = 1_000_000  # N of train:N
-PROBE_SECONDS, PROBE_BYTES, PROBE_GROWTH = 5, 1 << 29, 32  # what encoding PROBE may take: computing, memory, tokens a character
-PROBE = "".join(f"{char * 32}! {char}\n" for char in map(chr, range(32, 127))) + "Hello, wörld 123\n\n  def\t🙂 " * 20
 LONGEST_RUN = 2_000_000  # characters of white space that are encoded at once
 LONGEST_TOKEN = 1 << 16  # bytes; BPE trained on a text that repeats itself makes long ones
 
@@ -265,7 +261,6 @@ def from_json(text: str, name: str) -> Tokenizer:
         raise UserError(f"{name} is not a tokenizer.json: {error}") from None
     slow.no_truncation()
     slow.no_padding()
-    _probe(slow, name)
     for token, i in added.items():
         if slow.token_to_id(token) != i:
             raise UserError(f"{name}: added token {token!r} has the id {i}, and the vocabulary means {slow.token_to_id(token)}")
@@ -276,37 +271,6 @@ def from_json(text: str, name: str) -> Tokenizer:
     if pattern and _is_mergeable(model, ordinary, slow):
         fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)
     return Tokenizer(name, text, vocab_size, eot_token, lengths, slow, fast)
-
-
-def _probe(slow: tokenizers.Tokenizer, name: str) -> None:
-    """Encode and decode PROBE in a fork that may take PROBE_SECONDS of computing and PROBE_BYTES. Raises UserError.
-
-    A tokenizer.json may replace a letter by a million others, or split by a regex that takes time without end.
-    """
-    if not hasattr(os, "fork"):
-        return
-    import resource  # here, because Windows has none
-
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic prints
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_CPU, (PROBE_SECONDS, PROBE_SECONDS))
-            if (memory := Path("/proc/self/statm")).exists():
-                in_use = int(memory.read_text().split()[5]) * resource.getpagesize()  # data and stack
-                resource.setrlimit(resource.RLIMIT_DATA, (in_use + PROBE_BYTES, in_use + PROBE_BYTES))
-            ids = slow.encode(PROBE, add_special_tokens=False).ids
-            status = 0 if max(len(ids), len(slow.decode(ids))) <= PROBE_GROWTH * len(PROBE) else 1
-        finally:
-            os._exit(status)
-    if os.waitpid(pid, 0)[1]:
-        raise UserError(
-            f"{name} fails at a text of {len(PROBE):,} characters, takes more than {PROBE_SECONDS} s for it, or makes more than"
-            f" {PROBE_GROWTH} tokens of a character; use another tokenizer.json"
-        )
 
 
 def _pattern(definition: Definition) -> str | None:

@@ -10,10 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import settings
+from common.errors import UserError
 from conftest import ROOT, execute
 from evaluate import evaluate
 from hardware import device, footprint, host
-from parallel.world import World
+from parallel.world import World, connect
 from planning import choices
 
 GIB = 1 << 30
@@ -133,3 +134,40 @@ def test_evaluation_sends_pinned_batches_to_cuda_alone_without_waiting(monkeypat
     evaluate(lambda inputs, targets: torch.tensor(1.0, dtype=torch.float64), windows, 4, 2, 0, gpu, torch.no_grad)
     copies = [how.get("non_blocking", False) for where, how in sent if where and where[0] == gpu.device]
     assert copies == [pinned] * 3 and len(pins) == 3 * pinned
+
+
+@pytest.mark.parametrize(
+    "ranks, exact, said",
+    [
+        ("2", False, "ranks cannot exchange tensors of Metal devices; start one process"),
+        ("1", True, "--strategy=exact needs float64, which Metal devices do not have; use --device=cpu"),
+    ],
+)
+def test_metal_is_for_one_process_without_exact(monkeypatch, ranks, exact, said):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    for name, value in {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=said):
+        connect("auto", threads=torch.get_num_threads(), integers_only=exact)
+
+
+@pytest.mark.parametrize(
+    "kind, gpus, cores, ranks", [("cuda", 8, 64, 8), ("cuda", 1, 16, 1), ("mps", 1, 12, 1), ("cpu", 0, 3, 2)]
+)
+def test_make_train_starts_a_rank_for_each_gpu_that_torch_finds(monkeypatch, kind, gpus, cores, ranks):
+    """ROCm's GPUs are CUDA's to torch. Metal has one GPU, whatever the number of cores."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: kind == "mps")
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    for found in (torch.cuda, torch.mps):
+        monkeypatch.setattr(found, "device_count", lambda: gpus)
+    monkeypatch.setattr(device, "cores", lambda: cores)
+    assert device.ranks_here() == ranks
+
+
+def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypatch):
+    """As a T4 does, which says that it supports bfloat16 if emulation counts."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    config, alone = settings.load(["--optimizer=muon"], ""), World(0, 1, 0, 1, torch.device("cuda"))
+    assert choices.choose_precision(config, alone, {}) == {"dtype": "float16", "muon_dtype": "float32"}

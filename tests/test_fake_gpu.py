@@ -19,6 +19,8 @@ CASES = {
     "one rank, llama, checkpointing": ("llama_1.3b", 1, dict(activation_checkpointing=True)),
     "one rank, qwen3, Muon": ("qwen3_124m", 1, dict(optimizer="muon")),
     "ddp": ("gpt2_124m", 8, dict()),
+    "scratch_overlap": ("gpt2_124m", 8, dict(strategy="scratch_overlap")),
+    "scratch_reduce_scatter": ("gpt2_124m", 8, dict(strategy="scratch_reduce_scatter")),
     "zero1, Muon": ("qwen3_124m", 8, dict(strategy="zero1", optimizer="muon")),
     "fsdp": ("llama_1.3b", 512, dict(strategy="fsdp")),
     "fsdp, gpt2": ("gpt2_124m", 8, dict(strategy="fsdp", n_layer=12, micro_batch_size=64)),
