@@ -1,11 +1,13 @@
 """A tiny dataset, and train.py as users start it: real processes, real ranks, real torchrun."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -43,6 +45,19 @@ with errors.user_errors():
     sys.exit(train.main(settings.load(sys.argv[1:], "")))
 """
 
+BEFORE_UPDATE = """
+def update(run, *args, original=train.update):
+    if run.state.step == {step}:
+        {code}
+    return original(run, *args)
+train.update = update
+"""
+
+
+def before_update(step, code):
+    """A change: the statement `code` runs before the update that follows `step`."""
+    return BEFORE_UPDATE.format(step=step, code=code)
+
 
 def environment(**more):
     """This process's environment variables and `more`, without those that another torchrun or a test has left."""
@@ -64,6 +79,14 @@ def execute(command, status=0, env=None, cwd=ROOT, timeout=120, fork=True):
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == status, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def wait_for(condition, seconds=60):
+    """Poll until `condition()` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
 
 
 class Trainer:
@@ -94,6 +117,16 @@ class Trainer:
         assert process.returncode == status, f"exit {process.returncode}\n{stdout}\n{stderr}"
         return subprocess.CompletedProcess(process, status, stdout, stderr)
 
+    def kill(self, name, when, ranks=1, number=signal.SIGKILL, **flags):
+        """Start, and signal all processes once the text `when` is in train.log, or `when()` holds. Returns the exit status."""
+        process = self.start(name, ranks, **flags)
+        reached = when if callable(when) else lambda: when in self.log(name)
+        wait_for(lambda: reached() or process.poll() is not None)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        process.communicate(timeout=60)
+        return process.returncode
+
     def torchrun(self, name, ranks, launcher=(), **flags):
         """Start in the background under a real torchrun, in a process group of its own."""
         return subprocess.Popen(
@@ -112,6 +145,11 @@ class Trainer:
         script.write_text(CHANGED.format(change=change))
         return self(name, ranks, script=script, **more)
 
+    def log(self, name):
+        """The text of a run's train.log, empty where there is none yet."""
+        path = self.runs / name / "train.log"
+        return path.read_text() if path.exists() else ""
+
     def latest(self, name):
         """The directory of a run's newest checkpoint."""
         return self.runs / name / "checkpoints" / "latest"
@@ -120,13 +158,23 @@ class Trainer:
         """Model tensors of the newest checkpoint."""
         return load_file(self.latest(name) / "model.safetensors")
 
+    def state(self, name):
+        """The trainer_state.json of the newest checkpoint."""
+        return json.loads((self.latest(name) / "trainer_state.json").read_text())
+
     def files(self, name):
         """The digests of what must be bit-identical."""
         return machine.digests(self.runs / name)
 
-    def metrics(self, name):
-        """The records of metrics.jsonl without times and memory."""
-        return machine.unmeasured(machine.metrics(self.runs / name))
+    def metrics(self, name, key="step"):
+        """The records of metrics.jsonl that have `key`, without times and memory."""
+        return [record for record in machine.unmeasured(machine.metrics(self.runs / name)) if key in record]
+
+    def assert_same(self, name, other, of=None):
+        """Two runs have the same bits, and the same losses, norms and evaluations. `other` is a run of the Trainer `of`."""
+        of = of or self
+        assert self.files(name) == of.files(other)
+        assert self.metrics(name) == of.metrics(other)
 
 
 @contextlib.contextmanager
@@ -158,6 +206,13 @@ def nothing_is_left():
     """No test leaves a process behind."""
     with ending_what_is_left():
         yield
+
+
+def damage(path):
+    """Change the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def largest_difference(a, b):

@@ -10,14 +10,7 @@ import pytest
 
 from checkpoints import retention
 from common import files
-from conftest import execute
-
-
-def damage(path):
-    """Change the last byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+from conftest import damage, execute
 
 
 def test_a_run_copied_by_something_that_follows_links_continues_and_gets_its_links_back(train):

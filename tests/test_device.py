@@ -1,7 +1,6 @@
 """What hardware/ and evaluate.py do on GPUs, checked on a CPU: torch's answers about a device are replaced."""
 
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import settings
 from common.errors import UserError
-from conftest import ROOT, environment
+from conftest import ROOT, execute
 from evaluate import evaluate
 from hardware import device, footprint, host
 from parallel.world import World, connect
@@ -106,24 +105,15 @@ def test_the_peak_of_an_unknown_gpu_is_measured_once(monkeypatch):
     ],
 )
 def test_cuda_s_allocator_has_expandable_segments_unless_the_user_says_otherwise(monkeypatch, given, read):
-    for name in [name for name in os.environ if name.endswith("ALLOC_CONF")]:
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", given.get("PYTORCH_ALLOC_CONF", ""))  # so that it is restored
-    if "PYTORCH_ALLOC_CONF" not in given:
-        del os.environ["PYTORCH_ALLOC_CONF"]
+    monkeypatch.setattr(os, "environ", dict(given))
     host.prepare_torch()
-    assert {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")} == read
+    assert {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name} == read
 
 
 @pytest.mark.parametrize("script", ["train.py", "replay.py"])
 def test_torch_is_told_before_it_is_imported(script, tmp_path):
     (tmp_path / "torch.py").write_text("import os; raise SystemExit(os.environ['PYTORCH_ALLOC_CONF'])")
-    path = {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, script, "--steps=1"], cwd=ROOT, env=environment(**path), capture_output=True, text=True
-    )
+    done = execute([sys.executable, script, "--steps=1"], status=1, env={"PYTHONPATH": str(tmp_path)}, fork=False)
     assert done.stderr.strip() == "expandable_segments:True"
 
 

@@ -1,12 +1,11 @@
 """The house rules: imports point only downward, importing does nothing, nothing is executed or unpickled."""
 
 import ast
-import subprocess
 import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, execute
 
 # Folders, and files of the root, from the ground up. What is in one may import what is in those before it, and its neighbours.
 ORDER = [
@@ -79,6 +78,5 @@ def test_nothing_is_executed_or_unpickled(module):
 
 
 def test_all_modules_import_together_without_output():
-    code = "import " + ", ".join(MODULES)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout == "" and done.stderr == ""
+    done = execute([sys.executable, "-c", "import " + ", ".join(MODULES)])
+    assert done.stdout == done.stderr == ""

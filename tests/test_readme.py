@@ -4,30 +4,20 @@ import gzip
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
-from conftest import ROOT, environment
+import machine
+from conftest import ROOT, execute
 
 FOLDERS = [path.parent.name for path in ROOT.glob("*/__init__.py")]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")]
 SBATCH = ("--nodes", "--gpus-per-node")  # flags of sbatch itself
-SHORT = [
-    "--steps=2",
-    "--n_layer=1",
-    "--n_head=2",
-    "--n_embd=32",
-    "--seq_len=32",
-    "--tokens_per_update=384",
-    "--micro_batch_size=2",
-    "--eval_tokens=512",
-    "--threads=1",
-    "--compile=off",
-    "--device=cpu",
-    "--init_from=scratch",
-]
+SHORT = machine.arguments(
+    **dict(steps=2, n_layer=1, n_head=2, n_embd=32, seq_len=32, tokens_per_update=384, micro_batch_size=2, eval_tokens=512),
+    **dict(threads=1, compile="off", device="cpu", init_from="scratch"),
+)[1:]
 
 
 def commands():
@@ -70,11 +60,7 @@ def run(command, folder):
         words[0] = sys.executable
     elif words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    done = subprocess.run(
-        " ".join(words), cwd=folder, shell=True, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return execute(["sh", "-c", " ".join(words)], cwd=folder, timeout=300).stdout
 
 
 def shortened(command):

@@ -1,11 +1,8 @@
 """replay.py and --skip_steps through the front door: was it the data or the machine, and how to leave the data out."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,18 +11,26 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import data
+import machine
 import settings
 from checkpoints import checkpoint, lookup, retention
-from conftest import ROOT, execute
+from conftest import execute
 from dataset.tokens import Stream
 from replay import CHANGED
-from test_train import wait_for
 
 FLAGS = dict(keep_last=0, eval_every=0)
 
 
-def replay(*arguments, status=0):
-    return execute([sys.executable, "replay.py", *arguments], status=status).stdout
+def replay(*arguments, status=0, ranks=1):
+    """What replay.py prints, or, for bad input, its error."""
+    done = execute([*machine.launcher(ranks), "replay.py", *arguments], status=status)
+    return done.stderr if status == 2 else done.stdout
+
+
+def reseal(checkpoint):
+    """Write the manifest of a changed checkpoint anew."""
+    (checkpoint / "manifest.json").unlink()
+    retention.write_manifest(checkpoint)
 
 
 def everything_in(directory):
@@ -70,19 +75,18 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
     assert "times" in out.split("tensors")[1] and "none" not in out.split("tensors")[1]  # gradients out of line
 
-    norms = {record["step"]: record["grad_norm"] for record in train.metrics("spike") if "grad_norm" in record}
-    assert norms[37] > 3 * norms[36]
+    norms = [record["grad_norm"] for record in train.metrics("spike", "grad_norm")]
+    assert norms[36] > 3 * norms[35]
     shutil.copytree(train.runs / "spike", train.runs / "without", symlinks=True)
-    for step in (40,):
-        shutil.rmtree(train.runs / "without" / "checkpoints" / f"step-{step:08d}")
+    shutil.rmtree(train.runs / "without" / "checkpoints" / "step-00000040")
     late = train("without", status=2, **dict(flags, skip_steps="3,37"))
     assert "--skip_steps=3,37 changes what one of the 20 steps that are done saw; an earlier checkpoint may" in late.stderr
     start = train.runs / "spike" / "checkpoints" / "step-00000020"
     other = train("other", **dict(flags, skip_steps="3,37", resume=start)).stdout
     assert "warning: --skip_steps=3,37 changes what one of the 20 steps that are done saw" in other
     train("without", **dict(flags, skip_steps="37"))
-    norms = {record["step"]: record["grad_norm"] for record in train.metrics("without") if "grad_norm" in record}
-    assert norms[37] < 2 * norms[36]
+    norms = [record["grad_norm"] for record in train.metrics("without", "grad_norm")]
+    assert norms[36] < 2 * norms[35]
     out = replay(train.runs / "without", "--step=38")
     assert "bit for bit" in out and out.endswith("--skip_steps=37,39 leaves this batch out\n")
     assert "bit for bit" in replay(train.runs / "without", "--step=15")
@@ -121,8 +125,7 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     tensors = load_file(changed / "model.safetensors")
     tensors["model.norm.weight"][3] += 1e-2
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-    (changed / "manifest.json").unlink()
-    retention.write_manifest(changed)
+    reseal(changed)
     out = replay(weights, "--step=15", status=1)
     assert "step 11 is the first that differs" in out and "the state before it was not this one" in out
     out = replay(weights, "--verify", status=1)
@@ -137,11 +140,8 @@ def test_three_ranks_under_exact_are_replayed_by_one_process_and_others_by_their
     assert "bit for bit" in replay(train.runs / "exact", "--step=14")
     assert "follows from" in replay(train.runs / "exact", "--verify")
     train("three", ranks=3, **FLAGS)
-    refused = execute([sys.executable, "replay.py", train.runs / "three", "--step=14"], status=2)
-    assert "--nproc_per_node=3 replay.py" in refused.stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    done = subprocess.run([*torchrun, "replay.py", train.runs / "three", "--step=14"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "bit for bit; look at the data" in done.stdout, done.stdout + done.stderr
+    assert "--nproc_per_node=3 replay.py" in replay(train.runs / "three", "--step=14", status=2)
+    assert "bit for bit; look at the data" in replay(train.runs / "three", "--step=14", ranks=3)
 
 
 def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_checkpoint(train):
@@ -160,20 +160,19 @@ def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_c
     assert "bit for bit" in replay(moved / "second", "--step=7")  # the runs are still beside each other
     moved.rename(train.runs)
     shutil.rmtree(train.runs / "first" / "checkpoints" / "step-00000004")
-    gone = execute([sys.executable, "replay.py", train.runs / "second", "--step=7"], status=2).stderr
+    gone = replay(train.runs / "second", "--step=7", status=2)
     assert "step-00000004: it is gone or has changed since; put it back" in gone
 
 
 def test_a_record_that_lacks_settings_has_their_defaults(train):
     train("older", **FLAGS)
     latest = train.latest("older").resolve()
-    record = json.loads((latest / "trainer_state.json").read_text())
+    record = train.state("older")
     for name in ("keep_last", "keep_best", "resume", "init_from", "strategy"):
         del record["settings"][name]
         record["history"][0]["settings"].pop(name, None)
     (latest / "trainer_state.json").write_text(json.dumps(record))
-    (latest / "manifest.json").unlink()
-    retention.write_manifest(latest)
+    reseal(latest)
     assert "is complete" in train("older", **FLAGS).stdout
     assert "bit for bit" in replay(train.runs / "older", "--step=20")
 
@@ -186,7 +185,7 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     out = replay(run, "--step=21", "--steps=2")
     assert "replaying steps 21 to 22" in out and "2 recorded steps: loss and gradient norm are the recorded ones" in out
     for range_ in (["--step=11", "--steps=4"], ["--step=14"]):
-        lost = execute([sys.executable, "replay.py", run, *range_], status=2).stderr
+        lost = replay(run, *range_, status=2)
         assert "changed at step " in lost and "no intact checkpoint between it and step 1" in lost
     assert "step-00000022 follows from step-00000020" in replay(run, "--verify")
 
@@ -208,19 +207,8 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
 
 def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):
     flags = dict(strategy="exact", eval_every=0, save_every=2, keep_last=1, steps=30)
-    process = train.start("moved", ranks=2, **flags)
-    wait_for(lambda: (train.runs / "moved" / "checkpoints" / "latest").exists())
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    train.kill("moved", (train.runs / "moved" / "checkpoints" / "latest").exists, ranks=2, **flags)
     train("moved", ranks=3, **flags)
     assert len(checkpoint.load_state(train.latest("moved")).history) == 2
     out = replay(train.runs / "moved", "--step=29")  # the last checkpoint is that of step 30
     assert "replaying steps 1 to 29" in out and "bit for bit" in out
-
-
-def test_a_step_that_the_run_does_not_have_is_refused(kept):
-    verified = execute([sys.executable, "replay.py", kept, "--verify", "--step=1"], status=2).stderr
-    assert verified.startswith("error: --verify looks at all kept checkpoints")
-    for arguments in (["--step=21"], ["--step=20", "--steps=2"], ["--step=-1"]):
-        refused = execute([sys.executable, "replay.py", kept, *arguments], status=2)
-        assert refused.stderr.startswith("error: ") and "has steps 1 to 20" in refused.stderr

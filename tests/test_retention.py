@@ -9,22 +9,7 @@ import subprocess
 import pytest
 
 from checkpoints import retention
-
-# After the step `step` the process sends itself the signal `number`.
-SIGNALLED = """
-def update(run, *args, original=train.update):
-    if run.state.step == {step}:
-        os.kill(os.getpid(), {number})
-    return original(run, *args)
-train.update = update
-"""
-
-
-def damage(path):
-    """Change the last byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+from conftest import before_update, damage
 
 
 def names(checkpoints):
@@ -32,8 +17,9 @@ def names(checkpoints):
     return sorted(path.name for path in checkpoints.iterdir())
 
 
-@pytest.mark.parametrize(("number", "status", "least"), [(signal.SIGKILL, -signal.SIGKILL, 12), (signal.SIGTERM, 75, 13)])
-@pytest.mark.parametrize("keep_best", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "status", "least", "keep_best"), [(signal.SIGKILL, -signal.SIGKILL, 12, 1), (signal.SIGTERM, 75, 13, 0)]
+)
 def test_what_a_run_saves_beside_newer_damaged_checkpoints_stays(train, number, status, least, keep_best):
     train("run", steps=5, schedule="constant")  # is evaluated, so step 5 is the best
     flags = dict(schedule="constant", eval_every=0 if keep_best else 2, keep_best=keep_best, async_save="false")
@@ -41,7 +27,7 @@ def test_what_a_run_saves_beside_newer_damaged_checkpoints_stays(train, number, 
     checkpoints = train.runs / "run" / "checkpoints"
     for step in (15, 20):
         damage(checkpoints / f"step-{step:08d}" / "model.safetensors")
-    signalled = SIGNALLED.format(step=12, number=int(number))
+    signalled = before_update(12, f"os.kill(os.getpid(), {int(number)})")
     done = train.changed(signalled, "run", status=status, steps=40, save_every=2, keep_last=2, **flags)
     newest, passed = retention.newest(checkpoints)
     assert newest is not None, "the run is lost"
@@ -82,17 +68,6 @@ def test_checkpoints_that_is_not_a_directory_is_refused_at_the_start(train, what
     assert names(train.runs / "run") == ["checkpoints"]
 
 
-# The directory of checkpoints can be changed by nobody from step 7 to step 17.
-IMMUTABLE = """
-import subprocess
-def update(run, *args, original=train.update):
-    if run.state.step in (7, 17):
-        subprocess.run(["chattr", "+i" if run.state.step == 7 else "-i", run.checkpoints.directory], check=True)
-    return original(run, *args)
-train.update = update
-"""
-
-
 def test_a_directory_that_becomes_unwritable_is_a_warning_and_training_goes_on(train):
     checkpoints = train.runs / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -103,7 +78,9 @@ def test_a_directory_that_becomes_unwritable_is_a_warning_and_training_goes_on(t
         assert f"error: {checkpoints}: no checkpoint could be saved here: [Errno 1]" in refused.stderr
     finally:
         subprocess.run(["chattr", "-i", checkpoints], check=True)
-    done = train.changed(IMMUTABLE, "run", steps=20, save_every=3, eval_every=3)
+    chattr = "import subprocess; subprocess.run(['chattr', '{}', run.checkpoints.directory], check=True)"
+    change = before_update(7, chattr.format("+i")) + before_update(17, chattr.format("-i"))
+    done = train.changed(change, "run", steps=20, save_every=3, eval_every=3, async_save="false")
     for message in ("the checkpoint of step 9 could not be written", "checkpoints/best could not be set", "training goes on"):
         assert message in done.stdout, done.stdout
     assert os.readlink(checkpoints / "latest") == "step-00000020" and not list(checkpoints.glob(".*"))

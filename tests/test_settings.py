@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data
+import evaluate
 import machine
+import sample
 import settings
 from common import cli, errors
 from common.errors import UserError
-from conftest import ending_what_is_left, execute
+from conftest import ROOT, ending_what_is_left, execute, wait_for
 from planning import rules
-
-ROOT = Path(__file__).parent.parent
 
 
 def load(*args):
@@ -57,48 +57,33 @@ def test_booleans(word, value):
     "args, said",
     [
         (["--warmup_step=1"], "perhaps you meant --warmup_steps"),
-        (["--learning_rate=1"], "perhaps you meant --lr"),
-        (["--sed=1"], "perhaps you meant --seed"),
-        (["--lerning_rate=1"], "unknown flag --lerning_rate; perhaps you meant --lr"),
         (["--max-iter=1"], "perhaps you meant --steps"),
         (["--blocksize", "1"], "perhaps you meant --seq_len"),
         (["--lr=fast"], "--lr must be NUMBER, not 'fast'"),
-        (["--seed=1.5"], "--seed must be INTEGER, not '1.5'"),
-        (["--seed=-1"], "--seed must be at least 0"),
         (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
-        (["--micro_batch_size=0"], "--micro_batch_size must be greater than 0"),
-        (["--lr=nan"], "--lr must be greater than 0 and at most 1,000, not 'nan'"),
         (["--min_lr=-inf"], "--min_lr must be at least -1,000 and at most 1,000"),
         (["--lr=1" + "0" * 400], "--lr must be NUMBER, not '1000"),
-        (["--timeout_minutes=1e300"], "--timeout_minutes must be"),
-        (["--lr"], "--lr needs a value"),
-        (["--strategy=magic"], "must be ddp|zero1|"),
         (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
-        (["config/nothing.toml"], "config/laptop.toml"),
         (["config"], "no preset config; there are config/gpt2_124m.toml, "),
         (["laptop"], "no preset laptop; perhaps you meant config/laptop.toml; there are config/gpt2_124m.toml, "),
-        (["config/laptop.py"], "no preset config/laptop.py; perhaps you meant config/laptop.toml; there are "),
         (["gpt2_124.toml"], "perhaps you meant config/gpt2_124m.toml"),
         (["train.py"], "train.py is Python, which is not executed; docs/from_nanogpt.md"),
-        (["--lr=1", "config/laptop.toml"], "before all flags"),
         (
             ["--n_embd=256", "--n_head=5"],
             "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need heads of an even width); "
             "try --n_embd=250 or 260",
         ),
         (["--n_head=4", "--n_kv_head=3"], "--n_kv_head=3 does not divide"),
-        (["--steps=0"], "--steps must be greater than 0"),
-        (["--dropout=1"], "--dropout"),
         (["--tokens_per_update=1000"], "try 768 or 1024"),
         (["--micro_batch_size=5", "--tokens_per_update=8192"], "try 7680 or 8960"),
         (["--architecture=gpt2", "--n_kv_head=1"], "gpt2"),
+        (["--strategy=exact", "--dtype=float16"], "bfloat16"),
         (["--architecture=gpt2", "--head_dim=7"], "--head_dim=7 is not for gpt2"),
         (["--head_dim=7"], "--head_dim=7 must be even"),
         (["--rope_scaling=8,1,4"], "--rope_scaling=8,1,4 must be four numbers"),
         (["--rope_scaling=8,4,1,8192"], "such as Llama 3.1's 8,1,4,8192"),
         (["--rope_scaling=llama3"], "such as Llama 3.1's 8,1,4,8192"),
         (["--plan_mfu=0.5"], "--plan_mfu needs --plan"),
-        (["--lr=1e300"], "--lr must be greater than 0 and at most 1,000"),
         (["--skip_steps=1-1000000000000"], "at most 1,000,000 in all"),
         (["--wandb_artifact"], "--wandb_artifact needs --wandb=online or --wandb=offline"),
         (["--name=a/b"], "--out_dir"),
@@ -109,12 +94,6 @@ def test_bad_input_is_refused_naming_flag_and_fix(args, said):
     with pytest.raises(UserError) as error:
         load(*args)
     assert said in str(error.value)
-
-
-def test_all_faults_are_told_at_once():
-    with pytest.raises(UserError) as error:
-        load("--steps=0", "--lr=-1", "--beta1=2")
-    assert all(flag in str(error.value) for flag in ("--steps", "--lr", "--beta1"))
 
 
 def test_the_update_must_divide_among_the_ranks(monkeypatch):
@@ -132,14 +111,11 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     [
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
         ("[optimizer]\nlr = 1\n", r"\[optimizer\] is not one of"),
-        ("[model]\nlr = 1\n", r"key lr in \[model\]"),
-        ("[model]\nlr = 1\n", r"it belongs in \[optim\]"),
-        ("[optim]\nlearning_rat = 1\n", "perhaps you meant --lr"),
+        ("[model]\nlr = 1\n", r"key lr in \[model\].*it belongs in \[optim\]"),
         ("lr = 1\n", r"\[lr\] is not one of"),
         ('[optim]\nlr = "1"\n', r"mine.toml: lr in \[optim\] must be NUMBER, not '1'"),
         ("[optim]\nlr = true\n", r"lr in \[optim\] must be NUMBER, not True"),
         ("[train]\nsteps = 10.0\n", r"steps in \[train\] must be INTEGER, not 10.0"),
-        ("[train]\nsteps = [10]\n", r"steps in \[train\] must be INTEGER"),
         ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size in \[train\] must be INTEGER|auto"),
         ("[model]\ntie_embeddings = 1\n", r"tie_embeddings in \[model\] must be true|false, not 1"),
         ("[data]\ntokens = 1\n", r"tokens in \[data\] must be TEXT, not 1"),
@@ -167,10 +143,24 @@ def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
     assert type(load("--lr=1").optim.lr) is float
 
 
-def test_every_number_has_a_range():
-    for name, item in cli.flat_fields(settings.Command).items():
+@pytest.mark.parametrize("config", [settings.Command, sample.SampleConfig, evaluate.EvaluateConfig])
+def test_every_number_has_a_range(config):
+    for name, item in cli.flat_fields(config).items():
         if re.search("INTEGER|NUMBER", cli.syntax(item.type)):
             assert re.fullmatch(r"(greater than|at least) .* and (less than|at most) .*", cli.limits(item.type)), name
+
+
+CONTRACT = """
+name out_dir seed resume plan plan_world_size max_minutes tokens order skip_steps architecture vocab_size n_layer n_head
+n_kv_head n_embd d_ff seq_len dropout tie_embeddings init_from optimizer lr min_lr warmup_steps schedule weight_decay
+beta1 beta2 grad_clip steps tokens_per_update micro_batch_size device dtype compile threads strategy replicate
+grad_compression check_replicas_every eval_every eval_tokens save_every keep_last keep_best async_save log_every
+wandb wandb_project wandb_group wandb_tags wandb_artifact
+"""
+
+
+def test_flags_that_scripts_rely_on_are_there():
+    assert set(CONTRACT.split()) <= cli.flat_fields(settings.Command).keys()
 
 
 @given(
@@ -233,13 +223,6 @@ def test_config_toml_is_a_preset(tmp_path):
     assert load(str(tmp_path / "config.toml")) == config
 
 
-def test_every_preset_is_valid():
-    presets = sorted((ROOT / "config").glob("*.toml"))
-    assert len(presets) >= 6
-    for preset in presets:
-        assert load(str(preset)).run.name == preset.stem
-
-
 @pytest.mark.parametrize("preset", ["gpt2_124m", "gpt2_355m", "qwen3_124m", "llama_1.3b"])
 def test_large_presets_run_on_one_to_eight_gpus(preset, monkeypatch):
     for size in (1, 2, 4, 8):
@@ -284,7 +267,7 @@ def test_help_shows_the_defaults_of_the_preset(environment, tmp_path):
         assert f"(default: {tied})" in text.split("--tie_embeddings true false")[1][:100]
 
 
-@pytest.mark.parametrize("script", ["evaluate.py", "sample.py", "plot.py"])
+@pytest.mark.parametrize("script", ["sample.py", "plot.py"])
 def test_a_command_without_a_run_says_which_runs_there_are(tmp_path, script):
     nothing = run(script=script, cwd=tmp_path)
     for name in ("mine", "laptop", "refused"):
@@ -300,10 +283,11 @@ def test_a_command_without_a_run_says_which_runs_there_are(tmp_path, script):
 
 
 @pytest.mark.parametrize("preset", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem)
-def test_every_preset_knows_the_command_that_makes_its_dataset(preset, tmp_path):
+def test_every_preset_is_valid_and_knows_the_command_that_makes_its_dataset(preset, tmp_path):
     """The command is printed where the tokens are missing, but not for other tokens than the preset's."""
     config = load(str(preset))
     command = config.data.prepare_command
+    assert config.run.name == preset.stem
     assert command.startswith("python prepare_data.py ") and f"--out={config.data.tokens}" in command.split()
     with pytest.raises(UserError) as error:
         data.open_mixture(str(tmp_path / "mine"), 0, command)
@@ -325,7 +309,7 @@ def test_a_full_disk_is_not_the_users_input(capsys):
     assert end.value.code == 1 and capsys.readouterr().err.startswith("error: the disk: No space left on device")
 
 
-def test_help_lists_every_flag_and_bad_input_exits_2_without_importing_torch():
+def test_help_lists_every_flag_without_importing_torch():
     shown = run("--help")
     assert shown.returncode == 0
     assert re.match(r"usage: python \S*train\.py \[config/NAME\.toml\] ", shown.stdout)
@@ -333,11 +317,7 @@ def test_help_lists_every_flag_and_bad_input_exits_2_without_importing_torch():
     assert "    python train.py config/gpt2_124m.toml --lr=3e-4  " in first_lines and "top to bottom" not in first_lines
     for name in cli.flat_fields(settings.Config):
         assert f"--{name}" in shown.stdout
-    refused = run("--lrr=1")
-    assert refused.returncode == 2 and refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
-    loaded = subprocess.run(
-        [sys.executable, "-X", "importtime", "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    loaded = execute([sys.executable, "-X", "importtime", "train.py", "--help"])
     imported = {line.rpartition("|")[2].strip() for line in loaded.stderr.splitlines()}
     assert "settings" in imported and not imported & {"torch", "numpy"}
 
@@ -364,38 +344,35 @@ with errors.user_errors():
     [("raise SystemExit(75)", 75), ("print('more'); raise SystemExit(75)", 75), ("print('more', flush=True)", 1)],
 )
 def test_an_exit_status_does_not_become_0_because_nobody_reads(rest, status):
-    command, pipe, env = (
-        [sys.executable, "-c", CLOSED_PIPE.format(rest)],
-        subprocess.PIPE,
-        os.environ | {"PYTHONUNBUFFERED": ""},
-    )
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    command, env = [sys.executable, "-c", CLOSED_PIPE.format(rest)], os.environ | {"PYTHONUNBUFFERED": ""}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **streams)
     assert process.stdout.readline() == "first\n"
     process.stdout.close()
     _, errors = process.communicate("x")
     assert (process.returncode, errors) == (status, "")
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--plan"], ["--steps=5"]])
-def test_a_reader_that_ends_early_ends_nothing_else(tmp_path, flags):
-    small = [f"--{name}={value}" for name, value in machine.TINY_RUN.items()]
-    own = [f"--out_dir={tmp_path}", "--name=run", f"--tokens={tmp_path / 'tokens'}"]
-    execute([sys.executable, "prepare_data.py", "README.md", f"--out={tmp_path / 'tokens'}", "--tokenizer=bytes"])
-    command = [sys.executable, "train.py", *small, *own, *flags]
+def short_run(tokens, folder, *flags):
+    """The command line of a run of two steps, `folder`/run."""
+    settings = machine.TINY_RUN | dict(steps=2, out_dir=folder, name="run", tokens=tokens)
+    return [sys.executable, *machine.arguments(ROOT / "train.py", **settings), *flags]
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--plan"], []])
+def test_a_reader_that_ends_early_ends_nothing_else(tokens, tmp_path, flags):
+    command = short_run(tokens, tmp_path, *flags)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 0
-    if flags == ["--steps=5"]:
-        assert "done: 5 steps" in (tmp_path / "run" / "train.log").read_text()
+    assert flags or "done: 2 steps" in (tmp_path / "run" / "train.log").read_text()
 
 
-@pytest.mark.parametrize("console, status", [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 0)])
-def test_a_run_goes_on_without_a_console(tmp_path, console, status):
-    execute([sys.executable, "prepare_data.py", "README.md", f"--out={tmp_path / 'tokens'}", "--tokenizer=bytes"])
-    flags = machine.TINY_RUN | dict(steps=2, out_dir=tmp_path, name="run", tokens=tmp_path / "tokens")
-    done = shell(tmp_path, f"{shlex.join([sys.executable, *machine.arguments(ROOT / 'train.py', **flags)])} {console}")
-    assert done.returncode == status and "Traceback" not in done.stderr
+@pytest.mark.parametrize("console", [">&- 2>&- <&-", ">/dev/full"])
+def test_a_run_goes_on_without_a_console(tokens, tmp_path, console):
+    done = shell(tmp_path, f"{shlex.join(short_run(tokens, tmp_path))} {console}")
+    assert done.returncode == 0 and "Traceback" not in done.stderr
     assert "done: 2 steps" in (tmp_path / "run" / "train.log").read_text()
 
 
@@ -413,10 +390,9 @@ def shell(folder, line):
     return subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("options", ["-OO", "-I", "-P"])
-def test_commands_work_under_python_s_own_options(tmp_path, options):
+def test_commands_work_under_python_s_own_options(tmp_path):
     for script in ("train", "sample", "evaluate", "replay", "export", "plot", "prepare_data"):
-        done = shell(tmp_path, f"{sys.executable} {options} {ROOT / script}.py nothing --seed=x --step=x --out=x")
+        done = shell(tmp_path, f"{sys.executable} -OO -I {ROOT / script}.py nothing --seed=x --step=x --out=x")
         assert done.returncode == 2 and "error: " in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
@@ -427,8 +403,7 @@ def test_a_working_directory_that_is_gone_is_an_error(tmp_path):
 
 
 def test_text_that_the_locale_cannot_read_is_said_to_be_the_locale_s_fault(tmp_path):
-    line = f"LC_ALL=C PYTHONUTF8=0 {sys.executable} {ROOT / 'plot.py'} \u00e9"
-    done = shell(tmp_path, line)
+    done = shell(tmp_path, f"LC_ALL=C PYTHONUTF8=0 {sys.executable} {ROOT / 'plot.py'} \u00e9")
     assert done.returncode == 2 and "the locale has ascii; with PYTHONUTF8=1 it is UTF-8" in done.stderr
 
 
@@ -468,10 +443,8 @@ def test_what_a_failing_test_leaves_is_ended(tmp_path):
         child = int(process.stdout.readline())
         raise AssertionError
     assert process.returncode == -signal.SIGKILL
-    stat, deadline = Path(f"/proc/{child}/stat"), time.monotonic() + 10
-    while stat.exists() and stat.read_text().split()[2] != "Z":  # which it is until somebody has asked after it
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    stat = Path(f"/proc/{child}/stat")
+    wait_for(lambda: not stat.exists() or stat.read_text().split()[2] == "Z")  # which it is until somebody has asked after it
 
 
 def test_windows_itself_is_refused(monkeypatch):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import struct
 import sys
-import time
 import tomllib
 
 import pytest
@@ -17,76 +16,37 @@ from wandb.proto import wandb_internal_pb2
 
 import settings
 from checkpoints import checkpoint, retention
-from common import cli
-from conftest import ROOT, execute, largest_difference
-
-
-def wait_for(condition, seconds=60):
-    """Poll until `condition()` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def kill_when(process, condition, number=signal.SIGKILL):
-    """Signal a background run once `condition()` holds; returns its exit status."""
-    wait_for(lambda: condition() or process.poll() is not None)
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    return process.returncode
+from conftest import ROOT, before_update, execute, largest_difference, wait_for
 
 
 def test_a_run_learns_and_leaves_the_promised_directory(shared):
     run = shared.runs / "plain"
-    records = shared.metrics("plain")
-    losses = [record["loss"] for record in records if "loss" in record]
+    losses = [record["loss"] for record in shared.metrics("plain", "loss")]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1
-    evaluations = [record for record in records if "val_loss" in record]
+    assert losses[0] == pytest.approx(torch.tensor(384.0).log().item(), abs=0.2)  # a uniform guess of 257 bytes, padded to 384
+    evaluations = shared.metrics("plain", "val_loss")
     assert [record["step"] for record in evaluations] == [5, 10, 15, 20]
     assert all(record["val_bpb"] == pytest.approx(record["val_loss"] / 0.6931, rel=0.02) for record in evaluations)
     first, second = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()[:2])
     assert "tokens_per_second" not in first  # the first update is not typical
-    assert {
-        "step",
-        "tokens",
-        "loss",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "mfu",
-        "data_wait_ms",
-        "memory_gb",
-    } <= second.keys()
-    assert 0 < second["mfu"] <= 1
+    told = "step tokens loss lr grad_norm tokens_per_second mfu data_wait_ms memory_gb"
+    assert set(told.split()) <= second.keys() and 0 < second["mfu"] <= 1
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "train.log").read_text().count("step     20/20") == 2  # the update and the evaluation
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert {"latest", "best", "step-00000020", "step-00000015"} <= names and len(names) <= 5
     files = {path.name for path in shared.latest("plain").iterdir()}
-    assert {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "optimizer.safetensors",
-        "trainer_state.json",
-        "manifest.json",
-    } == files
-    state = json.loads((shared.latest("plain") / "trainer_state.json").read_text())
+    model = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert files == model | {"optimizer.safetensors", "trainer_state.json", "manifest.json"}
+    state = shared.state("plain")
     assert state["step"] == 20 and state["tokens"] == 20 * 384 and state["settings"]["n_embd"] == 32
     assert state["best_val_loss"] == min(record["val_loss"] for record in evaluations[:-1])  # saved before the last
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess(shared):
-    first = shared.metrics("plain")[0]
-    assert first["loss"] == pytest.approx(torch.tensor(384.0).log().item(), abs=0.2)  # 257 bytes, padded to 384
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])  # a qwen3 is opened in test_export.py
 def test_a_checkpoint_is_a_hugging_face_model(train, architecture):
-    train("hf", architecture=architecture, steps=3, n_kv_head=0 if architecture == "gpt2" else 1)
+    flags = dict(architecture=architecture, steps=3, n_kv_head=0 if architecture == "gpt2" else 1)
+    train("hf", **flags)
     latest = train.latest("hf")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(latest), AutoTokenizer.from_pretrained(latest)
     assert model.config.model_type == architecture
@@ -94,8 +54,7 @@ def test_a_checkpoint_is_a_hugging_face_model(train, architecture):
     out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     assert out.shape[1] == inputs["input_ids"].shape[1] + 8
     assert tokenizer.decode(inputs["input_ids"][0]) == "def main"
-    again = train("hf", architecture=architecture, steps=3, n_kv_head=0 if architecture == "gpt2" else 1)
-    assert "is complete at step 3" in again.stdout
+    assert "is complete at step 3" in train("hf", **flags).stdout
 
 
 # AdamW's first steps are lr times the sign of the gradient, whatever its size, so where a gradient cancels to nearly nothing
@@ -115,35 +74,12 @@ def test_accumulation_equals_one_big_batch(train, gentle):
     assert largest_difference(train.weights("big"), gentle.weights("gentle")) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_torchrun_equals_one_process(train, gentle, ranks):
-    done = execute(train.command("ranks", ranks=ranks, **GENTLE))
+def test_torchrun_equals_one_process(train, gentle):
+    done = execute(train.command("ranks", ranks=3, **GENTLE))
     assert largest_difference(train.weights("ranks"), gentle.weights("gentle")) < 1e-5
     for record, wanted in zip(train.metrics("ranks"), gentle.metrics("gentle"), strict=True):
         assert record == pytest.approx(wanted, abs=1e-5)
     assert len(re.findall(r"^step     20/20  loss", done.stdout, re.M)) == 1  # only the master tells
-
-
-def test_the_same_command_again_continues_a_killed_run_bit_identically(train, shared):
-    process = train.start("killed")
-    kill_when(process, lambda: retention.published(train.runs / "killed" / "checkpoints")[-1:] > [train.runs / "killed"])
-    done = train("killed")
-    assert "continuing from" in done.stdout or "is complete" in done.stdout
-    assert train.files("killed") == shared.files("plain")
-    assert train.metrics("killed") == shared.metrics("plain")
-
-
-def test_a_run_stopped_between_checkpoints_goes_on_with_dropout_and_muon_bit_identically(train):
-    flags = dict(dropout=0.1, optimizer="muon", dtype="bfloat16", architecture="gpt2")
-    train("whole", **flags)
-    process = train.start("parts", steps=20, **flags)
-    log = train.runs / "parts" / "train.log"
-    status = kill_when(process, lambda: log.exists() and "step      7/20" in log.read_text(), signal.SIGTERM)
-    assert status == 75
-    assert "SIGTERM" in log.read_text()
-    train("parts", **flags)
-    assert train.files("parts") == train.files("whole")
-    assert train.metrics("parts") == train.metrics("whole")
 
 
 def wandb_records(folder):
@@ -171,8 +107,8 @@ def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
     assert len(folders) == 1
     train("logged", steps=12, wandb_artifact="true", lr=5e-3, **flags)
     first, second = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"), key=lambda folder: folder != folders[0])
-    run_id = json.loads((train.latest("logged") / "trainer_state.json").read_text())["wandb_run_id"]
-    steps = [record["step"] for record in train.metrics("logged") if "loss" in record]
+    run_id = train.state("logged")["wandb_run_id"]
+    steps = [record["step"] for record in train.metrics("logged", "loss")]
     assert steps == list(range(1, 13))
 
     seen = []
@@ -204,12 +140,6 @@ def test_wandb_is_not_imported_when_off(train):
     assert "torch" in imported and "wandb" not in imported
 
 
-def test_compiled_training_equals_eager(train, gentle):
-    train("compiled", compile="on", **GENTLE)
-    # Processors differ in how they round: 1.04e-5 on one. A wrong gradient moves the weights by lr = 1e-4 a step.
-    assert largest_difference(train.weights("compiled"), gentle.weights("gentle")) < 2e-5
-
-
 def test_compile_without_a_compiler_falls_back_with_one_warning(train, shared):
     done = train("fallback", compile="on", steps=5, env={"PATH": "", "CXX": "no-such-compiler"})
     assert (done.stdout + done.stderr).count("going on without it") == 1
@@ -232,7 +162,7 @@ def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
     taken = train("fixed", steps=10, lr=0.005, micro_batch_size=4, save_every=3)
     for line in ("changed: lr 0.01 -> 0.005", "changed: micro_batch_size 2 -> 4", "changed: steps 5 -> 10"):
         assert line in taken.stdout
-    assert json.loads((train.latest("fixed") / "trainer_state.json").read_text())["step"] == 10
+    assert train.state("fixed")["step"] == 10
 
 
 def test_resume_off_and_resume_from_another_run(train, shared):
@@ -279,14 +209,18 @@ def test_a_command_that_cannot_end_well_is_refused_and_leaves_nothing(train, sai
     assert not train.runs.exists()
 
 
-def test_what_is_done_stays_on_record(train):
-    train("done", steps=5)
+def test_what_is_done_stays_on_record_and_on_the_disk(train):
+    train("done", steps=5, save_every=1, keep_last=0)
     run = train.runs / "done"
-    before = {name: (run / name).read_bytes() for name in ("config.toml", "metrics.jsonl")}
+
+    def kept():
+        return [(run / name).read_bytes() for name in ("config.toml", "metrics.jsonl")], sorted((run / "checkpoints").iterdir())
+
+    before = kept()
     assert "--steps=3, and 5 steps are done" in train("done", steps=3, status=2).stderr
-    again = train("done", steps=5, lr=0.5).stdout
+    again = train("done", steps=5, keep_last=1, lr=0.5).stdout
     assert "is complete at step 5" in again and "changed" not in again and "loaded" not in again
-    assert before == {name: (run / name).read_bytes() for name in before}
+    assert kept() == before and len(before[1]) == 7
 
 
 def test_config_toml_has_a_number_for_every_choice_and_a_longer_run_has_no_second_warmup(train):
@@ -299,19 +233,11 @@ def test_config_toml_has_a_number_for_every_choice_and_a_longer_run_has_no_secon
     assert (resolved("warmup_steps"), resolved("min_lr"), resolved("threads")) == (1, 1e-3, 1)
     done = train("long", steps=500, max_minutes=1e-4, status=75, **flags)
     assert resolved("steps") == 500 and resolved("warmup_steps") == 1 and "changed: warmup" not in done.stdout
-    assert [r["lr"] for r in train.metrics("long") if r["step"] == 6 and "lr" in r] == [pytest.approx(1e-2, rel=1e-3)]
+    assert train.metrics("long", "lr")[5]["lr"] == pytest.approx(1e-2, rel=1e-3)
     train("long", steps=5000, max_minutes=1e-4, status=75, **(flags | {"warmup_steps": 100}))
     step = checkpoint.load_state(train.latest("long")).step
     train("long", steps=step + 3, **flags)  # a shorter one does not end in a warmup that was meant for a longer
     assert resolved("warmup_steps") == 1 and train.metrics("long")[-2]["lr"] < 5e-3
-
-
-def test_a_complete_run_that_is_started_again_loses_no_checkpoint(train):
-    train("done", keep_last=0)
-    kept = sorted(path.name for path in (train.runs / "done" / "checkpoints").iterdir())
-    assert len(kept) == 6
-    assert "is complete" in train("done", keep_last=1).stdout
-    assert kept == sorted(path.name for path in (train.runs / "done" / "checkpoints").iterdir())
 
 
 def test_wandb_online_without_an_account_is_refused(train):
@@ -341,24 +267,19 @@ def test_a_run_says_where_its_weights_came_from(train, shared):
     tuned = train("tuned", steps=1, init_from=train.runs / "more", optimizer="adamw")
     assert f"loaded the weights of {train.runs}/more" in tuned.stdout
     train("tuned", steps=2, init_from=train.runs / "more", optimizer="adamw")  # continues
-    one, two = (json.loads((train.latest(name) / "trainer_state.json").read_text())["origins"] for name in ("more", "tuned"))
+    one, two = (train.state(name)["origins"] for name in ("more", "tuned"))
     assert [origin["sha256"] for origin in one] == [{"manifest.json": digest}]
     assert (one[0]["source"], one[0]["step"]) == (str(first), 20) and "torch" in one[0]["versions"]
     assert [origin["step"] for origin in two] == [21] and f"--init_from={train.runs}/more" in two[0]["command"]
 
 
-def test_config_toml_repeats_the_run(train, shared):
-    preset = shared.runs / "plain" / "config.toml"
-    execute([sys.executable, "train.py", preset, f"--out_dir={train.runs}"])
-    assert train.files("plain") == shared.files("plain")
-
-
 def test_a_run_directory_in_use_is_refused(train):
     process = train.start("busy", steps=100000, save_every=0, eval_every=0)
-    log = train.runs / "busy" / "train.log"
-    wait_for(lambda: log.exists() and "step      1/" in log.read_text())
+    wait_for(lambda: "step      1/" in train.log("busy"))
     assert "in use by another training process" in train("busy", status=2).stderr
-    assert kill_when(process, lambda: True, signal.SIGINT) == 75
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
@@ -368,9 +289,7 @@ def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
     empty.mkdir(parents=True)
     (empty / "metrics.jsonl").touch()
     assert "has no checkpoint yet" in execute([sys.executable, "sample.py", empty], status=2).stderr
-    during = "original = train.update\n"
-    during += "train.update = lambda run, *more: (run.state.step or os.kill(os.getpid(), 2), original(run, *more))[1]"
-    stopped = train.changed(during, "during", status=75, save_every=0)
+    stopped = train.changed(before_update(0, "os.kill(os.getpid(), 2)"), "during", status=75, save_every=0)
     assert "stopping after this update or the next; Ctrl-C ends at once" in stopped.stderr
     assert "(SIGINT), saved; the same command goes on" in stopped.stdout
 
@@ -405,15 +324,11 @@ def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
     tokens = (rng.integers(0, 3, 4000).cumsum() % 60).astype("uint16")
     for split, part in (("train", tokens[:3000]), ("val", tokens[3000:])):
         part.tofile(tmp_path / f"{split}.bin")
-    done = train("foreign", tokens=tmp_path, steps=3, vocab_size=64)
+    done = train("foreign", tokens=tmp_path, steps=10, vocab_size=64)
     assert "bits per byte" not in done.stdout and "validation loss" in done.stdout
+    assert "the run reads them 1.28 times" in done.stdout
     assert "outside the vocabulary" in train("bad", tokens=tmp_path, vocab_size=32, status=2).stderr
     assert "is a file; give the directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
-
-
-def test_tokens_beyond_the_end_of_an_epoch(train):
-    done = train("epochs", steps=4, tokens_per_update=16 * 4096, micro_batch_size=256, eval_every=0)
-    assert float(re.search(r"reads them ([\d.]+) times", done.stdout)[1]) > 1
 
 
 def test_a_run_keeps_the_micro_batches_it_chose(train):
@@ -469,7 +384,7 @@ def test_lines_that_a_full_disk_does_not_take_wait_and_the_run_goes_on(train):
     train("plain", steps=2)
     done = train.changed(FULL.format(calls=3), "later", steps=2)
     assert train.metrics("later") == train.metrics("plain") and len(train.metrics("later")) == 3
-    assert (train.runs / "later" / "train.log").read_text() == done.stdout
+    assert train.log("later") == done.stdout
     done = train.changed(FULL.format(calls=-1), "never", steps=2)
     assert "metrics.jsonl could not be written: the disk is full" in done.stdout and train.metrics("never") == []
     assert train.files("never") == train.files("plain")
@@ -502,22 +417,21 @@ GOES_AWAY = ["os.rename(run.log.directory, f'{run.log.directory}-moved')", "shut
 
 @pytest.mark.parametrize("loss", GOES_AWAY, ids=["moved", "removed"])
 def test_a_run_whose_directory_goes_away_ends_and_says_so(train, loss):
-    change = "import shutil\noriginal = train.update\ndef update(run, *more):\n    "
-    change += f"if run.state.step == 2: {loss}\n    return original(run, *more)\ntrain.update = update"
+    change = "import shutil\n" + before_update(2, loss)
     done = train.changed(change, "away", status=1, save_every=0, eval_every=0)
     assert "away/train.log was moved or removed while the run goes on" in done.stderr
     assert not (train.runs / "away").exists()
 
 
-@pytest.mark.parametrize("linked", ["runs", "runs/linked", "runs/linked/checkpoints"])
-def test_a_directory_may_be_a_link_to_another_disk(train, tmp_path, linked):
-    disk, place = tmp_path / "disk", tmp_path / linked
-    disk.mkdir()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(disk)
+def test_directories_may_be_links_to_other_disks(train, tmp_path):
+    links = ["runs", "runs/linked", "runs/linked/checkpoints"]
+    for i, name in enumerate(links):
+        (tmp_path / f"disk{i}").mkdir()
+        (tmp_path / name).symlink_to(tmp_path / f"disk{i}")
     train("linked", steps=2)
     train("linked", steps=3)
-    assert place.is_symlink() and list(disk.iterdir()) and train.metrics("linked")[-1]["step"] == 3
+    assert all((tmp_path / name).is_symlink() for name in links) and train.metrics("linked")[-1]["step"] == 3
+    assert all(any((tmp_path / f"disk{i}").iterdir()) for i in range(3))
 
 
 def test_what_lies_under_a_hidden_name_is_replaced_and_not_written_through(train, tmp_path):
@@ -534,95 +448,22 @@ def test_what_lies_under_a_hidden_name_is_replaced_and_not_written_through(train
     assert "metrics.jsonl.unreadable is a symbolic link" in train("mine", steps=4, status=2).stderr
 
 
-def test_evaluate_refuses_what_the_model_cannot(shared):
-    for flag in ("--seq_len=17", "--micro_batch_size=-1", "--eval_tokens=-5"):
-        done = execute([sys.executable, "evaluate.py", shared.runs / "plain", flag], status=2)
-        assert done.stderr.startswith("error: ") and flag.split("=")[0] in done.stderr
-
-
-def test_an_out_dir_that_is_a_file_is_an_error_of_one_line(train, tmp_path):
-    (tmp_path / "file").write_text("")
-    done = execute(train.command("plain", out_dir=tmp_path / "file"), status=2)
-    assert done.stderr.startswith(f"error: --out_dir={tmp_path / 'file'} ") and not done.stdout
-
-
-def test_curves_and_evaluate_agree_with_the_run(shared, tmp_path):
-    out = tmp_path / "curves.png"
-    same = ["--eval_tokens=640", "--dtype=float32"]
-    for command in (["plot.py", shared.runs / "plain", f"--out={out}"], ["evaluate.py", shared.runs / "plain", *same]):
-        done = execute([sys.executable, *command])
-    assert out.stat().st_size > 1000
+def test_evaluate_agrees_with_the_run(shared):
+    done = execute([sys.executable, "evaluate.py", shared.runs / "plain", "--eval_tokens=640", "--dtype=float32"])
     assert re.search(r": 640 of [\d,]{5,} validation tokens", done.stdout)
     loss = float(re.search(r"loss\s+([\d.]+)", done.stdout)[1])
     assert loss == pytest.approx(shared.metrics("plain")[-1]["val_loss"], abs=1e-3)
     assert {"perplexity", "bits per byte"} <= set(re.findall(r"perplexity|bits per byte", done.stdout))
 
 
-def test_flags_and_defaults_cover_the_contract():
-    flags = cli.flat_fields(settings.Config)
-    for name in [
-        "name",
-        "out_dir",
-        "seed",
-        "resume",
-        "max_minutes",
-        "tokens",
-        "order",
-        "architecture",
-        "vocab_size",
-        "n_layer",
-        "n_head",
-        "n_kv_head",
-        "n_embd",
-        "d_ff",
-        "seq_len",
-        "dropout",
-        "tie_embeddings",
-        "init_from",
-        "optimizer",
-        "lr",
-        "min_lr",
-        "warmup_steps",
-        "schedule",
-        "weight_decay",
-        "beta1",
-        "beta2",
-        "grad_clip",
-        "steps",
-        "tokens_per_update",
-        "micro_batch_size",
-        "device",
-        "dtype",
-        "compile",
-        "threads",
-        "strategy",
-        "check_replicas_every",
-        "eval_every",
-        "eval_tokens",
-        "save_every",
-        "keep_last",
-        "keep_best",
-        "async_save",
-        "log_every",
-        "wandb",
-        "wandb_project",
-        "wandb_group",
-        "wandb_tags",
-        "wandb_artifact",
-    ]:
-        assert name in flags
-
-
 def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    kill = "original = train.update\ntrain.update = lambda run, *more: (run.state.step == 13 and os.kill(os.getpid(), 9), "
-    train.changed(kill + "original(run, *more))[1]", "board", status=-9, tensorboard=True)
+    train.changed(before_update(13, "os.kill(os.getpid(), 9)"), "board", status=-9, tensorboard=True)
     train("board", tensorboard=True)
     board = EventAccumulator(str(train.runs / "board/tensorboard"), size_guidance={"scalars": 0}).Reload()
-    records = train.metrics("board")
     for name in ("loss", "val_loss", "lr"):
-        wanted = [(r["step"], pytest.approx(r[name])) for r in records if name in r]
+        wanted = [(record["step"], pytest.approx(record[name])) for record in train.metrics("board", name)]
         assert [(event.step, event.value) for event in board.Scalars(name)] == wanted
 
 

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 import settings
-from conftest import CHANGED, execute
+from conftest import CHANGED, before_update, execute, wait_for
 from hardware import device, host
 from parallel import world
 from planning import choices, plan
-from test_train import wait_for
+
+SWITCHES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "TORCHINDUCTOR_DETERMINISTIC")
 
 
 @pytest.fixture
@@ -29,8 +30,7 @@ def gpu_node(monkeypatch):
     def init_process_group(backend, **options):
         seen.update(os.environ, backend=backend, deterministic=torch.are_deterministic_algorithms_enabled(), **options)
 
-    for variable in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "TORCHINDUCTOR_DETERMINISTIC"):
-        monkeypatch.delenv(variable, raising=False)
+    for variable in SWITCHES:
         monkeypatch.setenv(variable, "")  # so that the fixture's end removes what the test sets
         monkeypatch.delenv(variable)
     rank_1_of_8 = dict(RANK=1, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=8, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
@@ -48,36 +48,24 @@ def gpu_node(monkeypatch):
     torch.set_float32_matmul_precision("highest")
 
 
-def test_determinism_is_set_before_the_process_group_is_made(gpu_node):
-    world.connect("cuda", deterministic=True)
-    assert gpu_node["current"] == gpu_node["device_id"] == torch.device("cuda", 1)
-    assert gpu_node["backend"] == "cpu:gloo,cuda:nccl" and gpu_node["deterministic"]
-    assert gpu_node["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and gpu_node["TORCHINDUCTOR_DETERMINISTIC"] == "1"
-    assert gpu_node["NCCL_NVLS_ENABLE"] == "0"
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_float32_products_on_a_gpu_are_in_tf32(gpu_node, deterministic):
+@pytest.mark.parametrize(
+    "options, users, wanted",
+    [
+        (dict(deterministic=True), None, (":4096:8", "0", "1")),
+        (dict(deterministic=True, integers_only=True), None, (":4096:8", None, "1")),  # integers may be added in any order
+        (dict(deterministic=True), "1", (":4096:8", "1", "1")),  # what the user has set stays
+        (dict(deterministic=False), None, (None, None, None)),
+    ],
+)
+def test_determinism_is_set_before_the_process_group_is_made(gpu_node, monkeypatch, options, users, wanted):
+    if users:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", users)
     assert torch.get_float32_matmul_precision() == "highest"
-    world.connect("cuda", deterministic=deterministic)
-    assert torch.get_float32_matmul_precision() == "high"
-
-
-def test_ranks_that_add_integers_keep_the_switches_that_add_in_any_order(gpu_node):
-    world.connect("cuda", deterministic=True, integers_only=True)
-    assert gpu_node["deterministic"] and "NCCL_NVLS_ENABLE" not in gpu_node
-
-
-def test_what_the_user_has_set_stays(gpu_node, monkeypatch):
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    world.connect("cuda", deterministic=True)
-    assert gpu_node["NCCL_NVLS_ENABLE"] == "1"
-
-
-def test_without_deterministic_nothing_is_set(gpu_node):
-    world.connect("cuda", deterministic=False)
-    assert not gpu_node["deterministic"]
-    assert not {"CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "TORCHINDUCTOR_DETERMINISTIC"} & gpu_node.keys()
+    world.connect("cuda", **options)
+    assert gpu_node["current"] == gpu_node["device_id"] == torch.device("cuda", 1)
+    assert gpu_node["backend"] == "cpu:gloo,cuda:nccl" and gpu_node["deterministic"] == options["deterministic"]
+    assert tuple(map(gpu_node.get, SWITCHES)) == wanted
+    assert torch.get_float32_matmul_precision() == "high"  # products in TF32
 
 
 @pytest.mark.parametrize("times, dtype", [(7.0, "bfloat16"), (1.9, "bfloat16"), (0.8, "float32"), (0.03, "float32")])
@@ -182,11 +170,8 @@ def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatc
 
 def test_a_rank_does_not_wait_for_a_store_whose_host_hangs(train):
     # Rank 0 holds the store and stops without a word: its kernel still answers for it.
-    change = (
-        "import signal; from parallel import world; world.PATIENCE = 0.3\noriginal = train.update\ndef update(run, *more):\n"
-    )
-    change += "    if os.environ['RANK'] == '0' and run.state.step == 2:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
-    change += "    return original(run, *more)\ntrain.update = update"
+    change = "import signal; from parallel import world; world.PATIENCE = 0.3\n"
+    change += before_update(2, "os.environ['RANK'] == '0' and os.kill(os.getpid(), signal.SIGSTOP)")
     script = train.runs.parent / "stops.py"
     script.write_text(CHANGED.format(change=change))
     process = train.start("stops", 2, script=script, steps=100, timeout_minutes=0.03, save_every=0, eval_every=0)
@@ -195,25 +180,22 @@ def test_a_rank_does_not_wait_for_a_store_whose_host_hangs(train):
     assert "cannot be reached (no answer in 1 s)" in errors.read_text()
 
 
-@pytest.mark.parametrize("variable", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])
-@pytest.mark.parametrize("script", [["train.py"], ["sample.py", "x"], ["evaluate.py", "x"]], ids=str)
+@pytest.mark.parametrize(
+    "script, variable", [("train.py", "TORCH_LOGS"), ("sample.py", "TORCH_DISTRIBUTED_DEBUG"), ("evaluate.py", "TORCH_LOGS")]
+)
 def test_a_variable_that_torch_does_not_take_is_named(script, variable):
-    done = execute([sys.executable, *script], env={variable: "junk"}, status=2, fork=False)
+    done = execute([sys.executable, script, *["x"] * (script != "train.py")], env={variable: "junk"}, status=2, fork=False)
     assert f"error: the environment has {variable}=junk: " in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "env, threads, said",
-    [
-        ({"SLURM_NTASKS": "4"}, 1, "warning: SLURM_NTASKS=4, but this run has one rank: start torchrun by srun"),
-        ({"OMP_NUM_THREADS": "77"}, 0, "OMP_NUM_THREADS=77 does not set the threads of a rank"),
-        ({"OMP_NUM_THREADS": "77"}, 1, ""),
-        ({"SLURM_NTASKS": "1"}, 1, ""),
-    ],
-)
-def test_what_the_environment_asks_for_in_vain_is_said(train, env, threads, said):
-    told = train("told", steps=1, threads=threads, eval_tokens=16, env=env).stdout
-    assert said in told and ("SLURM" in told, "OMP" in told) == ("SLURM" in said, "OMP" in said)
+def test_what_the_environment_asks_for_in_vain_is_said(train, monkeypatch):
+    told = train("told", steps=1, eval_tokens=16, env={"SLURM_NTASKS": "4"}).stdout
+    assert "warning: SLURM_NTASKS=4, but this run has one rank: start torchrun by srun" in told and "OMP" not in told
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    assert world.unheard(threads=1) == []
+    (said,) = world.unheard(threads=0)
+    assert said.startswith("OMP_NUM_THREADS=77 does not set the threads of a rank")
 
 
 def test_every_rank_chooses_the_attention_kernel_also_in_a_replay(train):
