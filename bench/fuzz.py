@@ -35,11 +35,9 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import machine  # puts the project's folder on the path
 
@@ -54,7 +52,7 @@ import settings
 from checkpoints import checkpoint, huggingface, retention
 from common import cli, errors, files
 from common.errors import UserError
-from dataset import hub, shards, sources, tokenizer
+from dataset import shards, sources, tokenizer
 from dataset.tokens import open_dataset, open_shard, write_shard
 from model import GPT
 from reports import curves
@@ -191,13 +189,6 @@ def encode_with(read: Callable[[Path], tokenizer.Tokenizer]) -> Callable[[Path],
     return run
 
 
-def read_listing(folder: Path) -> object:
-    """Reads a page of a listing as if the hub had sent it."""
-    response = types.SimpleNamespace(iter_raw=lambda: [(folder / "listing.json").read_bytes()], links={})
-    with mock.patch.object(hub, "get", lambda url: contextlib.nullcontext(response)):
-        return hub.list_files("hf://datasets/owner/name", "0" * 40, sources.HUB_SUFFIXES, folder)
-
-
 def targets() -> dict[str, Target]:
     """All targets by name."""
     torch.set_num_threads(1)  # they run in forks
@@ -240,11 +231,6 @@ def make_targets(folder: Path) -> Iterator[Target]:
     ranks = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     ranks += b"".join(base64.b64encode(pair) + b" %d\n" % i for i, pair in enumerate((b"he", b"ll", b"hell"), 256))
     yield Target("tiktoken", "x.tiktoken", [ranks], encode_with(lambda f: tokenizer.load_ranks(f / "x.tiktoken")), {})
-
-    entry = {"type": "file", "path": "data/a.parquet", "oid": "0" * 40, "size": 9, "lfs": {"oid": "0" * 64, "size": 9}}
-    folder_entry = {"type": "directory", "path": "data", "oid": "0" * 40, "size": 0}
-    entries = [folder_entry, entry, entry | {"path": "é.jsonl", "lfs": None}]
-    yield Target("listing", "listing.json", [json.dumps(entries).encode()], read_listing, {}, True)
 
     lines = b'{"text": "one"}\n{"text": "two \\u00e9", "id": [1, {"a": null}]}\n\n{"text": ""}\n' * 5
     yield Target("jsonl", "a.jsonl", [lines], read_text_file("a.jsonl"), {})

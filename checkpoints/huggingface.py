@@ -372,7 +372,6 @@ def find_model(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
 
-        hub.session()  # which keeps the token
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
         reason = hub.explain(error, getattr(getattr(error, "response", None), "status_code", None))
