@@ -8,6 +8,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -98,9 +99,14 @@ def import_problem(error: Exception) -> str:
     refused = [
         f"{name}={value}"
         for name, value in os.environ.items()
-        if importing and name.startswith(("TORCH", "PYTORCH", "MPL")) and (name in said or (value and value in said))
+        if importing and name.startswith(("TORCH", "PYTORCH", "MPL")) and (has_word(said, name) or has_word(said, value))
     ]
     return f"the environment has {' '.join(refused)}: {said.splitlines()[0]}" if refused else ""
+
+
+def has_word(text: str, word: str) -> bool:
+    """Whether a text has this word, and not only as a part of another."""
+    return bool(word and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text))
 
 
 class LostConsole(OSError):
