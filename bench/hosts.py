@@ -116,7 +116,7 @@ def nodes(config: NodesConfig) -> int:
 
 @functools.cache
 def unavailable() -> str:
-    """Why this machine cannot play two hosts, or nothing. Lays the cable once: no permission that could be asked for says it."""
+    """Why this machine cannot play two hosts, or nothing. Lays the cable once to find out."""
     if missing := lacking(("ip", "unshare"), "iproute2, util-linux"):
         return missing
     try:
