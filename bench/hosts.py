@@ -74,12 +74,6 @@ def wait_for(what: str, condition: Callable[[], object], folder: Path, seconds: 
         time.sleep(0.05)
 
 
-def last_step(run: Path) -> int:
-    """The last step in the metrics of a run (0: none yet)."""
-    records = machine.metrics(run) if (run / "metrics.jsonl").exists() else []
-    return max((record["step"] for record in records), default=0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Two hosts, each a network namespace, joined by a cable
 
@@ -109,7 +103,7 @@ def nodes(config: NodesConfig) -> int:
             with Cluster(runs / name.replace(" ", "-"), config) as cluster:
                 cluster.start(fewest)
                 if happen:
-                    cluster.wait_for("a third of the steps", lambda: 3 * last_step(cluster.directory) >= config.steps)
+                    cluster.wait_for("a third of the steps", lambda: 3 * machine.last_step(cluster.directory) >= config.steps)
                     happen(cluster)
                 cluster.wait_for("the end", lambda: all(process.poll() == 0 for process in cluster.running.values()))
             rows.append({"scenario": name, "seconds": time.monotonic() - began, **cluster.outcome()})
@@ -218,7 +212,7 @@ class Cluster(contextlib.ExitStack):
         """How often the run was started, on how many ranks, and what it has left."""
         lines = (self.directory / "train.log").read_text().splitlines()
         ranks = [int(line.split()[1]) for line in lines if line.startswith("  ranks ")]
-        return {"ranks": ranks, "steps": last_step(self.directory), **machine.digests(self.directory)}
+        return {"ranks": ranks, "steps": machine.last_step(self.directory), **machine.digests(self.directory)}
 
 
 def brief_cut(cluster: Cluster) -> None:
@@ -272,12 +266,12 @@ def slurm(config: SlurmConfig) -> int:
         flags, run = SLURM | dict(tokens=config.tokens, steps=config.steps, out_dir=folder), folder / "job"
         machine.run(RANKS, **flags, name="undisturbed")
         cancelled = submit(folder, flags)
-        wait_for("step 1", lambda: last_step(run), folder)
+        wait_for("step 1", lambda: machine.last_step(run), folder)
         call("scancel", cancelled)
         wait_for("the end of the cancelled job", lambda: job(cancelled)["JobState"] not in ("RUNNING", "COMPLETING"), folder)
         state = job(cancelled)["JobState"]  # SLURM forgets a job after some minutes
         requeued = submit(folder, flags)
-        wait_for("a third of the steps", lambda: last_step(run) > config.steps / 3, folder)
+        wait_for("a third of the steps", lambda: machine.last_step(run) > config.steps / 3, folder)
         call("scancel", "--signal=USR1", requeued)
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         wait_for("the end", lambda: job(requeued)["JobState"] in ends, folder, 1200)

@@ -50,10 +50,6 @@ def train(config: SameRunConfig, strategy: str, name: int | str, runs: Path) -> 
 def kill_and_continue(config: SameRunConfig, run: Path, flags: dict) -> list[dict]:
     """Train with `kills` hard kills spread over the run. After each it continues on another number of ranks."""
 
-    def last_step() -> int:
-        records = machine.metrics(run) if (run / "metrics.jsonl").exists() else []
-        return max((record["step"] for record in records), default=0)
-
     chance, ranks, attempts = random.Random(0), 1, []
     for i in range(config.kills + 1):
         ranks = chance.choice([n for n in range(1, config.max_ranks + 1) if n != ranks])
@@ -62,11 +58,11 @@ def kill_and_continue(config: SameRunConfig, run: Path, flags: dict) -> list[dic
         else:
             stop_at = int(config.steps * (i + chance.random() * 0.8) / (config.kills + 1))
             process = machine.start(ranks, **flags)
-            while last_step() < stop_at and process.poll() is None:
+            while machine.last_step(run) < stop_at and process.poll() is None:
                 time.sleep(0.005)
             time.sleep(chance.random() * 0.1)
             machine.kill(process)
-        attempts.append({"ranks": ranks, "last_step": last_step()})
+        attempts.append({"ranks": ranks, "last_step": machine.last_step(run)})
     return attempts
 
 

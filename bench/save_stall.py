@@ -69,10 +69,10 @@ def main(config: SaveStallConfig) -> None:
     result["bytes"] = sum(sizes)
     # A save is charged with the whole slowdown of the steps that follow it.
     slower = (statistics.mean(result["async"]["step_ms"]) - statistics.mean(result["sync"]["step_ms"])) * EVERY / 1000
-    for kind in ("sync", "async"):
-        print(f"{kind}: training waits {machine.median_and_range(result[kind]['waited_s'])} s")
+    times = {f"training waits, {kind}": result[kind]["waited_s"] for kind in ("sync", "async")}
+    for name, values in (times | {f"write and fsync alone of {sum(sizes) / 1e9:.2f} GB": result["plain_s"]}).items():
+        print(f"{name}: {statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})")
     print(f"a background save slows the steps by {slower:.2f} s")
-    print(f"write and fsync alone take {machine.median_and_range(result['plain_s'])} s for {sum(sizes) / 1e9:.2f} GB")
     print(machine.write("save_stall", result, Path(config.out)))
 
 

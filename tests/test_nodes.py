@@ -62,7 +62,7 @@ def test_the_ranks_of_both_torchruns_end_after_a_cut(tokens, tmp_path):
     errors = {"a": "rank 1 no longer answers: ", "b": CUT_OFF}
     with hosts.Cluster(tmp_path / "run", hosts.NodesConfig(steps=10**6, tokens=str(tokens))) as cluster:
         cluster.start(restarts=0)
-        wait_for(lambda: hosts.last_step(cluster.directory) > 3)
+        wait_for(lambda: machine.last_step(cluster.directory) > 3)
         hosts.plug(False)
         wait_for(lambda: all(text in cluster.output(host).read_text() for host, text in errors.items()), ENDS)
         # On host b torchrun itself waits until the kernel gives the connection up.
