@@ -1,7 +1,7 @@
 """What can be shown about thousands of GPUs without having them, and about time before a run? `python bench/scale.py`
 
 sampler: every rank's share of an update on 8 to 16,384 ranks, from a stream of 15 trillion tokens. Are the shares disjoint and
-  complete and the same tokens for every number of ranks? Time and memory of one rank.
+  complete and the same tokens for every number of ranks? The time of one rank.
 startup: one rank of 1,024 that share a 70-billion-parameter Llama under fsdp, on tensors without storage and torch's fake
   process group: the seconds to build it, the bytes of the rank, and the collectives of an update beside those of the plan.
 scaling: the alpha-beta model of cluster.py against throughputs that others have published (published.json: sequences of a
@@ -18,7 +18,6 @@ import json
 import math
 import statistics
 import time
-import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -90,24 +89,24 @@ def main(config: ScaleConfig) -> int:
 
 
 def sampler() -> list[dict]:
-    """Time, memory and shares of the sampler on many ranks."""
+    """Time and shares of the sampler on many ranks."""
     import data
 
     rows = []
     with machine.workspace() as folder:
         for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 1024, 16384])]:
             make_sparse(folder / str(tokens), tokens)
-            before, began = private_memory(), time.perf_counter()
+            began = time.perf_counter()
             mixture = data.open_mixture(str(folder / str(tokens)))
-            opened, held = time.perf_counter() - began, private_memory() - before
+            opened = time.perf_counter() - began
             # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens an update.
             batches = data.Batches(mixture.streams("train"), mixture.shares, 8192, 16384, 1, seed=1)
             in_epoch = batches.streams[0].num_windows(batches.seq_len) // batches.sequences_per_update
             for size in sizes:
                 # The first update of a run, one in the middle of an epoch, and the one that crosses into the second epoch.
                 right = all(shares_are_right(batches, size, step) for step in (0, in_epoch // 2, in_epoch))
-                row = {"tokens": tokens, "ranks": size, "right": right, "open s": opened, "open MB": held}
-                rows.append(row | serve(batches, size, in_epoch))
+                times = microseconds(batches, size, in_epoch)
+                rows.append({"tokens": tokens, "ranks": size, "right": right, "open s": opened, **times})
                 print(rows[-1], flush=True)
     return rows
 
@@ -122,12 +121,6 @@ def make_sparse(directory: Path, tokens: int) -> None:
         with open(directory / f"zeros_{'train' if number else 'val'}_{number:06d}.bin", "wb") as file:
             file.write(header.tobytes())
             file.truncate(header.nbytes + 2 * count)
-
-
-def private_memory() -> float:
-    """This process's own memory in MB, without mapped files, which the system can reclaim."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1000
 
 
 def shares_are_right(batches, size: int, step: int) -> bool:
@@ -146,8 +139,8 @@ def shares_are_right(batches, size: int, step: int) -> bool:
     return once and bool((windows == batches.sequences(first, B)[1]).all() and (windows < n).all())
 
 
-def serve(batches, size: int, in_epoch: int) -> dict:
-    """Microseconds of a rank's micro-batch, of the first one at a place, and the kilobytes that it takes at most."""
+def microseconds(batches, size: int, in_epoch: int) -> dict:
+    """Of a rank's micro-batch: of the first one at a new place of the run, and of another one there."""
     import data
 
     new, again = [], []
@@ -158,12 +151,7 @@ def serve(batches, size: int, in_epoch: int) -> dict:
             began = time.perf_counter()
             batches.batch(step, step % (batches.sequences_per_update // size))
             times.append(time.perf_counter() - began)
-    tracemalloc.start()
-    data.permuted_block.cache_clear()
-    batches.batch(in_epoch // 3, 0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return {"new place us": 1e6 * statistics.median(new), "us": 1e6 * statistics.median(again), "kB": peak / 1e3}
+    return {"new place us": 1e6 * statistics.median(new), "us": 1e6 * statistics.median(again)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
