@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -204,7 +205,7 @@ def one_rank(size: int, copies: int) -> dict:
         "build s": built,
         "bytes": {"weights": weights, "gradients": gradients, "optimizer state": state},
         "planned bytes": footprint.of_rank(config, size, "cuda"),
-        "collectives": counted,
+        "collectives": dict(counted.counts),
         "planned collectives": [(messages, ranks) for _, messages, ranks, _ in cluster.traffic(config, size, 1)],
         "update": cluster.speed(config, size, cluster.GPUS["h100"], cluster.GPUS["h100"].mfu),
     }
@@ -213,22 +214,18 @@ def one_rank(size: int, copies: int) -> dict:
 
 
 def collectives():
-    """A context that counts the collectives started in it. Its value is a dictionary of their numbers by name."""
+    """A context whose value has `counts`, the collectives started in it by name."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Counter(TorchDispatchMode):
-        def __enter__(self):
-            super().__enter__()
-            self.counts = {}
-            return self.counts
+    class Counting(TorchDispatchMode):
+        counts = Counter()
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function.namespace == "c10d":
-                name = function._schema.name.split("::")[1].strip("_")
-                self.counts[name] = self.counts.get(name, 0) + 1
+                self.counts[function._schema.name.split("::")[1].strip("_")] += 1
             return function(*args, **kwargs or {})
 
-    return Counter()
+    return Counting()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
