@@ -3,14 +3,14 @@
 import json
 import random
 import re
-import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
 import settings
-from common.errors import RunError, UserError
+from common.errors import RunError
 
 RANKS = 3
 FLAGS = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
@@ -24,7 +24,6 @@ REPLAY, VERIFY, UNCHANGED, NOTHING = "replay.py", "replay.py --verify", "no effe
 @dataclass(frozen=True)
 class CorruptionConfig(machine.Options):
     strategies: str = "ddp,zero1,exact"
-    kinds: str = ",".join(KINDS)
     trials: int = 4
     """Flips of each kind under each strategy."""
     seed: int = 0
@@ -39,27 +38,25 @@ def main(config: CorruptionConfig) -> int:
     and writes corruption_drill.json. The exit status is 0 only if every flip that changed the final weights was found. About 15
     minutes on two cores.
     """
-    from tqdm import tqdm
-
-    if unknown := [kind for kind in config.kinds.split(",") if kind not in KINDS]:
-        raise UserError(f"--kinds={unknown[0]}: the kinds are {', '.join(KINDS)}")
     machine.prepare_tokens(config.tokens)
     machine.prepare_to_fork()
     import replay  # noqa: F401  for the forks
 
-    chance, trials, undisturbed = random.Random(config.seed), [], {}
-    cases = [(s, k) for s in config.strategies.split(",") for k in config.kinds.split(",") for _ in range(config.trials)]
+    chance, trials = random.Random(config.seed), []
     with machine.workspace() as runs:
-        for number, (strategy, kind) in enumerate(tqdm(cases, unit="flip", dynamic_ncols=True)):
+        for strategy in config.strategies.split(","):
             flags = dict(FLAGS, strategy=strategy, tokens=config.tokens)
-            if strategy not in undisturbed:
-                if not train(strategy, runs, flags):
-                    raise RunError(f"{strategy} failed:\n{(runs / f'{strategy}.err').read_text()}")
-                undisturbed[strategy] = machine.digests(runs / strategy)
-            fault = Fault(kind, chance.randrange(RANKS), chance.randint(2, FLAGS["steps"] - 5), chance.randrange(2**32))
-            trials.append(try_fault(str(number), runs, strategy, flags, fault, undisturbed[strategy]))
+            if not train(strategy, runs, flags):
+                raise RunError(f"{strategy} failed:\n{(runs / f'{strategy}.err').read_text()}")
+            for number, kind in enumerate([kind for kind in KINDS for _ in range(config.trials)]):
+                fault = Fault(kind, chance.randrange(RANKS), chance.randint(2, FLAGS["steps"] - 5), chance.randrange(2**32))
+                trials.append(try_fault(f"{strategy}-{number}", runs, flags, fault, machine.digests(runs / strategy)))
+                row = trials[-1]
+                print(f"{strategy}, {kind}: {row['found_by']}, {row['steps_later']} steps later, {row['flip']}", flush=True)
     print(machine.write("corruption_drill", {"flags": FLAGS, "ranks": RANKS, "trials": trials}, Path(config.out)))
-    return report(trials)
+    for (strategy, kind, by), count in Counter((t["strategy"], t["kind"], t["found_by"]) for t in trials).items():
+        print(f"{strategy}, {kind}: {count} {by}")
+    return int(any(trial["found_by"] == NOTHING for trial in trials))
 
 
 @dataclass(frozen=True)
@@ -148,59 +145,31 @@ def replayed(name: str, runs: Path, strategy: str, **options) -> str:
     return text
 
 
-def first_difference(name: str, runs: Path, strategy: str) -> int | None:
-    """The first step whose loss or gradient norm replay.py does not find again."""
-    steps = json.loads(replayed(name, runs, strategy, step=1, steps=FLAGS["steps"], json=True))["steps"]
-    return next((step["step"] for step in steps if not step["same"]), None)
-
-
-def first_false_checkpoint(name: str, runs: Path, strategy: str) -> int | None:
-    """The step of the first checkpoint that does not follow from the one before it, bit for bit."""
-    false = re.search(r"step-(\d+) DOES NOT follow", replayed(name, runs, strategy, verify=True))
-    return int(false[1]) if false else None
-
-
-def try_fault(name: str, runs: Path, strategy: str, flags: dict, fault: Fault, undisturbed: dict[str, str]) -> dict:
+def try_fault(name: str, runs: Path, flags: dict, fault: Fault, undisturbed: dict[str, str]) -> dict:
     """Train with the fault. Returns what found it, and how many steps later."""
-    completed = train(name, runs, flags, fault)
+    strategy, completed = flags["strategy"], train(name, runs, flags, fault)
     errors, log = (runs / f"{name}.err").read_text(), (runs / name / "train.log").read_text()
     steps = [record["step"] for record in machine.metrics(runs / name) if "loss" in record]
-    found: list[tuple[int, str]] = []
+    coming = max(steps, default=0) + 1
+    unchanged = completed and machine.digests(runs / name) == undisturbed
     if skipped := re.search(r"step (\d+): the gradient is not finite", log):
-        found.append((int(skipped[1]), NOT_FINITE))
-    if "the replicas differ" in errors:
-        found.append((steps[-1], REPLICAS))
-    if "where the fixed point of --strategy=exact ends" in errors:
-        found.append((max(steps, default=0) + 1, OVERFLOW))
-    if not found and "timed out" in errors.lower():
-        found.append((max(steps, default=0) + 1, TIMEOUT))
-    if not completed and not found:
+        step, by = int(skipped[1]), NOT_FINITE
+    elif "the replicas differ" in errors:
+        step, by = steps[-1], REPLICAS
+    elif "where the fixed point of --strategy=exact ends" in errors:
+        step, by = coming, OVERFLOW
+    elif "timed out" in errors.lower():
+        step, by = coming, TIMEOUT
+    elif not completed:
         raise RunError(f"{name} failed with {fault}:\n{errors}")
-    unchanged = machine.digests(runs / name) == undisturbed if completed else False
-    if not found and (step := first_difference(name, runs, strategy)):
-        found.append((step, REPLAY))
-    if not found and not unchanged and (step := first_false_checkpoint(name, runs, strategy)):
-        found.append((step, VERIFY))
-    if found:
-        step, by = min(found)
     else:
-        step, by = fault.step, UNCHANGED if unchanged else NOTHING
+        rows = json.loads(replayed(name, runs, strategy, step=1, steps=FLAGS["steps"], json=True))["steps"]
+        step, by = next((row["step"] for row in rows if not row["same"]), fault.step), REPLAY
+        if all(row["same"] for row in rows):
+            by = UNCHANGED
+            if not unchanged:
+                false = re.search(r"step-(\d+) DOES NOT follow", replayed(name, runs, strategy, verify=True))
+                step, by = (int(false[1]), VERIFY) if false else (fault.step, NOTHING)
     where = {"strategy": strategy, **asdict(fault), "flip": json.loads((runs / f"{name}.flip").read_text())}
     named = f"of rank {fault.rank} is not" in errors if by == REPLICAS else None
     return {**where, "found_by": by, "steps_later": step - fault.step, "named": named}
-
-
-def report(trials: list[dict]) -> int:
-    """Print the table. Returns 1 if a flip changed the final weights and nothing found it."""
-    head = ["flipped in", "strategy", "flips", "found by", "times", "steps later", "rank named"]
-    rows = []
-    for kind, strategy in dict.fromkeys((t["kind"], t["strategy"]) for t in trials):
-        group = [t for t in trials if (t["kind"], t["strategy"]) == (kind, strategy)]
-        for by in (REPLICAS, NOT_FINITE, OVERFLOW, TIMEOUT, REPLAY, VERIFY, UNCHANGED, NOTHING):
-            if found := [t for t in group if t["found_by"] == by]:
-                later = [t["steps_later"] for t in found]
-                text = f"{statistics.median(later):g} ({min(later)} to {max(later)})" if by not in (UNCHANGED, NOTHING) else ""
-                named = f"{sum(t['named'] for t in found)} of {len(found)}" if by == REPLICAS else ""
-                rows.append([kind, strategy, len(group), by, len(found), text, named])
-    print(machine.table(head, rows))
-    return int(any(t["found_by"] == NOTHING for t in trials))

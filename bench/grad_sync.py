@@ -3,6 +3,7 @@
 python bench/grad_sync.py strategies|exact [--flag=value ...]
 """
 
+import functools
 import statistics
 import time
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 import settings
 from common import cli
-from common.errors import UserError
 
 STRATEGIES = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
+FLAGS = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=128, vocab_size=4096, micro_batch_size=4)
+FLAGS |= dict(lr=1e-4, device="cpu", dtype="float32", compile="off")
 HEAD = ["strategy", "ranks", "update ms", "exposed ms", "sent MB", "weights MB", "state MB", "largest difference"]
 
 
@@ -25,14 +27,8 @@ class StrategiesConfig:
     """How often each strategy is measured, in turns. The table shows the median."""
     updates: int = 8
     """Timed updates of a round. Two untimed ones come first."""
-    n_layer: int = 4
-    n_embd: int = 256
-    seq_len: int = 128
-    micro_batch_size: int = 4
     micro_batches: int = 8
     """Micro-batches of an update, over all ranks."""
-    device: str = "auto"
-    dtype: str = "float32"
     name: str = "grad_sync"
     """Name of the result files."""
     out: str = str(machine.RESULTS)
@@ -47,18 +43,18 @@ def strategies(config: StrategiesConfig) -> None:
     and optimizer state; the distance of the final weights from those of one process. Writes grad_sync.json and grad_sync.png.
     """
     from safetensors.torch import load_file
-    from tqdm import tqdm
 
     machine.prepare_to_fork()
-    pairs = [(s, int(w)) for w in config.ranks.split(",") for s in config.strategies.split(",") if s in STRATEGIES]
+    pairs = [(s, int(w)) for w in config.ranks.split(",") for s in config.strategies.split(",")]
     results: dict[tuple, list[dict]] = {pair: [] for pair in pairs}
     with machine.workspace() as folder:
-        for strategy, ranks in tqdm(pairs * config.rounds, desc="grad_sync", unit="run"):
+        for number, (strategy, ranks) in enumerate(pairs * config.rounds, 1):
             weights = folder / f"{strategy}-{ranks}.safetensors"
             result = machine.in_forks(measure, config, strategy, str(weights), ranks=ranks, folder=folder)[0]
             own, one = load_file(weights), load_file(folder / "ddp-1.safetensors")
             result["largest_difference"] = max((own[name] - one[name]).abs().max().item() for name in one)
             results[strategy, ranks].append(result)
+            print(f"{number}/{config.rounds * len(pairs)}  {strategy} on {ranks}: {result['update_ms']:.0f} ms", flush=True)
     rows = []
     for (strategy, ranks), each in results.items():
         medians = {key: statistics.median(result[key] for result in each) for key in each[0]}
@@ -68,10 +64,6 @@ def strategies(config: StrategiesConfig) -> None:
     draw(rows, path.with_suffix(".png"))
     formats = ["{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1e}"]
     print(machine.table(HEAD, [[f.format(v) for f, v in zip(formats, row.values(), strict=False)] for row in rows]))
-    times = {(row["strategy"], row["ranks"]): row["update_ms"] for row in rows}
-    for strategy in ("scratch_overlap", "scratch_allreduce"):
-        if {(strategy, 2), ("ddp", 2)} <= times.keys():
-            print(f"{strategy} / ddp, update time on 2 ranks: {times[strategy, 2] / times['ddp', 2]:.3f}")
 
 
 def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
@@ -83,38 +75,32 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     from parallel.engine import Engine
     from parallel.world import connect
 
-    shape = dict(architecture="qwen3", n_layer=config.n_layer, n_head=4, n_embd=config.n_embd, seq_len=config.seq_len)
-    batch = dict(micro_batch_size=config.micro_batch_size)
-    batch["tokens_per_update"] = config.micro_batches * config.micro_batch_size * config.seq_len
-    training = dict(strategy=strategy, lr=1e-4, device=config.device, dtype=config.dtype, compile="off", vocab_size=4096)
-    training = settings.replace(settings.Config(), **training, **shape, **batch)
-    training = settings.replace(training, **cli.flat_values(settings.resolve_model(training.model, 4096)))
-    world = connect(config.device, threads=1)
+    update_tokens = config.micro_batches * FLAGS["micro_batch_size"] * FLAGS["seq_len"]
+    training = settings.replace(settings.Config(), **FLAGS, strategy=strategy, tokens_per_update=update_tokens)
+    training = settings.replace(training, **cli.flat_values(settings.resolve_model(training.model, FLAGS["vocab_size"])))
+    world = connect("cpu", threads=1)
     module = GPT(training.model)
     initialize(module, 0)
     engine = Engine(module, training, world)
     optimizers = engine.build_optimizers(training.optim)
-    size = (config.micro_batches, config.micro_batch_size, config.seq_len + 1)
-    tokens = torch.randint(0, 4096, size, generator=torch.Generator().manual_seed(0)).to(world.device)
+    size = (config.micro_batches, FLAGS["micro_batch_size"], FLAGS["seq_len"] + 1)
+    tokens = torch.randint(0, FLAGS["vocab_size"], size, generator=torch.Generator().manual_seed(0))
     mine = world.share(config.micro_batches)
 
     def accumulate(sync: bool) -> None:
         for i, micro_batch in enumerate(mine):
             engine.model.require_backward_grad_sync = sync and i == len(mine) - 1
-            with engine.autocast():
-                loss = engine.model(tokens[micro_batch, :, :-1], tokens[micro_batch, :, 1:])
+            loss = engine.model(tokens[micro_batch, :, :-1], tokens[micro_batch, :, 1:])
             (loss / engine.loss_divisor).backward()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
 
-    def step(grad_clip: float) -> None:
-        engine.clip(grad_clip)
+    def step() -> None:
+        engine.clip(1.0)
         optimizers.step()
         engine.drop_gradients()
 
     def update() -> None:
         accumulate(True)
-        step(1.0)
+        step()
 
     def timed(function, *arguments) -> float:
         world.barrier()
@@ -124,19 +110,18 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
 
     for _ in range(2):
         update()
-    before, updates, full, parts = loopback_bytes(), [], [], []
-    for _ in range(config.updates):
-        updates.append(timed(update))
+    before, full, parts = loopback_bytes(), [], []
+    updates = [timed(update) for _ in range(config.updates)]
     sent = (loopback_bytes() - before) / config.updates / world.size
     for _ in range(config.updates):
         full.append(timed(accumulate, True))
-        step(0.0)
+        step()
     weights = engine.gather(engine.parameters, dict.fromkeys(engine.parameters, 0))
+    if world.is_master:
+        save_file(weights, weights_file)
     for _ in range(config.updates):
         parts.append(timed(accumulate, False))
         engine.drop_gradients()
-    if world.is_master:
-        save_file(weights, weights_file)
     state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
     exposed = statistics.median(full) - statistics.median(parts)
     result = {"update_ms": statistics.median(updates), "exposed_ms": exposed, "sent_mb": sent / 1e6}
@@ -152,12 +137,9 @@ def local(tensor):
 
 
 def loopback_bytes() -> int:
-    """Bytes sent so far over the loopback device, through which gloo's ranks on one machine communicate (0: unknown)."""
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-        return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
-    except (OSError, StopIteration):
-        return 0
+    """Bytes sent so far over the loopback device of Linux, through which gloo's ranks on one machine communicate."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -189,17 +171,10 @@ def draw(rows: list[dict], path: Path) -> None:
 
 @dataclass(frozen=True)
 class ExactConfig(machine.Options):
-    preset: str = "config/laptop.toml"
     rounds: int = 3
     """How often each strategy is measured on each number of ranks, in turns."""
     steps: int = 15
-    skip: int = 3
-    """How many of the first steps are not counted."""
-    max_ranks: int = 2
-    micro_batch_size: int = 4
-    """In sequences. auto would choose 4, too, for the laptop preset under exact."""
-    compile: str = "on"
-    """As auto chooses for the whole laptop preset. For these few steps it would choose off."""
+    """Steps of a run, the first three of which do not count."""
 
 
 def exact(config: ExactConfig) -> None:
@@ -209,31 +184,23 @@ def exact(config: ExactConfig) -> None:
     Both cut the update into the same micro-batches and use one thread a rank. Writes exact_cost.json. Eight minutes on two
     cores.
     """
-    if config.skip >= config.steps:
-        raise UserError(f"--skip={config.skip} leaves none of --steps={config.steps} to measure")
     machine.prepare_tokens(config.tokens)
-    fixed = {key: getattr(config, key) for key in ("preset", "steps", "micro_batch_size", "compile", "tokens")}
+    fixed = dict(preset="config/laptop.toml", steps=config.steps, micro_batch_size=4, compile="on", tokens=config.tokens)
     fixed |= dict(warmup_steps=0, threads=1, eval_every=0, eval_tokens=1024, save_every=0, log_every=1)
 
     def step_ms(strategy: str, ranks: int) -> float:
         name = f"{strategy}-{ranks}-{time.monotonic_ns()}"
         machine.run(ranks, strategy=strategy, out_dir=runs, name=name, **fixed)
-        lines = [line for line in machine.metrics(runs / name) if "step_ms" in line]
-        return statistics.median(line["step_ms"] for line in lines if line["step"] > config.skip)
+        return statistics.median(line["step_ms"] for line in machine.metrics(runs / name)[3:] if "step_ms" in line)
 
-    worlds = range(1, config.max_ranks + 1)
+    pairs = [(ranks, strategy) for ranks in (1, 2) for strategy in ("ddp", "exact")]
     with machine.workspace() as runs:
-        contenders = {
-            f"W={ranks} {strategy}": lambda strategy=strategy, ranks=ranks: step_ms(strategy, ranks)
-            for ranks in worlds
-            for strategy in ("ddp", "exact")
-        }
+        contenders = {f"W={ranks} {strategy}": functools.partial(step_ms, strategy, ranks) for ranks, strategy in pairs}
         times = machine.in_turns(config.rounds, contenders)
-    result = {str(ranks): {s: times[f"W={ranks} {s}"] for s in ("ddp", "exact")} for ranks in worlds}
+    result = {str(ranks): {s: times[f"W={ranks} {s}"] for s in ("ddp", "exact")} for ranks in (1, 2)}
     print(machine.write("exact_cost", {"settings": fixed, "step_ms": result}, Path(config.out)))
     for ranks, row in result.items():
-        ratios = [exact / ddp for ddp, exact in zip(row["ddp"], row["exact"], strict=True)]
-        print(f"W={ranks}: exact / ddp = {machine.median_and_range(ratios, 3)}")
+        print(f"W={ranks}: exact / ddp = {machine.ratio(row['exact'], row['ddp']):.3f}")
 
 
 if __name__ == "__main__":

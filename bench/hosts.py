@@ -56,12 +56,21 @@ def lacking(tools: tuple[str, ...], packages: str) -> str:
     return f"{', '.join(missing)} not found (Debian: {packages})" if missing else ""
 
 
-def wait_for(what: str, condition: Callable[[], object], seconds: float = 400) -> None:
-    """Wait until `condition` holds. Raises RunError where that takes too long."""
+def call(*command: str) -> str:
+    """What a command prints. Raises RunError with its error output if it fails."""
+    done = subprocess.run(command, cwd=machine.ROOT, env=machine.environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"{' '.join(command)}: {done.stderr}")
+    return done.stdout
+
+
+def wait_for(what: str, condition: Callable[[], object], folder: Path, seconds: float = 400) -> None:
+    """Wait until `condition` holds. Raises RunError, with the end of each *.out in `folder`, where that takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise RunError(f"{what}: not within {seconds:.0f} s")
+            texts = [path.read_text()[-2000:] for path in sorted(folder.glob("*.out"))]
+            raise RunError("\n---\n".join([f"{what}: not within {seconds:.0f} s", *texts]))
         time.sleep(0.05)
 
 
@@ -71,8 +80,6 @@ def wait_for(what: str, condition: Callable[[], object], seconds: float = 400) -
 
 @dataclass(frozen=True)
 class NodesConfig(machine.Options):
-    only: str = ""
-    """Only the scenarios whose name contains this, and the undisturbed run."""
     steps: int = 150
 
 
@@ -91,26 +98,19 @@ def nodes(config: NodesConfig) -> int:
     machine.prepare_tokens(config.tokens)
     rows: list[dict] = []
     with machine.workspace() as runs, network():
-        for name, play in SCENARIOS.items():
-            if name != "undisturbed" and config.only not in name:
-                continue
-            cluster, began = Cluster(runs / name.replace(" ", "-"), config), time.monotonic()
-            try:
-                play(cluster)
-                seconds = time.monotonic() - began
-            except RunError as error:
-                raise RunError(
-                    "\n---\n".join([f"{name}: {error}", *(cluster.output(host)[-3000:] for host in HOSTS)])
-                ) from None
-            finally:
-                cluster.end()
-            rows.append({"scenario": name, "seconds": seconds, **cluster.outcome()})
-            ranks, digest = ", ".join(map(str, rows[-1]["ranks"])), rows[-1]["model.safetensors"]
-            print(f"{name:<26} {seconds:6.1f} s  ranks of each start: {ranks:<8} sha256 {digest[:16]}", flush=True)
+        for name, (fewest, happen) in SCENARIOS.items():
+            began = time.monotonic()
+            with Cluster(runs / name.replace(" ", "-"), config) as cluster:
+                cluster.start(fewest)
+                if happen:
+                    cluster.wait_for("a third of the steps", lambda: 3 * machine.last_step(cluster.directory) >= config.steps)
+                    happen(cluster)
+                cluster.wait_for("the end", lambda: all(process.poll() == 0 for process in cluster.running.values()))
+            rows.append({"scenario": name, "seconds": time.monotonic() - began, **cluster.outcome()})
+            print(rows[-1], flush=True)
     same = all(row["model.safetensors"] == rows[0]["model.safetensors"] for row in rows)
     print(f"{len(rows)} runs, " + ("one sha256" if same else "DIFFERENT sha256"))
-    if not config.only:
-        print(machine.write("nodes", {"flags": NODES, "steps": config.steps, "same": same, "runs": rows}, Path(config.out)))
+    print(machine.write("nodes", {"flags": NODES, "steps": config.steps, "same": same, "runs": rows}, Path(config.out)))
     return int(not same)
 
 
@@ -122,17 +122,10 @@ def unavailable() -> str:
     try:
         with network():
             for host in HOSTS:
-                ip("netns", "exec", namespace(host), "unshare", "--uts", "true")
-    except subprocess.CalledProcessError as error:
-        return f"this system makes no namespaces: {' '.join(error.cmd)}: {error.stderr.decode().strip()}"
-    except OSError as error:
+                call("ip", "netns", "exec", namespace(host), "unshare", "--uts", "true")
+    except (RunError, OSError) as error:
         return f"this system makes no namespaces: {error}"
     return ""
-
-
-def ip(*arguments: str) -> None:
-    """Run `ip`. Raises CalledProcessError with its message if it fails."""
-    subprocess.run(["ip", *arguments], check=True, stderr=subprocess.PIPE)
 
 
 def namespace(host: str) -> str:
@@ -146,16 +139,16 @@ def network() -> Iterator[None]:
     names = "127.0.0.1 localhost\n" + "".join(f"{address} host-{host}\n" for host, address in HOSTS.items())
     try:
         for host in HOSTS:
-            ip("netns", "add", namespace(host))
+            call("ip", "netns", "add", namespace(host))
             folder = Path("/etc/netns") / namespace(host)  # `ip netns exec` lays its files over those in /etc
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text(names)
         ends = {host: ["name", f"cable-{host}", "netns", namespace(host)] for host in HOSTS}
-        ip("link", "add", *ends["a"], "type", "veth", "peer", *ends["b"])
+        call("ip", "link", "add", *ends["a"], "type", "veth", "peer", *ends["b"])
         for host, address in HOSTS.items():
-            ip("-n", namespace(host), "addr", "add", f"{address}/24", "dev", f"cable-{host}")
+            call("ip", "-n", namespace(host), "addr", "add", f"{address}/24", "dev", f"cable-{host}")
             for device in ("lo", f"cable-{host}"):
-                ip("-n", namespace(host), "link", "set", device, "up")
+                call("ip", "-n", namespace(host), "link", "set", device, "up")
         yield
     finally:
         for host in HOSTS:
@@ -165,110 +158,86 @@ def network() -> Iterator[None]:
 
 def plug(connected: bool) -> None:
     """Plug the cable in or pull it."""
-    ip("-n", namespace("b"), "link", "set", "cable-b", "up" if connected else "down")
+    call("ip", "-n", namespace("b"), "link", "set", "cable-b", "up" if connected else "down")
 
 
-class Cluster:
-    """A run on both hosts: one torchrun on each, with one rank. The parent of `directory` is their common file system."""
+class Cluster(contextlib.ExitStack):
+    """A run on both hosts: one torchrun on each, with one rank. The parent of `directory` is their common file system.
+
+    At the end of the block the hosts are killed and the cable is plugged in.
+    """
 
     def __init__(self, directory: Path, config: NodesConfig):
-        self.directory, self.steps = directory, config.steps
+        super().__init__()
+        self.directory = directory
         flags = NODES | dict(tokens=config.tokens, out_dir=directory.parent, name=directory.name, steps=config.steps)
         self.train = machine.arguments(**flags)
         self.running: dict[str, subprocess.Popen] = {}
+        self.callback(plug, True)
+        for host in HOSTS:
+            self.callback(self.kill, host)
 
-    def start(self, nodes: str = "2", restarts: int = 3) -> None:
-        """Start torchrun on both hosts. nodes: how many hosts the run needs, such as 2, or 1:2 for at least one."""
-        options = {"nnodes": nodes, "nproc_per_node": 1, "max-restarts": restarts, "rdzv-backend": "c10d"}
+    def start(self, fewest: str = "2", restarts: int = 3) -> None:
+        """Start torchrun on both hosts. fewest: how many hosts the run needs, such as 2, or 1:2 for at least one."""
+        options = {"nnodes": fewest, "nproc_per_node": 1, "max-restarts": restarts, "rdzv-backend": "c10d"}
         options |= {"rdzv-endpoint": "host-a:29500", "rdzv-id": self.directory.name}
         options |= {"rdzv-conf": "last_call_timeout=3"}  # seconds to wait for more than the fewest nodes
         torchrun = ["-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in options.items())]
         for host in HOSTS:
             named = ["unshare", "--uts", "sh", "-c", f'hostname host-{host}; exec "$@"', "-"]
             command = ["ip", "netns", "exec", namespace(host), *named, sys.executable, *torchrun, *self.train]
-            with open(self.directory.with_suffix(f".{host}"), "ab") as output:
+            with open(self.output(host), "ab") as output:
                 one_thread = machine.environment(OMP_NUM_THREADS="1")
                 self.running[host] = subprocess.Popen(command, cwd=machine.ROOT, env=one_thread, stdout=output, stderr=output)
 
     def kill(self, host: str) -> None:
         """Kill every process of a host, as if its power were cut."""
-        listed = subprocess.run(["ip", "netns", "pids", namespace(host)], capture_output=True, text=True, check=True).stdout
-        for pid in listed.split():
+        for pid in call("ip", "netns", "pids", namespace(host)).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         if host in self.running:
             self.running.pop(host).wait()
 
-    def end(self) -> None:
-        """Kill both hosts and plug the cable in."""
-        for host in HOSTS:
-            self.kill(host)
-        plug(True)
-
-    def step(self) -> int:
-        """The last step in the metrics (0: none yet)."""
-        path = self.directory / "metrics.jsonl"
-        return max((record["step"] for record in machine.metrics(self.directory)), default=0) if path.exists() else 0
-
-    def start_and_do_a_third(self, nodes: str = "2") -> None:
-        """Start on both hosts and wait until a third of the steps is done."""
-        self.start(nodes)
-        wait_for("a third of the steps", lambda: 3 * self.step() >= self.steps)
-
-    def output(self, host: str) -> str:
+    def output(self, host: str) -> Path:
         """What torchrun and the rank on a host have printed."""
-        return self.directory.with_suffix(f".{host}").read_text()
+        return self.directory.with_suffix(f".{host}.out")
 
-    def ended(self, host: str) -> bool:
-        """Whether torchrun has ended on a host."""
-        return self.running[host].poll() is not None
-
-    def complete(self) -> None:
-        """Wait for torchrun's end on all hosts that run it. Raises RunError unless each ends with 0."""
-        wait_for("the end", lambda: all(self.ended(host) for host in self.running))
-        if statuses := {host: process.returncode for host, process in self.running.items() if process.returncode}:
-            raise RunError(f"torchrun ended with {statuses}")
+    def wait_for(self, what: str, condition: Callable[[], object]) -> None:
+        """Wait until `condition` holds. Raises RunError where that takes too long, and where torchrun fails on a host."""
+        wait_for(what, lambda: condition() or any(p.poll() for p in self.running.values()), self.directory.parent)
+        if statuses := {host: process.poll() for host, process in self.running.items() if process.poll()}:
+            raise RunError(f"{what}: torchrun ended with {statuses}: {self.output('a').read_text()[-3000:]}")
 
     def outcome(self) -> dict:
         """How often the run was started, on how many ranks, and what it has left."""
         lines = (self.directory / "train.log").read_text().splitlines()
         ranks = [int(line.split()[1]) for line in lines if line.startswith("  ranks ")]
-        return {"ranks": ranks, "steps": self.step(), **machine.digests(self.directory)}
-
-
-def undisturbed(cluster: Cluster) -> None:
-    """Nothing."""
-    cluster.start()
-    cluster.complete()
+        return {"ranks": ranks, "steps": machine.last_step(self.directory), **machine.digests(self.directory)}
 
 
 def brief_cut(cluster: Cluster) -> None:
     """The cable is out for five seconds. TCP sends again what was lost, and the run waits."""
-    cluster.start_and_do_a_third()
     plug(False)
     time.sleep(5)
     plug(True)
-    cluster.complete()
 
 
 def long_cut(cluster: Cluster) -> None:
     """The cable is out until the rank on host a has given up, and ten seconds more. Both sides find each other again."""
-    cluster.start_and_do_a_third()
     plug(False)
-    wait_for("an error on host a", lambda: "no longer answer" in cluster.output("a"))
+    cluster.wait_for("an error on host a", lambda: "no longer answer" in cluster.output("a").read_text())
     time.sleep(10)
     plug(True)
-    cluster.complete()
 
 
 def leave(cluster: Cluster) -> None:
     """Host b dies for good. The run goes on with half of the ranks."""
-    cluster.start_and_do_a_third("1:2")
     cluster.kill("b")
-    cluster.complete()
 
 
-SCENARIOS = {"undisturbed": undisturbed, "a cut of five seconds": brief_cut, "a long cut": long_cut, "a host leaves": leave}
+# How many hosts are needed, and what happens after a third of the steps.
+SCENARIOS = {"undisturbed": ("2", None), "a cut of five seconds": ("2", brief_cut), "a long cut": ("2", long_cut)}
+SCENARIOS |= {"a host leaves": ("1:2", leave)}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A SLURM cluster
@@ -276,11 +245,7 @@ SCENARIOS = {"undisturbed": undisturbed, "a cut of five seconds": brief_cut, "a 
 
 @dataclass(frozen=True)
 class SlurmConfig(machine.Options):
-    steps: int = 4000
-    """Updates of the run. They must take longer than the time limit."""
-    minutes: int = 2
-    """Time limit of the job. SLURM sends SIGUSR1 at most a minute before its last 30 seconds. 0: no limit; the drill sends the
-    signal through SLURM after a third of the steps, which a busy machine's slow start does not disturb."""
+    steps: int = 1500
 
 
 def slurm(config: SlurmConfig) -> int:
@@ -289,9 +254,9 @@ def slurm(config: SlurmConfig) -> int:
     sudo python bench/drill.py slurm
 
     Starts munged, slurmctld and slurmd for this machine alone, out of a temporary directory. Submits launch/slurm.sbatch and
-    cancels the job, which must then stay cancelled. Submits it again with a time limit that ends before the run does. The job
-    must come back and complete, with the sha256 of an undisturbed run. Writes slurm.json. Needs root and Debian's slurmctld,
-    slurmd, slurm-client and munge. About five minutes on two cores.
+    cancels the job, which must then stay cancelled. Submits it again, and after a third of the steps sends it SIGUSR1 through
+    SLURM, as before a time limit. The job must come back and complete, with the sha256 of an undisturbed run. Writes
+    slurm.json. Needs root and Debian's slurmctld, slurmd, slurm-client and munge. About five minutes on two cores.
     """
     if missing := lacking(TOOLS, "slurmctld, slurmd, slurm-client, munge"):
         print(f"skipped: {missing}")
@@ -300,36 +265,24 @@ def slurm(config: SlurmConfig) -> int:
     with machine.workspace() as folder, daemons(folder):
         flags, run = SLURM | dict(tokens=config.tokens, steps=config.steps, out_dir=folder), folder / "job"
         machine.run(RANKS, **flags, name="undisturbed")
-        cancelled = submit(config, folder, flags)
-        wait_for("step 1", lambda: (run / "metrics.jsonl").exists() and machine.metrics(run))
+        cancelled = submit(folder, flags)
+        wait_for("step 1", lambda: machine.last_step(run), folder)
         call("scancel", cancelled)
-        wait_for("the end of the cancelled job", lambda: job(cancelled)["JobState"] not in ("RUNNING", "COMPLETING"))
-        states = [job(cancelled)["JobState"]]  # SLURM forgets a job after some minutes
-        requeued = submit(config, folder, flags)
-        if not config.minutes:
-            wait_for("a third of the steps", lambda: machine.metrics(run)[-1]["step"] > config.steps / 3)
-            call("scancel", "--signal=USR1", requeued)
-        wait_for("the end", lambda: job(requeued)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 1200)
-        states, restarts = [*states, job(requeued)["JobState"]], int(job(requeued)["Restarts"])
-        stops = re.findall(r"stopped at step .*", (run / "train.log").read_text())
-        result = {"slurm": call("slurmctld", "-V").strip(), "flags": SLURM, "steps": config.steps, "restarts": restarts}
-        result |= {"cancelled": states[0], "state": states[1], "stops": stops}
+        wait_for("the end of the cancelled job", lambda: job(cancelled)["JobState"] not in ("RUNNING", "COMPLETING"), folder)
+        state = job(cancelled)["JobState"]  # SLURM forgets a job after some minutes
+        requeued = submit(folder, flags)
+        wait_for("a third of the steps", lambda: machine.last_step(run) > config.steps / 3, folder)
+        call("scancel", "--signal=USR1", requeued)
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        wait_for("the end", lambda: job(requeued)["JobState"] in ends, folder, 1200)
+        result = {"slurm": call("slurmctld", "-V").strip(), "flags": SLURM, "steps": config.steps, "cancelled": state}
+        result |= {"state": job(requeued)["JobState"], "restarts": int(job(requeued)["Restarts"])}
+        result |= {"stops": re.findall(r"stopped at step .*", (run / "train.log").read_text())}
         result |= {"undisturbed": machine.digests(folder / "undisturbed"), "requeued": machine.digests(run)}
-    same = result["undisturbed"] == result["requeued"]
-    print(
-        f"{result['slurm']}; the first job: {states[0]}; the second: {states[1]}, restarted {restarts} times", *stops, sep="\n"
-    )
-    print("the same weights and optimizer state" if same else "DIFFERENT weights or optimizer state")
-    print(machine.write("slurm", {"same": same, **result}, Path(config.out)))
-    return int(not same or states != ["CANCELLED", "COMPLETED"] or not restarts)
-
-
-def call(*command: str) -> str:
-    """What a command prints. Raises RunError with its error output if it fails."""
-    done = subprocess.run(command, cwd=machine.ROOT, env=machine.environment(), capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"{' '.join(command)}: {done.stderr}")
-    return done.stdout
+    result["same"] = result["undisturbed"] == result["requeued"]
+    print(*(f"{name}: {value}" for name, value in result.items()), machine.write("slurm", result, Path(config.out)), sep="\n")
+    states = [result["cancelled"], result["state"]]
+    return int(not result["same"] or states != ["CANCELLED", "COMPLETED"] or not result["restarts"])
 
 
 @contextlib.contextmanager
@@ -351,11 +304,8 @@ def daemons(folder: Path) -> Iterator[None]:
             with open(folder / f"{command[0]}.out", "w") as output:
                 running.append(subprocess.Popen(command, stdout=output, stderr=output))
             time.sleep(1)
-        wait_for("an idle node", lambda: call("sinfo", "--noheader", "--format=%T").strip() == "idle")
+        wait_for("an idle node", lambda: call("sinfo", "--noheader", "--format=%T").strip() == "idle", folder)
         yield
-    except RunError as error:
-        texts = [path.read_text()[-2000:] for path in sorted(folder.glob("*.out"))]
-        raise RunError("\n---\n".join([str(error), *texts])) from None
     finally:
         subprocess.run(["scancel", "--user=root"], stderr=subprocess.DEVNULL)
         for daemon in reversed(running):
@@ -363,9 +313,9 @@ def daemons(folder: Path) -> Iterator[None]:
             daemon.wait()
 
 
-def submit(config: SlurmConfig, folder: Path, flags: dict) -> str:
+def submit(folder: Path, flags: dict) -> str:
     """Submit the run. Returns the number of the job."""
-    options = ["--parsable", f"--time={config.minutes or 60}", "--signal=USR1@30", f"--output={folder}/job.out"]
+    options = ["--parsable", "--time=60", "--signal=USR1@30", f"--output={folder}/job.out"]
     return call("sbatch", *options, *machine.arguments("launch/slurm.sbatch", **flags, name="job")).strip()
 
 

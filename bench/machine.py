@@ -195,22 +195,10 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         os._exit(status)
 
 
-def end(pids: list[int]) -> list[int]:
-    """Send SIGKILL to the process group of a `fork`. Returns the wait statuses: signal.SIGKILL of those that still ran."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pids[0], signal.SIGKILL)
-    return [os.waitpid(pid, 0)[1] for pid in pids]
-
-
-def has_exited(pid: int) -> bool:
-    """Whether a child process has ended. It can still be waited for."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = math.inf, enough=lambda: False) -> list[int]:
     """Let `ranks` forks `work` until all have ended, or there is `enough`, or `limit` seconds are over; then kill the others.
 
-    Returns their wait statuses. What they print is appended to OUTPUT.out and OUTPUT.err.
+    Returns their wait statuses: signal.SIGKILL of those that still ran. What they print is added to OUTPUT.out and OUTPUT.err.
     """
 
     def work_quietly() -> int:
@@ -218,12 +206,17 @@ def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = 
             os.dup2(os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         return work()
 
+    def has_ended(pid: int) -> bool:  # it can still be waited for
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     pids, deadline = fork_ranks(ranks, work_quietly, new_group=True), time.monotonic() + limit
     try:
-        while time.monotonic() < deadline and not enough() and not all(map(has_exited, pids)):
+        while time.monotonic() < deadline and not enough() and not all(map(has_ended, pids)):
             time.sleep(0.001)
     finally:
-        statuses = end(pids)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pids[0], signal.SIGKILL)
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     return statuses
 
 
@@ -298,6 +291,12 @@ def run_until(step: int, preset: str, **flags) -> list[dict]:
 def metrics(run: Path) -> list[dict]:
     """The records of a run's metrics.jsonl, without a last line that is not complete."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]]
+
+
+def last_step(run: Path) -> int:
+    """The last step in the metrics of a run (0: none yet)."""
+    records = metrics(run) if (run / "metrics.jsonl").exists() else []
+    return max((record["step"] for record in records), default=0)
 
 
 def unmeasured(records: list[dict]) -> list[dict]:
@@ -429,9 +428,3 @@ def table(head: list[str], rows: list[list]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
     return "\n".join("  ".join(line) for line in lines)
-
-
-def median_and_range(values: list[float], digits: int = 2, unit: str = "") -> str:
-    """The median and the extremes of measurements, as text."""
-    median, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
-    return f"{median}{unit} ({low} to {high})"

@@ -12,29 +12,27 @@ The exit status is 0 only if this holds in every case.
 """
 
 import contextlib
-import hashlib
 import io
 import math
 import shutil
-import sys
 import tempfile
-import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.append(str(Path(__file__).parent.parent))
+import machine  # puts the project's folder on the path
 
+# isort: split
 import torch
 
 import disk
 import export
-import machine  # noqa: I001 (puts the project's folder on the path)
 import prepare_data
 import settings
 from checkpoints import checkpoint, retention
-from common import cli, errors
+from common import cli
 from common.errors import RunError, UserError
 from dataset import join
 from disk import Disk, Fault
@@ -133,57 +131,56 @@ class Saves:
         return []
 
 
-class Join:
-    """The parts of a dataset are joined."""
+@dataclass(frozen=True)
+class Command:
+    """A command that makes the directory `made`, equal to `expected`. Repeating it makes it, too."""
 
-    name = "join"
-
-    def prepare(self, root: Path) -> None:
-        lines = root / "lines.txt"
-        lines.mkdir()
-        for number in range(120):
-            (lines / f"{number}.txt").write_text(f"text {number} " * 10)
-        make = dict(sources=(str(lines),), tokenizer="bytes", shard_tokens=5000, val_fraction=0.2, workers=1)
-        with contextlib.redirect_stdout(io.StringIO()):
-            prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "one"), **make))
-            for part in ("1/2", "2/2"):
-                prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "joined"), part=part, **make))
-        shutil.rmtree(lines)
+    name: str
+    prepare: Callable[[Path], None]
+    run: Callable[[Path], None]
+    made: str
+    expected: str
 
     def act(self, root: Path, promise) -> None:
-        join.join(root / "joined")
+        self.run(root)
         promise(True)
 
     def problems(self, root: Path, promised: bool) -> list[str]:
-        join.join(root / "joined")
-        return [] if content(root / "joined") == content(root / "one") else ["the joined dataset is another one"]
+        if promised and not (root / self.made).exists():
+            return [f"the {self.made} directory was saved, and is not there"]
+        with contextlib.suppress(UserError):  # an export that is there is not made again
+            self.run(root)
+        return [] if content(root / self.made) == content(root / self.expected) else [f"{self.made} is another one"]
 
 
-class Export:
-    """A checkpoint is exported."""
-
-    name = "export"
-
-    def prepare(self, root: Path) -> None:
-        Miniature(root / "run" / "checkpoints").save(1)
-        export.main(export.ExportConfig(str(root / "run"), out=str(root / "expected")))
-
-    def act(self, root: Path, promise) -> None:
-        export.main(export.ExportConfig(str(root / "run"), out=str(root / "out")))
-        promise(True)
-
-    def problems(self, root: Path, promised: bool) -> list[str]:
-        if not (root / "out").exists():
-            if promised:
-                return ["the export was announced and is not there"]
-            export.main(export.ExportConfig(str(root / "run"), out=str(root / "out")))
-        return [] if content(root / "out") == content(root / "expected") else ["the export is not whole"]
+def prepare_parts(root: Path) -> None:
+    """A dataset made at once, and its two parts."""
+    lines = root / "lines.txt"
+    lines.mkdir()
+    for number in range(120):
+        (lines / f"{number}.txt").write_text(f"text {number} " * 10)
+    make = dict(sources=(str(lines),), tokenizer="bytes", shard_tokens=5000, val_fraction=0.2, workers=1)
+    prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "one"), **make))
+    for part in ("1/2", "2/2"):
+        prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "joined"), part=part, **make))
+    shutil.rmtree(lines)
 
 
-def content(directory: Path) -> dict[str, str]:
-    """The sha256 of what is in a directory, by name, apart from hidden names."""
+def prepare_export(root: Path) -> None:
+    """A run and its export."""
+    Miniature(root / "run" / "checkpoints").save(1)
+    export_to(root, "expected")
+
+
+def export_to(root: Path, name: str) -> None:
+    """Export the run."""
+    export.main(export.ExportConfig(str(root / "run"), out=str(root / name)))
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """What is in a directory, by name, apart from hidden names."""
     files = [path for path in directory.rglob("*") if path.is_file() and path.name[0] != "."]
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 SCENARIOS = [
@@ -193,8 +190,8 @@ SCENARIOS = [
     Saves("saves, the last one kept", intact=(70, 80), keep_last=1, keep_best=1),
     Saves("saves, three kept, an older one damaged", intact=(50, 60, 80), damaged=(70,), keep_last=3),
     Saves("saves in several files", intact=(80,), saves=(82, 84), keep_last=1, max_shard_bytes=64),
-    Join(),
-    Export(),
+    Command("join", prepare_parts, lambda root: join.join(root / "joined"), made="joined", expected="one"),
+    Command("export", prepare_export, lambda root: export_to(root, "out"), made="out", expected="expected"),
 ]
 
 
@@ -206,20 +203,18 @@ class Cases:
     """Runs a scenario again and again in one directory, whose path stays the same."""
 
     def __init__(self, scenario, root: Path):
-        self.scenario, self.root, self.broken, self.count = scenario, root, [], Counter()
-        self._empty()
-        scenario.prepare(root)
-        self.start = disk.whole(root)
-
-    def _empty(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
-        self.root.mkdir(parents=True)
+        self.scenario, self.root, self.start = scenario, root, root.with_name("start")
+        self.broken, self.count, self.operations = [], Counter(), 0
+        root.mkdir()
+        with contextlib.redirect_stdout(io.StringIO()):
+            scenario.prepare(root)
+        root.rename(self.start)
 
     def act(self, fault: Fault | None = None) -> tuple[Disk, object, str]:
-        """The scenario once, from its beginning. Returns the record, the last promise and how it ended."""
-        self._empty()
-        disk.plant(self.start, self.root)
-        ended, promised = "", []
+        """The scenario once, from its beginning. Returns the record, the last promise and the traceback that it ended with."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        shutil.copytree(self.start, self.root, symlinks=True)
+        traceback, promised = "", [None]
         with Disk(self.root, fault) as record, contextlib.redirect_stdout(io.StringIO()):
 
             def promise(value):
@@ -228,13 +223,11 @@ class Cases:
 
             try:
                 self.scenario.act(self.root, promise)
-            except EXPECTED as error:
-                ended = str(error)
-            except OSError as error:  # a path that is not what it has to be: errors.user_errors names it
-                ended = f"a traceback: {error!r}" if error.filename is None else str(error)
-            except Exception as error:
-                ended = f"a traceback: {error!r}"
-        return record, promised[-1] if promised else None, ended
+            except EXPECTED:
+                pass
+            except Exception as error:  # but one with the name of a file is a message, by errors.user_errors
+                traceback = repr(error) if getattr(error, "filename", None) is None else ""
+        return record, promised[-1], traceback
 
     def judge(self, case: str, promised) -> None:
         """Count a case, and note it where something is lost."""
@@ -248,20 +241,19 @@ class Cases:
 
     def fail_each(self, every: int = 1) -> None:
         """Let every operation (or every so many) fail in each way that it can."""
-        whole, promised, ended = self.act()
+        whole, promised, traceback = self.act()
         self.judge("undisturbed", promised)
-        if ended:
-            self.broken.append(f"undisturbed: {ended}")
-        self.operations = dict(Counter(whole.kinds))
-        for number in range(1, len(whole.kinds) + 1, every):
-            for kind, kinds in disk.FAULTS.items():
-                if kinds is None or whole.kinds[number - 1] in kinds:
-                    _, promised, ended = self.act(Fault(number, kind))
-                    self.count["faults"] += 1
-                    case = f"{kind} at operation {number}, {whole.kinds[number - 1]}"
-                    if "traceback" in ended:
-                        self.broken.append(f"{case}: {ended}")
-                    self.judge(case, promised)
+        if promised is None or traceback:
+            self.broken.append(f"undisturbed: it saved nothing {traceback}")
+        self.operations = len(whole.kinds)
+        for number in range(1, self.operations + 1, every):
+            what = whole.kinds[number - 1]
+            for kind in (kind for kind, operations in disk.FAULTS.items() if what in operations):
+                _, promised, traceback = self.act(Fault(number, kind))
+                self.count["faults"] += 1
+                case = f"{kind} at operation {number}, {what}"
+                self.broken += [f"{case}: {traceback}"] * bool(traceback)
+                self.judge(case, promised)
 
     def cut_each(self, every: int = 1) -> None:
         """Cut the power after every operation, and go on from each different state (or one in so many) that may be left."""
@@ -269,12 +261,11 @@ class Cases:
         seen = set()
         for how, end, tree, promised in disk.crash_states(whole):
             self.count["crash cases"] += 1
-            key = (disk.frozen(tree), promised)
-            if key in seen:
+            if (key := repr((tree, promised))) in seen:
                 continue
             seen.add(key)
             if len(seen) % every == 0:
-                self._empty()
+                shutil.rmtree(self.root)
                 disk.plant(tree, self.root)
                 self.count["crash states"] += 1
                 self.judge(f"power cut after operation {end - whole.before}, {how}", promised)
@@ -282,8 +273,6 @@ class Cases:
 
 @dataclass(frozen=True)
 class PowerCutConfig:
-    only: str = ""
-    """A part of the names of the scenarios to take; all of them without it."""
     every: int = 1
     """Take only every so many operations and states."""
     out: str = str(machine.RESULTS)
@@ -292,27 +281,19 @@ class PowerCutConfig:
 
 def main(config: PowerCutConfig) -> int:
     """The command."""
-    rows, scenarios = [], [scenario for scenario in SCENARIOS if config.only in scenario.name]
-    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
-        for scenario in scenarios:
-            began, cases = time.perf_counter(), Cases(scenario, Path(directory, "root"))
+    rows, total = [], Counter()
+    for scenario in SCENARIOS:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
+            cases = Cases(scenario, Path(directory, "root"))
             cases.fail_each(config.every)
             cases.cut_each(config.every)
-            facts = {"scenario": scenario.name, "operations": cases.operations, **cases.count, "broken": len(cases.broken)}
-            facts |= {"lost": sum("was saved, and" in problem for problem in cases.broken)}
-            rows.append(facts | {"examples": cases.broken[:5], "seconds": round(time.perf_counter() - began, 1)})
-            print(facts, *cases.broken[:5], sep="\n    ", flush=True)
-    total = Counter()
-    for row in rows:
-        total += Counter({key: row[key] for key in ("faults", "crash cases", "crash states", "cases", "broken", "lost")})
-        total["operations"] += sum(row["operations"].values())
-    print(machine.write("power_cut", {"every": config.every, "total": dict(total), "scenarios": rows}, Path(config.out)))
-    head = ["scenario", "operations", "faults", "crash cases", "states", "broken"]
-    keys = ("faults", "crash cases", "crash states", "broken")
-    print(machine.table(head, [[row["scenario"], sum(row["operations"].values()), *(row[k] for k in keys)] for row in rows]))
+        counts = {"operations": cases.operations, **cases.count, "broken": len(cases.broken)}
+        rows.append({"scenario": scenario.name, **counts, "examples": cases.broken[:5]})
+        total.update(counts)
+        print(scenario.name, counts, *cases.broken[:5], sep="\n    ", flush=True)
+    print(dict(total), machine.write("power_cut", {"every": config.every, "total": total, "scenarios": rows}, Path(config.out)))
     return int(total["broken"] > 0)
 
 
 if __name__ == "__main__":
-    with errors.user_errors():
-        sys.exit(main(cli.parse(PowerCutConfig, sys.argv[1:], __doc__)))
+    machine.command_line(__doc__, PowerCutConfig, main)

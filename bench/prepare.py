@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,6 @@ class PrepareConfig:
     megabytes: int = 200
     """Size of the text to encode."""
     rounds: int = 3
-    tokenizer: str = "train:4096"
-    """See prepare_data.py. The tokenizer is made once, before the measurements."""
     out: str = str(machine.RESULTS)
     """Directory of the result."""
 
@@ -57,29 +56,29 @@ def main(config: PrepareConfig) -> None:
         raise UserError(f"--build_nanogpt={config.build_nanogpt} is no checkout of build-nanogpt")
     with machine.workspace() as folder:
         text, tokenizer, costs = folder / "text.parquet", folder / "tokenizer.json", []
-        print(f"making {config.megabytes} MB of text and the tokenizer", flush=True)
         size = make_text(text, config.megabytes)
-        make_tokenizer(config.tokenizer, embedded_corpus(), TextFormat()).save(tokenizer)
+        make_tokenizer("train:4096", embedded_corpus(), TextFormat()).save(tokenizer)
 
         def ours() -> float:
             costs.append(Cost())
             prepare(costs[-1], machine.all_cores(), folder / f"out{len(costs)}", text, f"--tokenizer={tokenizer}")
-            return costs[-1].seconds
+            return size / costs[-1].seconds / 1e6
 
-        contenders = {"ours": ours}
+        def theirs(seconds: Callable, *arguments) -> Callable[[], float]:
+            return lambda: size / in_fresh_process(seconds, *arguments, text, tokenizer) / 1e6
+
+        contenders = {"ours, MB/s": ours}
         for method in ("encode_ordinary_batch", "encode_to_numpy"):  # in its own threads; in ours
-            alone = lambda method=method: in_fresh_process(tiktoken_seconds, method, text, tokenizer)  # noqa: E731
-            contenders[f"tiktoken {method}"] = alone
+            contenders[f"tiktoken {method}, MB/s"] = theirs(tiktoken_seconds, method)
         if config.build_nanogpt:
-            contenders["build-nanogpt"] = lambda: in_fresh_process(build_nanogpt_seconds, script, text, tokenizer)
-        rates = {f"{name}, MB/s": lambda measure=measure: size / measure() / 1e6 for name, measure in contenders.items()}
-        measured = machine.in_turns(config.rounds, rates)
-    ratios = {f"ours / {name}": ratio(measured["ours, MB/s"], measured[f"{name}, MB/s"]) for name in [*contenders][1:]}
-    result = {name: spread(values) for name, values in measured.items()} | ratios
-    memory = costs[-1].memory_mb
-    print(machine.write("prepare", result | {"bytes": size, "peak_memory_mb": {"ours": memory}}, Path(config.out)))
-    print(f"peak memory of prepare_data.py and its workers: {memory:,.0f} MB")
-    print(*(f"{name}: {value:.2f}" for name, value in ratios.items()), sep="\n")
+            contenders["build-nanogpt, MB/s"] = theirs(build_nanogpt_seconds, script)
+        measured = machine.in_turns(config.rounds, contenders)
+    result = {name: spread(values) for name, values in measured.items()}
+    for name in [*contenders][1:]:
+        result[f"ours / {name.removesuffix(', MB/s')}"] = ratio(measured["ours, MB/s"], measured[name])
+    result |= {"bytes": size, "peak_memory_mb": {"ours": costs[-1].memory_mb}}
+    print(machine.write("prepare", result, Path(config.out)))
+    print(*(f"{name}: {value:.2f}" for name, value in result.items() if name.startswith("ours /")), sep="\n")
 
 
 def prepare(cost: Cost, environment: dict, out: Path, *arguments, kill_at: int = 0) -> None:

@@ -1,7 +1,7 @@
 """What can be shown about thousands of GPUs without having them, and about time before a run? `python bench/scale.py`
 
 sampler: every rank's share of an update on 8 to 16,384 ranks, from a stream of 15 trillion tokens. Are the shares disjoint and
-  complete and the same tokens for every number of ranks? Time and memory of one rank.
+  complete and the same tokens for every number of ranks? The time of one rank.
 startup: one rank of 1,024 that share a 70-billion-parameter Llama under fsdp, on tensors without storage and torch's fake
   process group: the seconds to build it, the bytes of the rank, and the collectives of an update beside those of the plan.
 scaling: the alpha-beta model of cluster.py against throughputs that others have published (published.json: sequences of a
@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import time
-import tracemalloc
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -90,27 +90,25 @@ def main(config: ScaleConfig) -> int:
 
 
 def sampler() -> list[dict]:
-    """Time, memory and shares of the sampler on many ranks."""
+    """Time and shares of the sampler on many ranks."""
     import data
 
     rows = []
     with machine.workspace() as folder:
-        for tokens in (TOKENS // 1000, TOKENS):
+        for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 1024, 16384])]:
             make_sparse(folder / str(tokens), tokens)
-        for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 64, 512, 1024, 4096, 16384])]:
-            before, began = private_memory(), time.perf_counter()
+            began = time.perf_counter()
             mixture = data.open_mixture(str(folder / str(tokens)))
-            opened, held = time.perf_counter() - began, private_memory() - before
+            opened = time.perf_counter() - began
             # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens an update.
             batches = data.Batches(mixture.streams("train"), mixture.shares, 8192, 16384, 1, seed=1)
-            assert len(batches.streams[0]) == tokens
+            in_epoch = batches.streams[0].num_windows(batches.seq_len) // batches.sequences_per_update
             for size in sizes:
-                row = {"tokens": tokens, "ranks": size, "open s": opened, "open MB": held}
-                rows.append(row | check_shares(batches, size) | serve(batches, size))
-    formats = {"tokens": ",", "ranks": ",", "right": "", "open s": ".2f", "open MB": ".1f"}
-    formats |= {"us": ".0f", "new place us": ".0f", "kB": ".0f"}
-    head = ["tokens", "ranks", "shares right", "open, s", "MB", "a rank's batch, us", "at a new place", "kB"]
-    print(machine.table(head, [[format(row[key], style) for key, style in formats.items()] for row in rows]))
+                # The first update of a run, one in the middle of an epoch, and the one that crosses into the second epoch.
+                right = all(shares_are_right(batches, size, step) for step in (0, in_epoch // 2, in_epoch))
+                times = microseconds(batches, size, in_epoch)
+                rows.append({"tokens": tokens, "ranks": size, "right": right, "open s": opened, **times})
+                print(rows[-1], flush=True)
     return rows
 
 
@@ -126,60 +124,35 @@ def make_sparse(directory: Path, tokens: int) -> None:
             file.truncate(header.nbytes + 2 * count)
 
 
-def private_memory() -> float:
-    """This process's own memory in MB, without mapped files, which the system can reclaim."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1000
-
-
-def interesting_steps(batches) -> list[int]:
-    """The first update of a run, one in the middle of an epoch, and the one that crosses into the second epoch."""
-    in_epoch = batches.streams[0].num_windows(batches.seq_len) // batches.sequences_per_update
-    return [0, in_epoch // 2, in_epoch]
-
-
-def check_shares(batches, size: int) -> dict:
-    """Whether the ranks' shares of updates are disjoint and together the update, in the order of one rank."""
+def shares_are_right(batches, size: int, step: int) -> bool:
+    """Whether the ranks' shares of an update are disjoint and together the update, in the order of one rank."""
     import torch
 
     from parallel.world import World
 
-    right, seconds = True, []
     n, B = batches.streams[0].num_windows(batches.seq_len), batches.sequences_per_update
-    for step in interesting_steps(batches):
-        first, shares = batches.first_sequence(step), []
-        for rank in range(size):
-            share = World(rank, size, 0, 8, torch.device("cpu")).share(B // batches.micro_batch_size)
-            began = time.perf_counter()
-            shares.append(batches.sequences(first + share.start, len(share))[1])
-            seconds.append(time.perf_counter() - began)
-        windows = np.concatenate(shares)
-        epochs = np.arange(first, first + B) // n
-        right &= len(np.unique(np.stack([epochs, windows]), axis=1).T) == B  # no window twice in an epoch
-        right &= bool((windows == batches.sequences(first, B)[1]).all()) and bool((windows < n).all())
-    return {"right": right, "share us": 1e6 * statistics.median(seconds)}
+    first, shares = batches.first_sequence(step), []
+    for rank in range(size):
+        share = World(rank, size, 0, 8, torch.device("cpu")).share(B // batches.micro_batch_size)
+        shares.append(batches.sequences(first + share.start, len(share))[1])
+    windows, epochs = np.concatenate(shares), np.arange(first, first + B) // n
+    once = len(np.unique(np.stack([epochs, windows]), axis=1).T) == B  # no window twice in an epoch
+    return once and bool((windows == batches.sequences(first, B)[1]).all() and (windows < n).all())
 
 
-def serve(batches, size: int) -> dict:
-    """Microseconds of a rank's micro-batch, of the first one at a place, and the kilobytes that it takes at most."""
+def microseconds(batches, size: int, in_epoch: int) -> dict:
+    """Of a rank's micro-batch: of the first one at a new place of the run, and of another one there."""
     import data
 
     new, again = [], []
-    in_epoch = interesting_steps(batches)[2]
     for step in np.random.default_rng(0).integers(in_epoch, size=50).tolist():
-        micro_batch = step % (batches.sequences_per_update // size)
         data.permuted_block.cache_clear()
         data.mixed_block.cache_clear()
         for times in (new, again):
             began = time.perf_counter()
-            batches.batch(step, micro_batch)
+            batches.batch(step, step % (batches.sequences_per_update // size))
             times.append(time.perf_counter() - began)
-    tracemalloc.start()
-    data.permuted_block.cache_clear()
-    batches.batch(in_epoch // 3, 0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return {"new place us": 1e6 * statistics.median(new), "us": 1e6 * statistics.median(again), "kB": peak / 1e3}
+    return {"new place us": 1e6 * statistics.median(new), "us": 1e6 * statistics.median(again)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,43 +198,34 @@ def one_rank(size: int, copies: int) -> dict:
         optimizer.step()
         state = sum(value.to_local().numel() * 4 for _, _, value in optimizer.state() if hasattr(value, "to_local"))
     dist.destroy_process_group()
-    planned = footprint.of_rank(config, size, "cuda")
-    traffic = [(messages, ranks) for _, messages, ranks, _ in cluster.traffic(config, size, 1)]
     row = {
         "ranks": size,
         "copies": copies,
         "parameters": sum(p.numel() for p in module.parameters()),
         "build s": built,
         "bytes": {"weights": weights, "gradients": gradients, "optimizer state": state},
-        "planned bytes": planned,
-        "collectives": counted,
-        "planned collectives": traffic,
+        "planned bytes": footprint.of_rank(config, size, "cuda"),
+        "collectives": dict(counted.counts),
+        "planned collectives": [(messages, ranks) for _, messages, ranks, _ in cluster.traffic(config, size, 1)],
         "update": cluster.speed(config, size, cluster.GPUS["h100"], cluster.GPUS["h100"].mfu),
     }
-    gb = {name: f"{value / 1e9:.3f}" for name, value in row["bytes"].items()}
-    print(f"{row['parameters']:,} parameters on {size} ranks, {copies} copies: built in {built:.1f} s; GB of a rank: {gb}")
-    print(f"  collectives of an update: {counted}; planned (collectives, ranks): {traffic}")
-    print(f"  planned memory at the peak {sum(planned.values()) / 1e9:.1f} GB; {row['update']}", flush=True)
+    print(*(f"{key}: {value}" for key, value in row.items()), sep="\n  ", flush=True)
     return row
 
 
 def collectives():
-    """A context that counts the collectives started in it. Its value is a dictionary of their numbers by name."""
+    """A context whose value has `counts`, the collectives started in it by name."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Counter(TorchDispatchMode):
-        def __enter__(self):
-            super().__enter__()
-            self.counts = {}
-            return self.counts
+    class Counting(TorchDispatchMode):
+        counts = Counter()
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function.namespace == "c10d":
-                name = function._schema.name.split("::")[1].strip("_")
-                self.counts[name] = self.counts.get(name, 0) + 1
+                self.counts[function._schema.name.split("::")[1].strip("_")] += 1
             return function(*args, **kwargs or {})
 
-    return Counter()
+    return Counting()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,16 +243,14 @@ def scaling() -> dict:
             row = {"model": name, "GPUs": ranks, "from": first[0], "published": published, "predicted": predicted}
             row["same micro-batch"] = micro_batch == first[1]
             rows.append(row | {"error": predicted / published - 1, "source": series["source"]})
-    head = ["series", "GPUs", "from", "published tokens/s a GPU", "predicted", "error"]
-    print(machine.table(head, [[
-        row["model"], row["GPUs"], row["from"], f"{row['published']:,.0f}", f"{row['predicted']:,.0f}", f"{row['error']:+.1%}"
-    ] for row in rows]))  # fmt: skip
-    alike = [row for row in rows if row["same micro-batch"]]
-    for words, chosen in (("all", rows), ("with the micro-batch of the series' first point", alike)):
-        errors, worst = [abs(row["error"]) for row in chosen], max(chosen, key=lambda row: abs(row["error"]))
+    for row in rows:
+        print(
+            f"{row['model']:<24} {row['GPUs']:5} GPUs: {row['published']:8,.0f} tokens/s a GPU, {row['error']:+.1%} predicted"
+        )
+    for words, chosen in (("all", rows), ("equal micro-batches", [row for row in rows if row["same micro-batch"]])):
+        errors = [abs(row["error"]) for row in chosen]
         print(f"{len(chosen)} predictions, {words}: median error {statistics.median(errors):.1%}, ", end="")
-        print(f"{sum(error <= 0.1 for error in errors)} within 10 %, ", end="")
-        print(f"worst {worst['error']:+.1%} ({worst['model']} on {worst['GPUs']})")
+        print(f"{sum(error <= 0.1 for error in errors)} within 10 %, worst {max(errors):.1%}")
     return {"rows": rows}
 
 

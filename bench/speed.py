@@ -1,6 +1,6 @@
 """How fast is training, compared with nanoGPT and with the machine?
 
-python bench/speed.py steps|loss|loader [--flag=value ...]
+python bench/speed.py steps|loss [--flag=value ...]
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +24,12 @@ import machine  # puts the project's folder on the path
 # isort: split
 import numpy as np
 
-import settings
 from common.errors import RunError, UserError
 from machine import in_fresh_process, in_turns, ratio, run_until, spread, timed
-from settings import ModelConfig
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65
+TARGET_LOSS = 1.8857  # that our run must reach, in nats a character
 README_RUN = shlex.split(
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
     "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
@@ -60,15 +58,6 @@ def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
     return folder
 
 
-def nanogpt_train(checkout: Path, *flags: str) -> dict:
-    """Run nanoGPT's train.py in this process. Returns its global variables and functions."""
-    os.chdir(checkout)
-    sys.path.insert(0, str(checkout))
-    sys.argv = ["train.py", *flags]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return runpy.run_path("train.py", run_name="__main__")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps
 
@@ -76,58 +65,43 @@ def nanogpt_train(checkout: Path, *flags: str) -> dict:
 @dataclass(frozen=True)
 class StepsConfig(Comparison):
     steps: int = 30
-    """Steps of each run."""
-    warmup_steps: int = 8
-    """Steps of each run that are not counted."""
-    compile: bool = True
-    """Also measure both programs compiled. (nanoGPT's README turns compiling off on a CPU.)"""
+    """Steps of each run, the first eight of which do not count."""
 
 
 def steps(config: StepsConfig) -> None:
     """How fast is a step, compared with nanoGPT and with the machine? python bench/speed.py steps --nanogpt=PATH
 
     Trains nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and ours of the same
-    architecture on the same tokens, in turns, each by its own train.py. Reads the milliseconds of a step that the programs
-    report, without the first steps. Also measures the matrix products of such a step alone, to tell how near our step comes to
-    them, and the fastest product, to tell which share of it our model FLOPs reach. All of ours is in the precision that
-    --dtype=auto chooses. Writes tokens_per_second.json.
+    architecture on the same tokens, in turns, each by its own train.py, compiled and not. (nanoGPT's README turns compiling off
+    on a CPU.) Reads the milliseconds of a step that the programs report. Also measures the matrix products of such a step
+    alone, to tell how near our step comes to them. Ours is in the precision that --dtype=auto chooses. Writes
+    tokens_per_second.json.
     """
     machine.act_as(config.processor)
-    dtype, flops = in_fresh_process(chosen_dtype), in_fresh_process(flops_of_a_token)
-    matmul, products = f"{dtype} matmul, FLOP/s", f"the products of a step alone, {dtype}, tokens/s"
+    dtype = in_fresh_process(chosen_dtype)
+    products = f"the products of a step alone, {dtype}, tokens/s"
     with tempfile.TemporaryDirectory() as folder:
         peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", random_text(2_000_000))
 
-        def speed(measure: Callable, *arguments) -> float:
-            milliseconds = measure(*arguments)[config.warmup_steps :]
-            return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds)
+        def speed(milliseconds: list[float]) -> float:
+            return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds[8:])
 
-        def nanogpt(mode: str) -> list[float]:
-            flags = [f"--{name}={value}" for name, value in SHAPE.items()] + [f"--compile={mode == 'on'}", "--dropout=0.0"]
-            return nanogpt_steps(
-                peer, config.steps, [*flags, f"--batch_size={BATCH}", f"--block_size={SEQ_LEN}", "--device=cpu"]
-            )
+        def nanogpt(mode: str) -> float:
+            flags = dict(SHAPE, compile=mode == "on", dropout=0.0, batch_size=BATCH, block_size=SEQ_LEN, device="cpu")
+            return speed(nanogpt_steps(peer, config.steps, [f"--{name}={value}" for name, value in flags.items()]))
 
-        contenders = {
-            matmul: lambda: in_fresh_process(matmul_peak, dtype, "cpu"),
-            products: lambda: in_fresh_process(products_alone, dtype),
-        }
-        modes, tokens = ("on", "off") if config.compile else ("off",), peer / "data/shakespeare_char"
-        for mode in modes:
-            contenders[f"ours, compile {mode}, tokens/s"] = lambda mode=mode: speed(our_steps, tokens, config.steps, mode)
-            contenders[f"nanoGPT, compile {mode}, tokens/s"] = lambda mode=mode: speed(nanogpt, mode)
+        contenders = {products: lambda: in_fresh_process(products_alone, dtype)}
+        for mode in ("on", "off"):
+            ours = lambda mode=mode: speed(our_steps(peer / "data/shakespeare_char", config.steps, mode))  # noqa: E731
+            contenders[f"ours, compile {mode}, tokens/s"] = ours
+            contenders[f"nanoGPT, compile {mode}, tokens/s"] = lambda mode=mode: nanogpt(mode)
         measured = in_turns(config.rounds, contenders)
-    best = f"ours, compile {modes[0]}, tokens/s"
+    best = "ours, compile on, tokens/s"
     ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in measured if name.startswith("nanoGPT")}
     ratios[f"a step / its products, {best}"] = ratio(measured[products], measured[best])
-    for name in (name for name in measured if name.startswith("ours")):
-        ratios[f"{name}, share of the matmul peak"] = flops * ratio(measured[name], measured[matmul])
-    result = {name: spread(values) for name, values in measured.items()} | ratios | {"flops_per_token": flops}
-    print(
-        machine.write("tokens_per_second", result, Path(config.out)),
-        *(f"{name}: {value:.3f}" for name, value in ratios.items()),
-        sep="\n",
-    )
+    result = {name: spread(values) for name, values in measured.items()} | ratios
+    print(machine.write("tokens_per_second", result, Path(config.out)))
+    print(*(f"{name}: {value:.3f}" for name, value in ratios.items()), sep="\n")
 
 
 def random_text(characters: int) -> str:
@@ -198,13 +172,6 @@ def products_alone(dtype: str) -> float:
     return rows / statistics.median(seconds[2:])
 
 
-def flops_of_a_token() -> int:
-    """FLOPs of our model for one token, forward and backward."""
-    from hardware.footprint import flops_per_token
-
-    return flops_per_token(settings.resolve_model(ModelConfig("gpt2", **SHAPE, seq_len=SEQ_LEN), VOCABULARY))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The time to a loss
 
@@ -213,8 +180,6 @@ def flops_of_a_token() -> int:
 class LossConfig(Comparison):
     text: str = "input.txt"
     """tiny Shakespeare's input.txt, or another ASCII text."""
-    target_loss: float = 1.8857
-    """The loss that our run must reach, in nats a character."""
 
 
 def loss(config: LossConfig) -> None:
@@ -237,13 +202,11 @@ def loss(config: LossConfig) -> None:
 
         seconds = in_turns(config.rounds, {"ours, s": ours, "nanoGPT, s": lambda: timed(["train.py", *README_RUN], peer)})
         results = {"ours": our_result(folder / "run0"), "nanoGPT": in_fresh_process(nanogpt_result, peer)}
-    faster, reached = ratio(seconds["nanoGPT, s"], seconds["ours, s"]), results["ours"]["loss"] <= config.target_loss
+    faster = ratio(seconds["nanoGPT, s"], seconds["ours, s"])
     result = {"seconds": {name: spread(values) for name, values in seconds.items()}, "at_the_end": results}
-    result |= {"target_loss": config.target_loss, "reached": reached, "times_faster": faster}
+    result |= {"target_loss": TARGET_LOSS, "reached": results["ours"]["loss"] <= TARGET_LOSS, "times_faster": faster}
     print(machine.write("time_to_loss", result, Path(config.out)))
-    for name, row in results.items():
-        print(f"{name}: loss {row['loss']:.4f} a character, {row['parameters']:,} parameters")
-    print(f"target {config.target_loss} {'reached' if reached else 'MISSED'}, {faster:.2f} times faster than nanoGPT")
+    print(results, f"target {TARGET_LOSS} reached: {result['reached']}; {faster:.2f} times faster than nanoGPT", sep="\n")
 
 
 def our_result(run: Path) -> dict:
@@ -259,7 +222,11 @@ def nanogpt_result(checkout: Path) -> dict:
     """The loss of nanoGPT's checkpoint over all windows of 64 characters of val.bin. nanoGPT itself loads it."""
     import torch
 
-    nanogpt = nanogpt_train(checkout, *README_RUN, "--init_from=resume", "--eval_only=True", "--eval_iters=1")
+    os.chdir(checkout)
+    sys.path.insert(0, str(checkout))
+    sys.argv = ["train.py", *README_RUN, "--init_from=resume", "--eval_only=True", "--eval_iters=1"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        nanogpt = runpy.run_path("train.py", run_name="__main__")
     model, val = nanogpt["raw_model"].eval(), np.fromfile("data/shakespeare_char/val.bin", dtype=np.uint16)
     starts = np.arange(0, len(val) - 64, 64)
     windows = torch.from_numpy(val[starts[:, None] + np.arange(65)].astype(np.int64))
@@ -268,83 +235,5 @@ def nanogpt_result(checkout: Path) -> dict:
     return {"loss": total / len(windows), "parameters": sum(p.numel() for p in model.parameters())}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loader
-
-
-@dataclass(frozen=True)
-class LoaderConfig(Comparison):
-    nanogpt: str = ""
-    """A checkout of nanoGPT (empty: leave nanoGPT out)."""
-    seconds: float = 2.0
-    """Duration of each measurement."""
-    batch_size: int = 12
-    seq_len: int = 1024
-
-
-def loader(config: LoaderConfig) -> None:
-    """How fast is the data loader, compared with nanoGPT's? python bench/speed.py loader --nanogpt=PATH
-
-    Tokens/s of `data.Batches.batch`, of the `Prefetcher` and of nanoGPT's get_batch on the same tokens, in turns. Writes
-    loader.json. bench/scale.py has the time to open 15 trillion tokens and to read a batch of them.
-    """
-    machine.act_as(config.processor)
-    with tempfile.TemporaryDirectory() as folder:
-        tokens, direct = Path(folder) / "tokens", "ours, Batches.batch, tokens/s"
-        tokens.mkdir()
-        ids = np.random.default_rng(0).integers(50257, size=10_000_000, dtype=np.uint16)
-        for split, part in (("train", ids), ("val", ids[:100_000])):  # both loaders read nanoGPT's files
-            part.tofile(tokens / f"{split}.bin")
-        contenders = {
-            direct: lambda: in_fresh_process(our_speed, tokens, config, False),
-            "ours, Prefetcher, tokens/s": lambda: in_fresh_process(our_speed, tokens, config, True),
-        }
-        if config.nanogpt:
-            peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", "text")
-            contenders["nanoGPT, get_batch, tokens/s"] = lambda: in_fresh_process(nanogpt_speed, peer, tokens, config)
-        measured = in_turns(config.rounds, contenders)
-    result = {name: spread(values) for name, values in measured.items()}
-    if config.nanogpt:
-        result["times nanoGPT"] = ratio(measured[direct], measured["nanoGPT, get_batch, tokens/s"])
-        print(f"Batches.batch / nanoGPT's get_batch: {result['times nanoGPT']:.2f}")
-    print(machine.write("loader", result, Path(config.out)))
-
-
-def calls_per_second(call: Callable[[], object], seconds: float) -> float:
-    """How often a second `call` can be made. A tenth of the time goes to warming up first."""
-    for share in (0.1, 1.0):
-        calls, began = 0, time.perf_counter()
-        while (passed := time.perf_counter() - began) < share * seconds:
-            call()
-            calls += 1
-    return calls / passed
-
-
-def our_speed(directory: Path, config: LoaderConfig, prefetch: bool) -> float:
-    """Tokens/s of our loader with 40 micro-batches an update, called directly or through the prefetching thread."""
-    import torch
-
-    import data
-
-    mixture, size = data.open_mixture(str(directory)), config.batch_size
-    batches = data.Batches(mixture.streams("train"), mixture.shares, config.seq_len, 40 * size, size, seed=1)
-    upcoming = ((step, micro_batch) for step in range(10**9) for micro_batch in range(40))
-    prefetcher = data.Prefetcher(batches, upcoming, torch.device("cpu")) if prefetch else None
-    call = prefetcher.next if prefetch else lambda: torch.from_numpy(batches.batch(*next(upcoming)))
-    speed = calls_per_second(call, config.seconds) * config.batch_size * config.seq_len
-    if prefetch:
-        prefetcher.close()
-    return speed
-
-
-def nanogpt_speed(checkout: Path, directory: Path, config: LoaderConfig) -> float:
-    """Tokens/s of the get_batch that nanoGPT's train.py defines."""
-    flags = ["--n_layer=1", "--n_head=1", "--n_embd=8", f"--block_size={config.seq_len}", "--batch_size=1", "--device=cpu"]
-    flags += [f"--dataset={directory}", f"--out_dir={directory}/out", "--compile=False", "--eval_only=True", "--eval_iters=1"]
-    get_batch = nanogpt_train(checkout, *flags)["get_batch"]
-    get_batch.__globals__["batch_size"] = config.batch_size  # set late: the script has evaluated its model with batches of 1
-    return calls_per_second(lambda: get_batch("train"), config.seconds) * config.batch_size * config.seq_len
-
-
 if __name__ == "__main__":
-    machine.choose(__doc__, steps=(StepsConfig, steps), loss=(LossConfig, loss), loader=(LoaderConfig, loader))
+    machine.choose(__doc__, steps=(StepsConfig, steps), loss=(LossConfig, loss))

@@ -31,17 +31,17 @@ def test_same_run_accepts_equal_runs_and_under_exact_no_others(tokens, tmp_path)
     assert (tmp_path / "same_run.png").read_bytes().startswith(b"\x89PNG")
 
     rows = [{**row, "metrics": [{"step": 1, "loss": 1.0}]} for row in result["runs"]]
-    assert same_run.report(rows) == 0
+    assert same_run.report({"exact": rows}) == 0
     digest, other_losses = "0" * 64, [{"step": 1, "loss": 1.1}]
     for change in ({"model.safetensors": digest}, {"optimizer.safetensors": digest}, {"metrics": other_losses}):
-        assert same_run.report([rows[0], {**rows[1], **change}, rows[2]]) == 1
-    rows = [{**row, "strategy": "ddp"} for row in rows]  # ddp promises nothing on other numbers of ranks
-    assert same_run.report([rows[0], {**rows[1], "model.safetensors": digest}, rows[2]]) == 0
+        assert same_run.report({"exact": [rows[0], {**rows[1], **change}, rows[2]]}) == 1
+    different = [rows[0], {**rows[1], "model.safetensors": digest}, rows[2]]
+    assert same_run.report({"ddp": different}) == 0  # ddp promises nothing on other numbers of ranks
 
 
 @pytest.mark.slow
 def test_resume_accepts_equal_runs_and_no_others(tokens, tmp_path, capsys):
-    output, result = run("drill", tmp_path, "resume", "resume", ranks=3, strategies="ddp", steps=2, more="false", tokens=tokens)
+    output, result = run("drill", tmp_path, "resume", "resume", only="ddp on 3", steps=2, tokens=tokens)
     [row] = result["cases"]
     undisturbed, repeated, resumed = row["sha256"]
     assert (row["case"], row["ranks"]) == ("ddp", 3) and undisturbed == repeated == resumed

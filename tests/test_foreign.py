@@ -2,8 +2,8 @@
 
 Each case is a command in a folder with a dataset and a run, in which one thing is wrong. It must end with its exit status and
 with words that help, without a traceback, within SECONDS and MEGABYTES, and leave every file as it was. The cases differ in
-kind: what all readers share (`common/files.py`, msgspec's types) is tried on one file. `bench/fuzz.py` tries what nobody
-thought of.
+kind: what all readers share (`common/files.py`, msgspec's types) is tried on one file. `tests/test_damaged.py` damages a
+file of each format.
 """
 
 import concurrent.futures

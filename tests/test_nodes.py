@@ -59,13 +59,11 @@ def test_both_sides_of_a_cut_end_in_time_and_say_what_is_missing(train, tokens, 
 
 
 def test_the_ranks_of_both_torchruns_end_after_a_cut(tokens, tmp_path):
-    cluster = hosts.Cluster(tmp_path / "run", hosts.NodesConfig(steps=10**6, tokens=str(tokens)))
-    cluster.start(restarts=0)
-    wait_for(lambda: cluster.step() > 3)
-    hosts.plug(False)
     errors = {"a": "rank 1 no longer answers: ", "b": CUT_OFF}
-    try:
-        wait_for(lambda: all(text in cluster.output(host) for host, text in errors.items()), ENDS)
-        wait_for(lambda: cluster.ended("a"), ENDS)  # on host b torchrun itself waits until the kernel gives the connection up
-    finally:
-        cluster.end()
+    with hosts.Cluster(tmp_path / "run", hosts.NodesConfig(steps=10**6, tokens=str(tokens))) as cluster:
+        cluster.start(restarts=0)
+        wait_for(lambda: machine.last_step(cluster.directory) > 3)
+        hosts.plug(False)
+        wait_for(lambda: all(text in cluster.output(host).read_text() for host, text in errors.items()), ENDS)
+        # On host b torchrun itself waits until the kernel gives the connection up.
+        wait_for(lambda: cluster.running["a"].poll() is not None, ENDS)

@@ -59,16 +59,12 @@ def test_the_driver_notices_what_would_lose_a_checkpoint(memory, monkeypatch, ta
     assert any("was saved, and the newest intact checkpoint is of step" in problem for problem in cases.broken)
 
 
-def flip(path):
-    power_cut.damage(path / "model.safetensors")
-
-
-def shorten(path):
-    os.truncate(path / "optimizer.safetensors", 10)
-
-
-def forget(path):
-    (path / "manifest.json").unlink()
+DAMAGES = [
+    lambda path: power_cut.damage(path / "model.safetensors"),
+    lambda path: os.truncate(path / "optimizer.safetensors", 10),
+    lambda path: (path / "manifest.json").unlink(),
+    shutil.rmtree,
+]
 
 
 class Checkpoints(RuleBasedStateMachine):
@@ -132,26 +128,22 @@ class Checkpoints(RuleBasedStateMachine):
         there = retention.published(self.checkpoints)
         return there[which % len(there)] if there else None
 
-    @rule(which=st.integers(0, 5), how=st.sampled_from([flip, shorten, forget, shutil.rmtree]))
+    @rule(which=st.integers(0, 5), how=st.sampled_from(DAMAGES))
     def damage(self, which, how):
         if path := self.one(which):
             with contextlib.suppress(FileNotFoundError):  # it is damaged already
                 how(path)
             self.owed = min(self.owed, self.newest())
 
-    @rule(which=st.integers(0, 5), name=st.sampled_from(["step-good", "step-00000001.bak", "step-9", "next", "file", "link"]))
+    @rule(which=st.integers(0, 5), name=st.sampled_from(["step-good", "step-00000001.bak", "step-9", "next", "link"]))
     def somebody_puts_something_there(self, which, name):
-        path = self.one(which)
-        if path is None:
-            return
         coming = retention.step_directory(self.checkpoints, self.newest() + 2)
-        target = coming if name in ("next", "file") else self.checkpoints / name
-        if os.path.lexists(target):
+        target = coming if name == "next" else self.checkpoints / name
+        path = self.one(which)
+        if path is None or os.path.lexists(target):
             return
         if name == "link":
             target.symlink_to(path.name)
-        elif name == "file":
-            target.write_text("in the way")
         else:
             shutil.copytree(path, target)
         self.foreign |= {target.name} - {coming.name}
