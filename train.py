@@ -39,6 +39,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import data
@@ -47,16 +48,21 @@ from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Checkpoints, TrainState
 from checkpoints.lookup import Start
 from common import cli, files
-from common.errors import EX_TEMPFAIL, RunError
+from common.errors import EX_TEMPFAIL, RunError, UserError
+from dataset import tokenizer
+from dataset.tokenizer import Tokenizer
 from evaluate import evaluate
 from hardware.footprint import flops_per_token
-from model import initial_weights, without_values
+from model import generate, initial_weights, without_values
 from parallel.engine import Engine
 from parallel.world import Stop, World, connect, unheard
 from planning import choices
 from reports.log import Log, duration
 from reports.progress import Progress, due
+from sample import stream
 from settings import Config
+
+SAMPLE_TOKENS = 64  # a line or two
 
 
 @dataclass
@@ -74,6 +80,7 @@ class Run:
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
+    text: Tokenizer | None = None  # with which samples are shown
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
     val_loss: float = math.nan  # of the last evaluation
 
@@ -112,6 +119,10 @@ def prepare(config: Config, world: World) -> Run:
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
 
+    if config.eval.sample_every and not dataset.tokenizer:
+        raise UserError(f"--sample_every needs a tokenizer.json beside the tokens, and {dataset} has none")
+    text = tokenizer.load(dataset.tokenizer) if config.eval.sample_every else None
+
     # Which run is this? A new one, or one that goes on.
     log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
     start = lookup.find_start(log.directory, config, dataset, world)
@@ -132,7 +143,7 @@ def prepare(config: Config, world: World) -> Run:
     if start.weights and run.state.step < config.train.steps:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
-    run.log, run.progress = log, Progress(log, config, flops_per_token(config.model), peak_flops)
+    run.log, run.text, run.progress = log, text, Progress(log, config, flops_per_token(config.model), peak_flops)
     run.state.begin(config, dataset, world, start.continues, start.weights)
     open_files(run, start.continues)
     return run
@@ -177,7 +188,7 @@ def open_files(run: Run, continues: bool) -> None:
 def train(run: Run) -> int:
     """Update until the last step; save, evaluate and report on the way. Returns the exit status."""
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
-    steps, loss = config.train.steps, 0.0
+    steps, began_at, loss = config.train.steps, state.step, 0.0
     if state.step == steps and run.evaluated_at == steps:
         run.progress.check_finite(state, run.val_loss)
         log.say(f"{log.directory} is complete at step {steps}; --steps=N goes further")
@@ -197,6 +208,8 @@ def train(run: Run) -> int:
         run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
+        if due(config.eval.sample_every, state.step) and state.step > began_at:  # the run before has shown that one
+            show_sample(run)
         if last or stopping:
             break
         stop.ask()
@@ -283,6 +296,19 @@ def validate(run: Run) -> None:
     run.evaluated_at, run.val_loss = state.step, validation["val_loss"]
     run.checkpoints.evaluated(state, run.val_loss)
     run.progress.evaluated(state, validation, time.monotonic() - began)
+
+
+def show_sample(run: Run) -> None:
+    """Say what the model writes after the first validation token, which mostly starts a document. No bit of the run changes."""
+    config, engine, step = run.config, run.engine, run.state.step
+    start = torch.from_numpy(run.dataset.streams("val")[0].read_windows(np.zeros(1, int), 1)[:, :1])
+    generator = torch.Generator().manual_seed(data.dropout_seed(config.run.seed, step, config.micro_batches))
+    engine.module.eval()
+    # All ranks draw the same, and none stops at an end of text: under fsdp each forward gathers the weights from all of them.
+    with engine.autocast(), torch.compiler.set_stance("force_eager"):
+        new = [t.item() for t in generate(engine.module, start, SAMPLE_TOKENS, 0.8, 50, generator, run.dataset.vocab_size)]
+    engine.module.train()
+    run.log.sample(step, "".join(stream(run.text, start[0].tolist(), new)))
 
 
 def give_up(run: Run) -> None:

@@ -1,7 +1,8 @@
-"""sample.py through its front door, on a small model with random weights."""
+"""sample.py through its front door, on a small model with random weights, and samples during training."""
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,3 +104,52 @@ def test_bad_input_names_what_is_there(run, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
     (tmp_path / "model.safetensors").unlink()
     assert "no model.safetensors" in refused(tmp_path)
+
+
+# Rank by rank, instead of the 14th update.
+KILL = """
+update = train.update
+train.update = lambda run, *more: (run.state.step == 13 and os.kill(os.getpid(), 9), update(run, *more))[1]
+"""
+
+
+def samples(train, name):
+    """What the samples of a run show, by the beginning of their lines in train.log: the step."""
+    lines = (train.runs / name / "train.log").read_text().splitlines()
+    return dict(line.split("  sample ") for line in lines if "  sample " in line)
+
+
+@pytest.mark.parametrize("strategy", ["exact", "ddp", "fsdp"])
+def test_samples_during_training_change_no_bit(train, strategy):
+    flags = dict(strategy=strategy, dropout=0.1)
+    shown = flags | dict(sample_every=4)
+    train("without", 3, **flags)
+    train("with", 3, **shown)
+    train.changed(KILL, "killed", 3, status=1, **shown)
+    train("killed", 3, **shown)
+    for name in ("with", "killed"):
+        assert train.files(name) == train.files("without") and train.metrics(name) == train.metrics("without")
+    found = samples(train, "with")
+    assert [int(line.split()[1]) for line in found] == [4, 8, 12, 16, 20] and len(set(found.values())) == 5
+    assert samples(train, "killed") == found and not samples(train, "without")
+    if strategy == "exact":
+        train("one", 1, **shown)
+        assert train.files("one") == train.files("without") and samples(train, "one") == found
+
+
+def test_boards_show_the_samples_of_a_resumed_run_once(train):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (8, 20):
+        train("run", steps=steps, schedule="constant", sample_every=4, tensorboard=True)
+    board = EventAccumulator(str(train.runs / "run/tensorboard")).Reload()
+    events = board.Tensors("sample/text_summary")
+    assert [event.step for event in events] == [4, 8, 12, 16, 20]
+    assert events[-1].tensor_proto.string_val[0].startswith(b"    ")
+
+
+def test_samples_need_a_tokenizer(train, tmp_path):
+    for split in ("train", "val"):
+        (np.arange(5000) % 60).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    refused = train("foreign", tokens=tmp_path, vocab_size=60, sample_every=5, status=2).stderr
+    assert "error: --sample_every needs a tokenizer.json" in refused and not (train.runs / "foreign").exists()
