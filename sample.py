@@ -1,4 +1,7 @@
-"""Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`."""
+"""Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
+
+In a terminal and without --prompt it goes on from what is typed, line after line.
+"""
 
 import os
 import sys
@@ -9,6 +12,7 @@ if __name__ == "__main__":
 
     errors.begin()
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +31,8 @@ class SampleConfig:
     run: tyro.conf.Positional[str]
     """A run directory (its newest checkpoint is taken), a checkpoint, or any Hugging Face model directory or hub id."""
     prompt: str = ""
-    """Text to go on from; FILE:path takes the text of a file; empty: the start of a document."""
+    """Text to go on from; FILE:path takes the text of a file.
+    Empty: what is typed in a terminal, or else the start of a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Tokens of a sample; it is shorter where the model ends the document."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
@@ -50,33 +55,78 @@ def main(config: SampleConfig) -> None:
     from checkpoints import lookup
     from dataset import tokenizer
     from hardware import device
-    from model import generate
     from parallel.world import connect
 
     directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
-    asked = read_prompt(config.prompt)
-    prompt = text.encode(asked).tolist() or [text.eot_token]
-    if max(prompt) >= model.config.vocab_size:
-        unknown = [c for c in asked if max(text.encode(c)) >= model.config.vocab_size]
-        what = repr((unknown or [text.decode([max(prompt)])])[0]) if config.prompt else "the start of a document"
-        size = f"the model of {directory} has {model.config.vocab_size} tokens"
-        raise UserError(f"--prompt: {what} is token {max(prompt)}, and {size}; try text like that it was trained on")
-
+    typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
+    prompt = [] if typed else encode(text, read_prompt(config.prompt), model)
     own_device = connect(config.device).device
     model.to(own_device)
     for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
     dtype = device.choose_dtype(for_one_token, own_device)
-    generator = torch.Generator().manual_seed(config.seed)
+    options = (config.max_new_tokens, config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
     with device.autocast(own_device, dtype):
+        if typed:
+            return converse(model, text, options)
         for _ in range(config.num_samples):
-            options = (config.max_new_tokens, config.temperature, config.top_k, generator)
-            new = generate(model, torch.tensor([prompt]), *options, vocab_limit=text.vocab_size, eot=text.eot_token)
-            for piece in stream(text, prompt, (token.item() for token in new)):
-                print(piece, end="", flush=True)
+            show(model, text, [], prompt, options)
             print("\n---------------")
+
+
+def encode(text, prompt: str, model) -> list[int]:
+    """The tokens of `prompt`, or that of the start of a document. Raises UserError if the model does not have one of them."""
+    tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
+    if max(tokens) < size:
+        return tokens
+    unknown = [c for c in prompt if max(text.encode(c)) >= size]
+    what = repr((unknown or [text.decode([max(tokens)])])[0]) if prompt else "the start of a document"
+    raise UserError(f"--prompt: {what} is token {max(tokens)}, and the model has {size}; try text like that it was trained on")
+
+
+def show(model, text, context: list[int], prompt: list[int], options: tuple) -> list[int]:
+    """Print the text of `prompt` and what the model writes after `context` and it, as it is drawn. Returns all their tokens."""
+    import torch
+
+    from model import generate
+
+    tokens = context + prompt
+
+    def new() -> Iterator[int]:
+        for token in generate(model, torch.tensor([tokens]), *options, vocab_limit=text.vocab_size, eot=text.eot_token):
+            tokens.append(token.item())
+            yield tokens[-1]
+
+    for piece in stream(text, prompt, new()):
+        print(piece, end="", flush=True)
+    return tokens
+
+
+def converse(model, text, options: tuple) -> None:
+    """Go on from each line that is typed, with all text before it as the context, until Ctrl-D."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
+    print("Type a text to go on from. An empty line lets the model go on by itself. Ctrl-D ends.")
+    context, seq_len = [], model.config.seq_len
+    while True:
+        try:
+            line = input("> ")
+            prompt = encode(text, "\n" * bool(context) + line, model) if line or not context else []
+        except EOFError:
+            return print()
+        except UserError as error:
+            print(f"error: {error}")
+            continue
+        context = show(model, text, context, prompt, options)
+        print()
+        if context[-1] == text.eot_token:
+            print("--------------- the document has ended; the next line begins another")
+            context = []
+        elif len(context) >= seq_len:
+            print(f"--------------- the context of {seq_len} tokens is full; the last half of it stays")
+            context = context[-max(1, seq_len // 2) :]
 
 
 def advice(directory: Path) -> str:

@@ -1,6 +1,13 @@
 """sample.py through its front door, on a small model with random weights, and samples during training."""
 
+import contextlib
+import fcntl
+import os
+import pty
+import subprocess
 import sys
+import termios
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +17,7 @@ import sample
 from checkpoints import huggingface
 from checkpoints.checkpoint import write_manifest
 from common import cli, errors
-from conftest import execute
+from conftest import ROOT, environment, execute
 from dataset import tokenizer
 from model import GPT, generate, initialize
 from settings import ModelConfig, resolve_model
@@ -104,6 +111,69 @@ def test_bad_input_names_what_is_there(run, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
     (tmp_path / "model.safetensors").unlink()
     assert "no model.safetensors" in refused(tmp_path)
+
+
+class Terminal:
+    """sample.py in a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.master, slave = pty.openpty()
+        streams = dict(stdin=slave, stdout=slave, stderr=slave)
+        command = [sys.executable, "sample.py", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), start_new_session=True, **streams, preexec_fn=take
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def read_until(self, end):
+        """What it shows next, up to `end`."""
+        deadline = time.monotonic() + 60
+        while end not in self.seen and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self.seen += os.read(self.master, 1000).decode().replace("\r\n", "\n")
+        before, found, self.seen = self.seen.partition(end)
+        assert found, before
+        return before
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+
+def take():
+    """Make the terminal on stdin that of this process, so that it gets its Ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_in_a_terminal_it_goes_on_from_what_is_typed(run):
+    terminal = Terminal(run, "--device=cpu", "--max_new_tokens=9", "--temperature=0")
+    terminal.read_until("Ctrl-D ends.\n> ")
+    terminal.type("def add\n")
+    first = terminal.read_until("\n> ")
+    assert first.startswith("def add\ndef add")
+    terminal.type("\n")
+    second = terminal.read_until("\n> ")
+    assert "the context of 16 tokens is full" in first + second
+    terminal.type("\x04")
+    terminal.read_until("\n")
+    assert terminal.process.wait(60) == 0
+
+
+def test_what_is_typed_goes_on_from_the_text_before(run):
+    """Two lines that are typed give what one prompt with all of the text gives."""
+    flags = ["--device=cpu", "--temperature=0", "--max_new_tokens=2"]
+    whole = execute([sys.executable, "sample.py", run, "--prompt=def", *flags]).stdout.removesuffix("\n---------------\n")
+    after = execute([sys.executable, "sample.py", run, f"--prompt={whole}\n    re", *flags]).stdout
+    terminal = Terminal(run, *flags)
+    terminal.read_until("> ")
+    terminal.type("def\n")
+    assert terminal.read_until("\n> ") == f"def\n{whole}"
+    terminal.type("    re\n")
+    shown = terminal.read_until("\n> ").removeprefix("    re\n")
+    assert whole + shown + "\n---------------\n" == after
+    terminal.type("\x03")
+    terminal.read_until("interrupted")
+    assert terminal.process.wait(60) == 130
 
 
 # Rank by rank, instead of the 14th update.
