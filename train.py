@@ -33,6 +33,7 @@ if __name__ == "__main__":  # --help, --plan and bad flags are answered before t
             raise SystemExit(0)
     host.prepare_torch()
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -59,7 +60,6 @@ from parallel.world import Stop, World, connect, unheard
 from planning import choices
 from reports.log import Log, duration
 from reports.progress import Progress, due
-from sample import stream
 from settings import Config
 
 SAMPLE_TOKENS = 64  # a line or two
@@ -303,12 +303,13 @@ def show_sample(run: Run) -> None:
     config, engine, step = run.config, run.engine, run.state.step
     start = torch.from_numpy(run.dataset.streams("val")[0].read_windows(np.zeros(1, int), 1)[:, :1])
     generator = torch.Generator().manual_seed(data.dropout_seed(config.run.seed, step, config.micro_batches))
+    eager = torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()  # its lengths all differ
     engine.module.eval()
     # All ranks draw the same, and none stops at an end of text: under fsdp each forward gathers the weights from all of them.
-    with engine.autocast(), torch.compiler.set_stance("force_eager"):
+    with engine.autocast(), eager:
         new = [t.item() for t in generate(engine.module, start, SAMPLE_TOKENS, 0.8, 50, generator, run.dataset.vocab_size)]
     engine.module.train()
-    run.log.sample(step, "".join(stream(run.text, start[0].tolist(), new)))
+    run.log.sample(step, run.text.decode(new))
 
 
 def give_up(run: Run) -> None:
