@@ -1,4 +1,7 @@
-"""Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`."""
+"""Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
+
+In a terminal and without --prompt it goes on from what is typed, line after line.
+"""
 
 import os
 import sys
@@ -9,6 +12,7 @@ if __name__ == "__main__":
 
     errors.begin()
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,9 @@ from msgspec import Meta
 from common import cli, errors, files
 from common.errors import UserError
 from common.records import Count, Seed, Size
+from settings import Config
+
+LINE = 64  # tokens that are shown of a model in training: a line or two
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class SampleConfig:
     run: tyro.conf.Positional[str]
     """A run directory (its newest checkpoint is taken), a checkpoint, or any Hugging Face model directory or hub id."""
     prompt: str = ""
-    """Text to go on from; FILE:path takes the text of a file; empty: the start of a document."""
+    """Text to go on from; FILE:path takes the text of a file.
+    Empty: what is typed in a terminal, or else the start of a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Tokens of a sample; it is shorter where the model ends the document."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
@@ -50,33 +58,121 @@ def main(config: SampleConfig) -> None:
     from checkpoints import lookup
     from dataset import tokenizer
     from hardware import device
-    from model import generate
     from parallel.world import connect
 
     directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
-    asked = read_prompt(config.prompt)
-    prompt = text.encode(asked).tolist() or [text.eot_token]
-    if max(prompt) >= model.config.vocab_size:
-        unknown = [c for c in asked if max(text.encode(c)) >= model.config.vocab_size]
-        what = repr((unknown or [text.decode([max(prompt)])])[0]) if config.prompt else "the start of a document"
-        size = f"the model of {directory} has {model.config.vocab_size} tokens"
-        raise UserError(f"--prompt: {what} is token {max(prompt)}, and {size}; try text like that it was trained on")
-
+    typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
+    prompt = [] if typed else encode(text, read_prompt(config.prompt), model)
     own_device = connect(config.device).device
     model.to(own_device)
     for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
     dtype = device.choose_dtype(for_one_token, own_device)
-    generator = torch.Generator().manual_seed(config.seed)
+    options = (config.max_new_tokens, config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
     with device.autocast(own_device, dtype):
+        if typed:
+            return converse(model, text, options)
         for _ in range(config.num_samples):
-            options = (config.max_new_tokens, config.temperature, config.top_k, generator)
-            new = generate(model, torch.tensor([prompt]), *options, vocab_limit=text.vocab_size, eot=text.eot_token)
-            for piece in stream(text, prompt, (token.item() for token in new)):
-                print(piece, end="", flush=True)
+            show(model, text, [], prompt, options)
             print("\n---------------")
+
+
+class Sampler:
+    """Shows what a model writes while it is trained: a line, every config.eval.sample_every steps (0: never) after `since`.
+
+    It begins with the first validation token, which mostly starts a document. Raises UserError where the dataset has no
+    tokenizer.
+    """
+
+    def __init__(self, config: Config, dataset, since: int):
+        from dataset import tokenizer
+
+        self.config, self.dataset, self.since, self.every = config, dataset, since, config.eval.sample_every
+        if self.every and not dataset.tokenizer:
+            raise UserError(f"--sample_every needs a tokenizer.json beside the tokens, and {dataset} has none")
+        self.text = tokenizer.load(dataset.tokenizer) if self.every else None
+
+    def show(self, engine, step: int, log) -> None:
+        """Let the model of `engine` write after `step` updates, if a sample is due. Changes no bit of the run."""
+        from reports.progress import due
+
+        if step > self.since and due(self.every, step):
+            log.sample(step, self.write(engine, step))
+
+    def write(self, engine, step: int) -> str:
+        """What the model writes. All ranks must call this, and all draw the same tokens."""
+        import numpy as np
+        import torch
+
+        from data import dropout_seed
+        from model import generate
+
+        start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), 1)[:, :1])
+        generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
+        eager = (
+            torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
+        )  # its lengths all differ
+        engine.module.eval()
+        # It does not stop at an end of text: under fsdp each forward gathers the weights from all ranks.
+        with engine.autocast(), eager:
+            new = list(generate(engine.module, start, LINE, 0.8, 50, generator, self.dataset.vocab_size))
+        engine.module.train()
+        return self.text.decode([token.item() for token in new])
+
+
+def encode(text, prompt: str, model) -> list[int]:
+    """The tokens of `prompt`, or that of the start of a document. Raises UserError if the model does not have one of them."""
+    tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
+    if max(tokens) < size:
+        return tokens
+    unknown = [c for c in prompt if max(text.encode(c)) >= size]
+    what = repr((unknown or [text.decode([max(tokens)])])[0]) if prompt else "the start of a document"
+    raise UserError(f"--prompt: {what} is token {max(tokens)}, and the model has {size}; try text like that it was trained on")
+
+
+def show(model, text, context: list[int], prompt: list[int], options: tuple) -> list[int]:
+    """Print the text of `prompt` and what the model writes after `context` and it, as it is drawn. Returns all their tokens."""
+    import torch
+
+    from model import generate
+
+    tokens = context + prompt
+
+    def new() -> Iterator[int]:
+        for token in generate(model, torch.tensor([tokens]), *options, vocab_limit=text.vocab_size, eot=text.eot_token):
+            tokens.append(token.item())
+            yield tokens[-1]
+
+    for piece in stream(text, prompt, new()):
+        print(piece, end="", flush=True)
+    return tokens
+
+
+def converse(model, text, options: tuple) -> None:
+    """Go on from each line that is typed, with all text before it as the context, until Ctrl-D."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
+    print("Type a text to go on from. An empty line lets the model go on by itself. Ctrl-D ends.")
+    context, seq_len = [], model.config.seq_len
+    while True:
+        try:
+            line = input("> ")
+            prompt = encode(text, "\n" * bool(context) + line, model) if line or not context else []
+        except EOFError:
+            return print()
+        except UserError as error:
+            print(f"error: {error}")
+            continue
+        context = show(model, text, context, prompt, options)
+        print()
+        if context[-1] == text.eot_token:
+            print("--------------- the document has ended; the next line begins another")
+            context = []
+        elif len(context) >= seq_len:
+            print(f"--------------- the context of {seq_len} tokens is full; the last half of it stays")
+            context = context[-max(1, seq_len // 2) :]
 
 
 def advice(directory: Path) -> str:

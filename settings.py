@@ -178,6 +178,8 @@ class EvalConfig:
     """Steps between evaluations (0: only at the end)."""
     eval_tokens: Count = 1048576
     """Validation tokens of an evaluation (0: the whole split)."""
+    sample_every: Count = 0
+    """Steps between samples: a line of text that the model writes (0: none)."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.toml  # on eight GPUs
     python train.py config/gpt2_124m.toml --plan                             # what it will need; trains nothing
 
-The same command again continues the run. Exit status: 0 complete, 2 bad input, 1 the run cannot go on, 75 stopped with the
-state saved.
+The same command again continues the run. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 cannot go on.
 """
 
 # Read from top to bottom: what is made, the loop, one update, and then the rest in the order of its use.
@@ -56,6 +55,7 @@ from parallel.world import Stop, World, connect, unheard
 from planning import choices
 from reports.log import Log, duration
 from reports.progress import Progress, due
+from sample import Sampler
 from settings import Config
 
 
@@ -74,6 +74,7 @@ class Run:
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
+    sampler: Sampler | None = None
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
     val_loss: float = math.nan  # of the last evaluation
 
@@ -133,6 +134,7 @@ def prepare(config: Config, world: World) -> Run:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
     run.log, run.progress = log, Progress(log, config, flops_per_token(config.model), peak_flops)
+    run.sampler = Sampler(config, dataset, start.state.step)
     run.state.begin(config, dataset, world, start.continues, start.weights)
     open_files(run, start.continues)
     return run
@@ -166,9 +168,7 @@ def open_files(run: Run, continues: bool) -> None:
     if evaluation:
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)
-    if not world.is_master:
-        return
-    if state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
+    if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config))
     facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
     state.wandb_run_id = log.start_boards(config, state.step, state.wandb_run_id if continues else "", facts)
@@ -197,6 +197,7 @@ def train(run: Run) -> int:
         run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
+        run.sampler.show(engine, state.step, log)
         if last or stopping:
             break
         stop.ask()
@@ -214,8 +215,7 @@ def train(run: Run) -> int:
         facts = {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss}
         log.save_artifact(run.checkpoints.directory / "latest", facts)
     run.progress.check_finite(state, run.val_loss, loss)
-    run.progress.done(state)
-    run.progress.tell_next(run.dataset)
+    run.progress.done(state, run.dataset)
     return 0
 
 

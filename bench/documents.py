@@ -1,8 +1,8 @@
-"""What does attention within documents bring, and what does it cost? python bench/documents.py
+"""What attention within documents brings, what it costs, and how many documents windows cut.
 
-Trains one model twice on the same tokens, with --attend=window and --attend=document, in turns: on the functions and classes of
-Python's standard library, each a document, and on its files, which are long. Compares the validation losses, each with the
-attention that the run was trained with. Then measures the time of an update for several context lengths, in turns.
+python bench/documents.py loss    # validation losses with --attend=window and document, and on packed windows
+python bench/documents.py time    # the time of an update for several context lengths
+python bench/documents.py cuts    # the documents that windows cut, as they are and packed; trains nothing
 """
 
 import ast
@@ -12,9 +12,12 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 import machine  # puts the project's folder on the path
 
 # isort: split
+from dataset import tokens as dataset_tokens
 from dataset.sources import embedded_corpus
 
 MODEL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=192, optimizer="muon", lr=7e-3)
@@ -23,48 +26,180 @@ ATTENDS = ("window", "document")
 
 
 @dataclass(frozen=True)
-class DocumentsConfig:
-    steps: int = 120
-    """Updates of each run whose loss is compared."""
+class LossConfig:
+    seeds: str = "1,2,3"
+    steps: int = 100
+    """Updates of each run."""
     tokens_per_update: int = 8192
+    seq_len: int = 256
+    threads: int = 0
+    """CPU threads of a run (0: all cores)."""
+    out: str = str(machine.RESULTS)
+    """Directory of the results."""
+
+
+@dataclass(frozen=True)
+class TimeConfig:
     seq_lens: str = "256,1024,4096"
-    """Context lengths whose updates are timed."""
     rounds: int = 2
     out: str = str(machine.RESULTS)
     """Directory of the results."""
 
 
-def main(config: DocumentsConfig) -> None:
-    """Train, time, print and write."""
+@dataclass(frozen=True)
+class CutsConfig:
+    wikitext: str = ""
+    """A file of WikiText, whose articles and paragraphs are counted, too."""
+    seq_lens: str = "256,1024"
+    out: str = str(machine.RESULTS)
+    """Directory of the results."""
+
+
+def losses(config: LossConfig) -> None:
+    """Train models on the same tokens with --attend=window and --attend=document, for several seeds, in turns.
+
+    The texts are the functions and classes of Python's standard library, each a document, and its files, which are long. Each
+    loss is with the attention that its run was trained with. The functions are also packed: best-fit, so that no document of
+    at most seq_len tokens is cut; their validation split is not, so that all losses are of the same windows.
+    """
+    seeds, result = config.seeds.split(","), {}
     with machine.workspace() as folder:
-        texts = {"functions": write_functions(folder / "functions.jsonl"), "files": ""}
-        losses, costs = {}, {}
-        for text, source in texts.items():
-            tokens = folder / text
-            prepare = [machine.ROOT / "prepare_data.py", *filter(None, [source]), f"--out={tokens}", "--tokenizer=train:4096"]
-            machine.timed(prepare, machine.ROOT)
-            shape = json.loads((tokens / "dataset.json").read_text())["shards"]
-            each = sum(s["tokens"] for s in shape) / sum(s["documents"] for s in shape)
-            flags = dict(tokens=tokens, seq_len=256, steps=config.steps, tokens_per_update=config.tokens_per_update)
-            records = {a: train(folder, f"{text}-{a}", attend=a, **flags) for a in ATTENDS}
-            losses[text] = {a: found[-1]["val_loss"] for a, found in records.items()} | {"tokens per document": round(each, 1)}
-            print(f"{text}: {losses[text]}", flush=True)
+        prepare(folder / "functions", write_functions(folder / "functions.jsonl"))
+        prepare(folder / "files")
+        filled = pack_dataset(folder / "functions", folder / "packed", config.seq_len)
+        contenders = {f"{text}, {attend}": (folder / text, attend) for text in ("functions", "files") for attend in ATTENDS}
+        contenders["packed functions, document"] = (folder / "packed", "document")
+        flags = {name: getattr(config, name) for name in ("steps", "tokens_per_update", "seq_len", "threads")}
+        found = {name: [] for name in contenders}
+        for seed in seeds:
+            for name, (tokens, attend) in contenders.items():
+                found[name].append(train(folder, "run", tokens=tokens, attend=attend, seed=seed, **flags)[-1]["val_loss"])
+                print(f"seed {seed}  {name:<28} {found[name][-1]:.4f}", flush=True)
+    for name, other in [("functions, document", "functions, window"), ("files, document", "files, window")]:
+        result[f"{name} - {other}"] = differences(found[name], found[other])
+    result["packed - functions, document"] = differences(found["packed functions, document"], found["functions, document"])
+    result = {"flags": MODEL | flags, "validation loss": found, "differences": result, "share of padding, packed": 1 - filled}
+    print(json.dumps(result["differences"], indent=1))
+    print(machine.write("documents_loss", result, Path(config.out)))
+
+
+def times(config: TimeConfig) -> None:
+    """Measure the time of an update with --attend=window and --attend=document for several context lengths, in turns."""
+    costs = {}
+    with machine.workspace() as folder:
+        prepare(folder / "functions", write_functions(folder / "functions.jsonl"))
         for seq_len in map(int, config.seq_lens.split(",")):
             flags = dict(tokens=folder / "functions", seq_len=seq_len, steps=12, tokens_per_update=8192, log_every=1)
             flags |= dict(eval_tokens=seq_len, micro_batch_size=max(1, 4096 // seq_len))
 
             def update(attend: str, flags=flags) -> float:
-                found = train(folder, "timed", attend=attend, resume="off", **flags)
+                found = train(folder, "timed", attend=attend, **flags)
                 return statistics.median(r["step_ms"] for r in found if "step_ms" in r)
 
             measured = machine.in_turns(config.rounds, {f"{seq_len}, {a}, ms": lambda a=a: update(a) for a in ATTENDS})
             window, document = measured.values()
             costs[seq_len] = {name: machine.spread(values) for name, values in measured.items()}
             costs[seq_len]["document / window"] = machine.ratio(document, window)
-    result = {"flags": {k: v for k, v in MODEL.items()}, "validation loss": losses, "milliseconds of an update": costs}
-    print(machine.write("documents", result, Path(config.out)))
+    print(machine.write("documents_time", {"flags": MODEL, "milliseconds of an update": costs}, Path(config.out)))
     for seq_len, row in costs.items():
         print(f"context {seq_len}: an update takes {row['document / window']:.2f} times as long within documents")
+
+
+def cuts(config: CutsConfig) -> None:
+    """Count the documents that windows cut, as they are and by best-fit packing (Ding et al. 2024), which pads instead."""
+    rows = {}
+    with machine.workspace() as folder:
+        sources = {"functions of Python": write_functions(folder / "functions.jsonl"), "files of Python": ""}
+        if config.wikitext:
+            text = Path(config.wikitext).read_text().split("\n")
+            starts = [i for i, line in enumerate(text) if line[:3] == " = " != line[2:5]] + [len(text)]
+            articles = ["\n".join(text[a:b]) for a, b in zip([0, *starts[:-1]], starts, strict=True)]
+            for name, parts in {"articles": articles, "paragraphs": [line for line in text if len(line) > 1]}.items():
+                path = folder / f"{name}.jsonl"
+                path.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts if part.strip()))
+                sources[f"{name} of WikiText"] = str(path)
+        for name, source in sources.items():
+            prepare(folder / name, source)
+            lengths = document_lengths(read_train(folder / name)[0])
+            for seq_len in map(int, config.seq_lens.split(",")):
+                rows[f"{name}, {seq_len}"] = {"documents": len(lengths), "mean length": lengths.mean()} | count(
+                    lengths, seq_len
+                )
+    print(json.dumps(rows, indent=1))
+    print(machine.write("documents_cuts", {"texts": rows}, Path(config.out)))
+
+
+def differences(a: list[float], b: list[float]) -> dict:
+    """The differences of runs of the same seeds, with their mean and its standard error."""
+    each = np.subtract(a, b)
+    return {
+        "mean": each.mean(),
+        "standard error": each.std(ddof=1) / len(each) ** 0.5 if len(each) > 1 else None,
+        "all": [*each],
+    }
+
+
+def document_lengths(tokens: np.ndarray, eot: int = 0) -> np.ndarray:
+    """The length of each document of a stream, with the end-of-text token before it."""
+    return np.diff([*np.flatnonzero(tokens == eot), len(tokens)])
+
+
+def count(lengths: np.ndarray, seq_len: int) -> dict:
+    """Shares of documents that are cut, and of tokens that do not see all of their document before them, as is and packed."""
+    starts = np.cumsum(lengths) - lengths
+    room = -starts % seq_len  # from a document's start to the next boundary
+    whole = np.where(room, room, seq_len)
+    rest = np.maximum(lengths - whole, 0)  # of the tokens after the first cut
+    long = np.maximum(lengths - seq_len, 0)
+    return {
+        "cut": (rest > 0).mean(),
+        "cut, packed": (long > 0).mean(),
+        "tokens after a cut": rest.sum() / lengths.sum(),
+        "tokens after a cut, packed": long.sum() / lengths.sum(),
+        "padding, packed": 1 - lengths.sum() / (len(best_fit(lengths, seq_len)) * seq_len),
+    }
+
+
+def best_fit(lengths: np.ndarray, seq_len: int) -> list[list[tuple[int, int]]]:
+    """Windows of at most `seq_len` tokens: each a list of pieces, (document, first token). The longest piece goes first.
+
+    A document longer than `seq_len` is cut every `seq_len` tokens. No other is.
+    """
+    pieces = [(min(seq_len, n - first), i, first) for i, n in enumerate(lengths.tolist()) for first in range(0, n, seq_len)]
+    windows, with_room = [], [[] for _ in range(seq_len + 1)]  # with_room[n]: windows that n more tokens fit into
+    for size, document, first in sorted(pieces, reverse=True):
+        room = next((n for n in range(size, seq_len + 1) if with_room[n]), None)
+        if room is None:
+            windows.append([])
+        window = len(windows) - 1 if room is None else with_room[room].pop()
+        windows[window].append((document, first))
+        with_room[(seq_len if room is None else room) - size].append(window)
+    return windows
+
+
+def read_train(directory: Path) -> tuple[np.ndarray, dict]:
+    """The train tokens of a dataset, and its dataset.json."""
+    metadata = json.loads((directory / "dataset.json").read_text())
+    shards = [record["file"] for record in metadata["shards"] if record["split"] == "train"]
+    return np.concatenate([np.fromfile(directory / name, "<u2")[512:] for name in shards]), metadata
+
+
+def pack_dataset(source: Path, out: Path, seq_len: int) -> float:
+    """Copy a dataset with its train documents packed into windows, padded with end-of-text. Returns how full these are."""
+    shutil.copytree(source, out)
+    tokens, metadata = read_train(source)
+    lengths = document_lengths(tokens)
+    starts, windows = np.cumsum(lengths) - lengths, best_fit(lengths, seq_len)
+    packed = np.zeros((len(windows), seq_len), tokens.dtype)  # 0 is end-of-text
+    for row, pieces in zip(packed, windows, strict=True):
+        text = [tokens[starts[i] + first : starts[i] + min(lengths[i], first + seq_len)] for i, first in pieces]
+        row[: sum(map(len, text))] = np.concatenate(text)
+    train, *others = (record for record in metadata["shards"] if record["split"] == "train")
+    metadata["shards"] = [record for record in metadata["shards"] if record not in others]
+    sha256 = dataset_tokens.write_shard(out / train["file"], packed.reshape(-1), metadata["vocab_size"])
+    train |= {"tokens": packed.size, "documents": len(lengths), "sha256": sha256}
+    (out / "dataset.json").write_text(json.dumps(metadata))
+    return len(tokens) / packed.size
 
 
 def write_functions(path: Path) -> str:
@@ -85,13 +220,19 @@ def write_functions(path: Path) -> str:
     return str(path)
 
 
+def prepare(out: Path, source: str = "") -> None:
+    """Make a dataset of `source`, or of the embedded corpus."""
+    machine.timed(
+        [machine.ROOT / "prepare_data.py", *filter(None, [source]), f"--out={out}", "--tokenizer=train:4096"], machine.ROOT
+    )
+
+
 def train(folder: Path, name: str, **flags) -> list[dict]:
     """Train from the beginning. Returns the run's records."""
     shutil.rmtree(folder / name, ignore_errors=True)
-    command = machine.arguments(machine.ROOT / "train.py", **MODEL, **flags, out_dir=folder, name=name)
-    machine.timed(command, machine.ROOT)
+    machine.timed(machine.arguments(machine.ROOT / "train.py", **MODEL, **flags, out_dir=folder, name=name), machine.ROOT)
     return machine.metrics(folder / name)
 
 
 if __name__ == "__main__":
-    machine.command_line(__doc__, DocumentsConfig, main)
+    machine.choose(__doc__, loss=(LossConfig, losses), time=(TimeConfig, times), cuts=(CutsConfig, cuts))

@@ -158,9 +158,11 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         total = device.memory(world.device)[1]
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device)
-    within = ", within documents" if config.data.attend == "document" else ""
     compiled = "compiled" if train.compile == "on" else "not compiled"
     kernel = attention_kernel(model, device.DTYPES[train.dtype], world.device)
+    if config.data.attend == "document":  # as `kernels.within_documents` chooses
+        flex = "a mask" if model.dropout else "FlexAttention"
+        kernel = f"{flex if world.device.type == 'cuda' else kernel}, within documents"
     memory = sum(footprint.of_rank(config, world.size, world.device.type).values())
     source = "by its datasheet" if device.known_peak_flops(world.device, train.dtype) else "measured here by matrix products"
     parts = zip(mixture.datasets, mixture.shares, batches.streams, batches.epochs(train.steps), strict=True)
@@ -176,7 +178,7 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         f"batch   {train.tokens_per_update:,} tokens = {plural(config.micro_batches, 'micro-batch')} of "
         f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
         f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
-        f"device  {hardware}, {train.dtype}, {compiled}, attention by {kernel}{within}",
+        f"device  {hardware}, {train.dtype}, {compiled}, attention by {kernel}",
         f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for the tensors of a rank",
         f"peak    {peak_flops / 1e12:.3g} TFLOP/s of all ranks, {source}",
     ]

@@ -7,12 +7,14 @@ import math
 import tomllib
 from pathlib import Path
 
-from common import files
+from common import cli, files
 from common.errors import UserError
 from reports.curves import Curves, read
 from reports.log import duration
+from settings import LogConfig
 
-SILENT = {"name", "out_dir", "resume", "prepare_command", "threads"}  # settings in which runs differ without being different
+# Settings in which runs differ without being different.
+SILENT = {"name", "out_dir", "resume", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig)}
 # Settings that follow from others where they are not set.
 DERIVED = {"n_kv_head", "head_dim", "d_ff", "warmup_steps", "min_lr", "micro_batch_size", "dtype", "muon_dtype", "compile"}
 MISSING = "-"

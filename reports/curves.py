@@ -206,9 +206,9 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
         places, y = run.points("val_loss", x)
         axis.plot(places, y, markeredgecolor=color, zorder=3, **ring)
         ends += [(places[-1], y[-1], color)] if y else []
-        logged = run.points("loss")[1]
-        shown += y + logged[len(logged) // 20 :]
-    if len(set(shown)) > 1:  # cut off the steep fall of the first 5 %, so that the rest can be told apart
+        steps, logged = run.points("loss")
+        shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
+    if len(set(shown)) > 1:  # cut off the steep fall of the first tenth, so that the rest can be told apart
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
     bottom, top = axis.get_ylim()
@@ -236,9 +236,9 @@ def name_runs(figure, drawn: list[tuple], names: list[str], paths: list[str]) ->
     if len(names) == 1:
         figure.suptitle(names[0], fontsize=14)
         return
-    columns = max(1, 80 // (max(map(len, names)) + 5))
+    rows = math.ceil(len(names) / max(1, 80 // (max(map(len, names)) + 5)))
     lines = [Line2D([], [], color=color, linewidth=3, label=name) for name, (_, color) in zip(names, drawn, strict=True)]
-    figure.legend(handles=lines, loc="outside upper center", ncols=min(len(lines), columns), frameon=False, fontsize=12)
+    figure.legend(handles=lines, loc="outside upper center", ncols=math.ceil(len(lines) / rows), frameon=False, fontsize=12)
 
 
 def save(figure, out: Path) -> None:

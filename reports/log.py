@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -186,17 +187,29 @@ class Log:
         if self.is_master:
             record = {key: value for key, value in record.items() if value is not None} | {"time": round(time.time(), 3)}
             self._metrics.write(json.dumps(record) + "\n")
-            with self.surviving("wandb"):
-                if self.wandb is not None:
-                    run, self.wandb = self.wandb, None
-                    run.log(record)
-                    self.wandb = run
-            with self.surviving("tensorboard"):
-                if self.board is not None:
-                    board, self.board = self.board, None
-                    for name in record.keys() - {"step", "time"}:
-                        board.add_scalar(name, record[name], record["step"], record["time"])
-                    self.board = board
+            self.show(record)
+
+    def sample(self, step: int, text: str) -> None:
+        """Say what the model has written after `step` updates, on one line, and show it on the boards."""
+        if self.is_master:
+            self.say(f"step {step:>6}  sample {json.dumps(text, ensure_ascii=False)}")
+            self.show({"step": step, "sample": text, "time": round(time.time(), 3)})
+
+    def show(self, record: dict) -> None:
+        """Give a record to wandb and TensorBoard, where they are on."""
+        with self.surviving("wandb"):
+            if self.wandb is not None:
+                run, self.wandb = self.wandb, None
+                run.log(record)
+                self.wandb = run
+        with self.surviving("tensorboard"):
+            if self.board is not None:
+                board, self.board = self.board, None
+                for name in record.keys() - {"step", "time", "sample"}:
+                    board.add_scalar(name, record[name], record["step"], record["time"])
+                if "sample" in record:  # Markdown, in which four spaces keep text as it is
+                    board.add_text("sample", textwrap.indent(record["sample"], "    "), record["step"], record["time"])
+                self.board = board
 
     def save_artifact(self, checkpoint: Path, metadata: dict) -> None:
         """Give a checkpoint to wandb, if wandb is on, as the next version of the run's model."""

@@ -78,10 +78,11 @@ class Progress:
                 "start another run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
             )
 
-    def done(self, state) -> None:
-        """Say what a run has reached that is complete now."""
+    def done(self, state, dataset) -> None:
+        """Say what a run has reached that is complete now, and what to do next."""
         best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
         self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {self.log.directory}")
+        self.tell_next(dataset)
 
     def tell_next(self, dataset) -> None:
         """Say what to do with a complete run: sample from it, if its `dataset` has a tokenizer."""

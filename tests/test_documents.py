@@ -3,10 +3,12 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+import documents
 import settings
 from checkpoints import huggingface
 from conftest import execute
@@ -112,8 +114,6 @@ def test_a_run_goes_on_as_it_attended(train):
 
 
 def test_tokens_without_starts_of_documents_are_refused(train, tmp_path):
-    import numpy as np
-
     for split in ("train", "val"):
         (np.arange(5000) % 60).astype("<u2").tofile(tmp_path / f"{split}.bin")
     (tmp_path / "meta.pkl").write_bytes(meta_of_characters(60))
@@ -128,3 +128,20 @@ def meta_of_characters(count):
     characters = [chr(97 + i) for i in range(count)]
     content = {"vocab_size": count, "itos": dict(enumerate(characters)), "stoi": {c: i for i, c in enumerate(characters)}}
     return pickle.dumps(content)
+
+
+def test_the_benchmark_counts_what_windows_cut_and_packs_without_loss(tmp_path, rng):
+    seq_len, lengths = 32, rng.integers(1, 80, size=200)
+    text = np.repeat(np.arange(200), lengths)  # which document each token belongs to
+    windows = [text[at : at + seq_len] for at in range(0, len(text), seq_len)]
+    found = documents.count(lengths, seq_len)
+    cut = [sum(i in window for window in windows) > 1 for i in range(200)]
+    assert found["cut"] == np.mean(cut) and found["cut, packed"] == np.mean(lengths > seq_len) < found["cut"]
+    after = sum(np.sum(window == i) for i in range(200) for window in [w for w in windows if i in w][1:])
+    assert found["tokens after a cut"] == pytest.approx(after / len(text))
+
+    packed = documents.best_fit(lengths, seq_len)
+    pieces = {(i, first): min(lengths[i], first + seq_len) - first for window in packed for i, first in window}
+    assert all(sum(pieces[piece] for piece in window) <= seq_len for window in packed)
+    assert len(pieces) == sum(map(len, packed)) and sum(pieces.values()) == len(text)
+    assert {i for i, _ in pieces} == set(range(200))

@@ -168,7 +168,7 @@ def test_labels_are_spread_in_order():
 
 
 def test_runs_are_told_apart_by_the_settings_that_were_chosen_differently(train, tmp_path):
-    for name, flags in (("a", dict(lr=1e-2)), ("b", dict(lr=1e-3)), ("c", dict(lr=1e-3, n_embd=16))):
+    for name, flags in (("a", dict(lr=1e-2)), ("b", dict(lr=1e-3, log_every=2)), ("c", dict(lr=1e-3, n_embd=16))):
         train(name, steps=5, **flags)
     runs = [train.runs / name for name in "abc"]
     assert compare.labels(runs) == ["n_embd=32 lr=0.01", "n_embd=32 lr=0.001", "n_embd=16 lr=0.001"]

@@ -1,7 +1,15 @@
-"""sample.py through its front door, on a small model with random weights."""
+"""sample.py through its front door, on a small model with random weights, and samples during training."""
 
+import fcntl
+import os
+import pty
+import select
+import subprocess
 import sys
+import termios
+import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +17,7 @@ import sample
 from checkpoints import huggingface
 from checkpoints.checkpoint import write_manifest
 from common import cli, errors
-from conftest import execute
+from conftest import ROOT, environment, execute
 from dataset import tokenizer
 from model import GPT, generate, initialize
 from settings import ModelConfig, resolve_model
@@ -103,3 +111,117 @@ def test_bad_input_names_what_is_there(run, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
     (tmp_path / "model.safetensors").unlink()
     assert "no model.safetensors" in refused(tmp_path)
+
+
+class Terminal:
+    """sample.py in a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.master, slave = pty.openpty()
+        streams = dict(stdin=slave, stdout=slave, stderr=slave)
+        command = [sys.executable, "sample.py", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(TERM="dumb"), start_new_session=True, **streams, preexec_fn=take
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def read_until(self, end):
+        """What it shows next, up to `end`."""
+        while end not in self.seen and select.select([self.master], [], [], 60)[0]:
+            try:
+                self.seen += os.read(self.master, 1000).decode().replace("\r", "")
+            except OSError:  # the process has ended
+                break
+        before, found, self.seen = self.seen.partition(end)
+        assert found, before
+        return before
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+
+def take():
+    """Make the terminal on stdin that of this process, so that it gets its Ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_in_a_terminal_it_goes_on_from_what_is_typed(run):
+    terminal = Terminal(run, "--device=cpu", "--max_new_tokens=9", "--temperature=0")
+    terminal.read_until("Ctrl-D ends.\n> ")
+    terminal.type("def add\n")
+    first = terminal.read_until("\n> ")
+    assert first.startswith("def add\ndef add")
+    terminal.type("\n")
+    second = terminal.read_until("\n> ")
+    assert "the context of 16 tokens is full" in first + second
+    terminal.type("\x04")
+    terminal.read_until("\n")
+    assert terminal.process.wait(60) == 0
+
+
+def test_what_is_typed_goes_on_from_the_text_before(run):
+    """Two lines that are typed give what one prompt with all of the text gives."""
+    flags = ["--device=cpu", "--temperature=0", "--max_new_tokens=2"]
+    whole = execute([sys.executable, "sample.py", run, "--prompt=def", *flags]).stdout.removesuffix("\n---------------\n")
+    after = execute([sys.executable, "sample.py", run, f"--prompt={whole}\n    re", *flags]).stdout
+    terminal = Terminal(run, *flags)
+    terminal.read_until("> ")
+    terminal.type("def\n")
+    assert terminal.read_until("\n> ") == f"def\n{whole}"
+    terminal.type("    re\n")
+    shown = terminal.read_until("\n> ").removeprefix("    re\n")
+    assert whole + shown + "\n---------------\n" == after
+    time.sleep(1)  # one that comes between the prompt and the wait for a key is answered after the next key
+    terminal.type("\x03")
+    terminal.read_until("interrupted")
+    assert terminal.process.wait(60) == 130
+
+
+# Rank by rank, instead of the 14th update.
+KILL = """
+update = train.update
+train.update = lambda run, *more: (run.state.step == 13 and os.kill(os.getpid(), 9), update(run, *more))[1]
+"""
+
+
+def samples(train, name):
+    """What the samples of a run show, by the beginning of their lines in train.log: the step."""
+    lines = (train.runs / name / "train.log").read_text().splitlines()
+    return dict(line.split("  sample ") for line in lines if "  sample " in line)
+
+
+@pytest.mark.parametrize("strategy", ["exact", "ddp", "fsdp"])
+def test_samples_during_training_change_no_bit(train, strategy):
+    flags = dict(strategy=strategy, dropout=0.1)
+    shown = flags | dict(sample_every=4)
+    train("without", 3, **flags)
+    train("with", 3, **shown)
+    train.changed(KILL, "killed", 3, status=1, **shown)
+    train("killed", 3, **shown)
+    for name in ("with", "killed"):
+        assert train.files(name) == train.files("without") and train.metrics(name) == train.metrics("without")
+    found = samples(train, "with")
+    assert [int(line.split()[1]) for line in found] == [4, 8, 12, 16, 20] and len(set(found.values())) == 5
+    assert samples(train, "killed") == found and not samples(train, "without")
+    if strategy == "exact":
+        train("one", 1, **shown)
+        assert train.files("one") == train.files("without") and samples(train, "one") == found
+
+
+def test_boards_show_the_samples_of_a_resumed_run_once(train):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (8, 20):
+        train("run", steps=steps, schedule="constant", sample_every=4, tensorboard=True)
+    board = EventAccumulator(str(train.runs / "run/tensorboard")).Reload()
+    events = board.Tensors("sample/text_summary")
+    assert [event.step for event in events] == [4, 8, 12, 16, 20]
+    assert events[-1].tensor_proto.string_val[0].startswith(b"    ")
+
+
+def test_samples_need_a_tokenizer(train, tmp_path):
+    for split in ("train", "val"):
+        (np.arange(5000) % 60).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    refused = train("foreign", tokens=tmp_path, vocab_size=60, sample_every=5, status=2).stderr
+    assert "error: --sample_every needs a tokenizer.json" in refused and not (train.runs / "foreign").exists()
