@@ -25,6 +25,10 @@ from planning import rules
 if __name__ == "__main__":  # --help, --plan and bad flags are answered before torch, which takes seconds, is imported
     with errors.user_errors():
         COMMAND = settings.load_command(sys.argv[1:], __doc__)
+        if COMMAND.config.run.depth != "off":
+            from planning import dial
+
+            COMMAND = dial.turn(COMMAND, sys.argv[1:])
         rules.check_command(COMMAND)
         if COMMAND.plan.plan:
             from planning import plan

@@ -1,0 +1,130 @@
+"""One dial for the size of a model: `--depth=N` sets its shape, its batch, its steps and its learning rate.
+
+`settings_of` is the dial. `turn` applies it to a command line: it fills the settings that were not given. docs/dial.md has the
+formulas and their sources. It imports no torch.
+"""
+
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+
+import data
+import settings
+from common.cli import flat_values, replace
+from common.errors import UserError
+from hardware.footprint import flops_per_token
+from settings import Command, Config, ModelConfig
+
+HEAD_DIM = 64  # width of a head; a model has as many heads as layers
+TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
+EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
+FEWEST_STEPS = 100
+# The point from which learning rates are calculated, and the batch that is right there, in tokens.
+WIDTH, DEPTH, TOKENS, BATCH = 96, 4, 1 << 20, 4096
+RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best learning rates there
+WIDTH_POWER = {"adamw": -0.5, "muon": -0.5}
+DEPTH_POWER = {"adamw": -0.5, "muon": -0.5}
+TOKENS_POWER = {"adamw": 0.0, "muon": 0.0}
+BATCH_POWER = 0.5  # of the learning rate
+GROWTH = 0.383  # of the best batch with the tokens (arXiv 2505.13738)
+SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
+LENGTH = ("steps", "tokens_per_update")
+RATE = ("lr", "min_lr", "warmup_steps", "schedule", "cooldown_fraction", "weight_decay")
+
+
+def turn(command: Command, args: list[str]) -> Command:
+    """`command` with the settings that --depth gives, but for those that were given: by `args`, or beside depth in the preset.
+
+    A run that goes on keeps its own. Raises UserError.
+    """
+    config, depth = command.config, command.config.run.depth
+    if depth == "off":
+        return command
+    if config.model.init_from != "scratch":
+        raise UserError(
+            f"--depth={depth} is for a model from scratch; --init_from={config.model.init_from} has a shape of its own"
+        )
+    given = given_names(args)
+    values = previous(config) or dial(config, given, *text(config))
+    return replace(command, **{name: value for name, value in values.items() if name not in given})
+
+
+def given_names(args: list[str]) -> set[str]:
+    """The settings that a command line gives by flags, and if --depth is not one of them, by its preset."""
+    preset, flags = settings.divide(args)
+    names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    if "depth" not in names:
+        names |= {name for table in tomllib.loads(preset.read_text()).values() for name in table}
+    return names
+
+
+def previous(config: Config) -> dict:
+    """What the dial sets, as a run with checkpoints has it that was trained at this depth; empty if there is none."""
+    run = Path(config.run.out_dir, config.run.name)
+    if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
+        return {}
+    before = settings.read_preset(run / "config.toml")
+    values = flat_values(before)
+    return {name: values[name] for name in SHAPE + LENGTH + RATE} if before.run.depth == config.run.depth else {}
+
+
+def text(config: Config) -> tuple[int, float]:
+    """The size of the vocabulary and the tokens to train on. Of a dataset that is not there: as the plan of a run has them."""
+    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
+        mixture = data.open_mixture(config.data.tokens, config.model.vocab_size)
+        return mixture.vocab_size, sum(map(len, mixture.streams("train")))
+    from planning import plan
+
+    return plan.vocabulary(config.data)[0], math.inf
+
+
+def dial(config: Config, given: set[str], vocab_size: int, available: float) -> dict:
+    """What --depth sets in `config`, for a text of `available` tokens. What is `given` stays, and the rest follows it."""
+    model = config.model
+    depth = model.n_layer if "n_layer" in given else config.run.depth
+    width = model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
+    shape = dict(n_layer=depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)), n_kv_head=0, head_dim=0, d_ff=0)
+    shape |= {name: getattr(model, name) for name in SHAPE if name in given}
+    model = settings.resolve_model(dataclasses.replace(model, **shape), vocab_size)
+    length = {name: getattr(config.train, name) for name in LENGTH if name in given}
+    length = length_of(weights(model), model.seq_len, available, **length)
+    return shape | length | rate_of(model, config.optim.optimizer, **length)
+
+
+def weights(model: ModelConfig) -> int:
+    """The weights of a resolved `model` that a token is multiplied with: those of the blocks and of the output layer."""
+    return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
+
+
+def length_of(weights: int, seq_len: int, available: float, steps: int = 0, tokens_per_update: int = 0) -> dict:
+    """The steps and the batch of a run, each as given or chosen (0): enough tokens for the weights, if the text has them.
+
+    The batch grows with the tokens as in arXiv 2505.13738. Raises UserError for a text that is too short for any.
+    """
+    tokens = min(TOKENS_PER_WEIGHT * weights, EPOCHS * available)
+    if not steps and tokens < FEWEST_STEPS * max(seq_len, tokens_per_update):
+        raise UserError(
+            f"--depth reads the {available:,} tokens of --tokens at most {EPOCHS} times, less than {FEWEST_STEPS} updates "
+            f"of {max(seq_len, tokens_per_update):,} tokens; prepare more text, or set --steps"
+        )
+    if steps:  # batch = BATCH (steps batch / TOKENS)^GROWTH, solved for it
+        batch = (BATCH * (steps / TOKENS) ** GROWTH) ** (1 / (1 - GROWTH))
+    else:
+        batch = min(BATCH * (tokens / TOKENS) ** GROWTH, tokens / FEWEST_STEPS)
+    sequences = 2 ** max(0, round(math.log2(batch / seq_len)))  # which 2, 4 or 8 ranks can share
+    batch = tokens_per_update or sequences * seq_len
+    return dict(steps=steps or max(1, int(tokens / batch)), tokens_per_update=batch)
+
+
+def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
+    """The learning rate, its schedule and the weight decay of a run: powers of its width, depth, tokens and batch."""
+    tokens = steps * tokens_per_update
+    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (model.n_layer / DEPTH) ** DEPTH_POWER[optimizer]
+    lr *= (tokens / TOKENS) ** TOKENS_POWER[optimizer] * (tokens_per_update / BATCH) ** BATCH_POWER
+    lr = float(f"{lr:.3g}")
+    # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
+    forgotten = 1.084 * (tokens / weights(model)) ** -0.527
+    weight_decay = min(1.0, 1 / (lr * steps * forgotten))
+    schedule = dict(schedule="wsd", cooldown_fraction=0.4, min_lr=0.0, warmup_steps=-1)
+    return dict(lr=lr, weight_decay=float(f"{weight_decay:.3g}"), **schedule)
