@@ -13,9 +13,9 @@ import machine  # puts the project's folder on the path
 
 BASE = dict(architecture="qwen3", seq_len=128, schedule="wsd", cooldown_fraction=0.4, micro_batch_size=8)
 BASE |= dict(
-    device="cpu", dtype="bfloat16", compile="off", threads=1, eval_every=0, eval_tokens=131072, save_every=0, log_every=16
+    device="cpu", dtype="bfloat16", compile="off", threads=1, eval_every=0, eval_tokens=65536, save_every=0, log_every=16
 )
-FIRST = {"adamw": 4e-3, "muon": 8e-3}  # the middle of the first three rates
+FIRST = {"adamw": 4e-3, "muon": 1.6e-2}  # the middle of the first three rates
 PER_DEPTH = 24  # width of a layer
 
 
@@ -25,8 +25,8 @@ class Curve:
 
     optimizer: str
     depth: int
-    tokens: int = 1 << 20
-    batch: int = 4096
+    tokens: int = 1 << 19
+    batch: int = 2048
     seed: int = 1
     width: int = 0
 
@@ -35,14 +35,14 @@ class Curve:
         width = self.width or PER_DEPTH * self.depth
         return BASE | dict(
             optimizer=self.optimizer, n_layer=self.depth, n_embd=width, n_head=max(1, width // 48), seed=self.seed,
-            tokens_per_update=self.batch, steps=self.tokens // self.batch,
+            tokens_per_update=self.batch, steps=self.tokens // self.batch, warmup_steps=3 * self.tokens // self.batch // 10,
         )  # fmt: skip
 
 
 PARTS = {
     "transfer": [Curve(o, d) for d in (2, 4, 8) for o in ("adamw", "muon")],
-    "batch": [Curve(o, 4, batch=b) for b in (1024, 16384) for o in ("adamw", "muon")],
-    "horizon": [Curve(o, 4, tokens=t) for t in (1 << 18, 1 << 22) for o in ("adamw", "muon")],
+    "batch": [Curve(o, 4, batch=b) for b in (512, 8192) for o in ("adamw", "muon")],
+    "horizon": [Curve(o, 4, tokens=t) for t in (1 << 17, 1 << 21) for o in ("adamw", "muon")],
     "shape": [Curve(o, 4, width=w) for w in (48, 192) for o in ("adamw", "muon")],
     "seed": [Curve(o, d, seed=2) for d in (2, 4) for o in ("adamw", "muon")],
 }
@@ -69,7 +69,7 @@ def main(config: DialConfig) -> None:
 
 def sweep(config: DialConfig, curve: Curve) -> dict[float, float]:
     """Loss by rate, from three rates on until the best one is inside."""
-    middle = FIRST[curve.optimizer]
+    middle = FIRST[curve.optimizer] * {2: 2, 4: 1, 8: 1 / 2}[curve.depth]
     losses = {rate: train(config, curve, rate) for rate in (middle / 2, middle, middle * 2)}
     while (best := min(losses, key=losses.get)) in (min(losses), max(losses)) and len(losses) < 9:
         rate = best / 2 if best == min(losses) else best * 2

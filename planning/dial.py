@@ -81,15 +81,20 @@ def text(config: Config) -> tuple[int, float]:
 
 def dial(config: Config, given: set[str], vocab_size: int, available: float) -> dict:
     """What --depth sets in `config`, for a text of `available` tokens. What is `given` stays, and the rest follows it."""
-    model = config.model
-    depth = model.n_layer if "n_layer" in given else config.run.depth
-    width = model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
-    shape = dict(n_layer=depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)), n_kv_head=0, head_dim=0, d_ff=0)
-    shape |= {name: getattr(model, name) for name in SHAPE if name in given}
-    model = settings.resolve_model(dataclasses.replace(model, **shape), vocab_size)
+    shape = shape_of(config, given)
+    model = settings.resolve_model(dataclasses.replace(config.model, **shape), vocab_size)
     length = {name: getattr(config.train, name) for name in LENGTH if name in given}
-    length = length_of(weights(model), model.seq_len, available, **length)
+    length = length_of(min(TOKENS_PER_WEIGHT * weights(model), EPOCHS * available), model.seq_len, **length)
     return shape | length | rate_of(model, config.optim.optimizer, **length)
+
+
+def shape_of(config: Config, given: set[str]) -> dict:
+    """The shape of the model at --depth of `config`. What is `given` stays."""
+    width = config.model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
+    shape = dict(
+        n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)), n_kv_head=0, head_dim=0, d_ff=0
+    )
+    return shape | {name: getattr(config.model, name) for name in SHAPE if name in given}
 
 
 def weights(model: ModelConfig) -> int:
@@ -97,24 +102,24 @@ def weights(model: ModelConfig) -> int:
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
-def length_of(weights: int, seq_len: int, available: float, steps: int = 0, tokens_per_update: int = 0) -> dict:
-    """The steps and the batch of a run, each as given or chosen (0): enough tokens for the weights, if the text has them.
+def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: int = 0) -> dict:
+    """The steps and the batch of a run of `tokens`, each as given or chosen (0).
 
-    The batch grows with the tokens as in arXiv 2505.13738. Raises UserError for a text that is too short for any.
+    The batch grows with the tokens as in arXiv 2505.13738. Raises UserError for tokens that are too few for any.
     """
-    tokens = min(TOKENS_PER_WEIGHT * weights, EPOCHS * available)
-    if not steps and tokens < FEWEST_STEPS * max(seq_len, tokens_per_update):
+    least = FEWEST_STEPS * max(seq_len, tokens_per_update)
+    if not steps and tokens < least:
         raise UserError(
-            f"--depth reads the {available:,} tokens of --tokens at most {EPOCHS} times, less than {FEWEST_STEPS} updates "
-            f"of {max(seq_len, tokens_per_update):,} tokens; prepare more text, or set --steps"
+            f"--depth: a run of {tokens:,.0f} tokens (at most {EPOCHS} times those of --tokens) is less than {FEWEST_STEPS} "
+            f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, or set --steps"
         )
-    if steps:  # batch = BATCH (steps batch / TOKENS)^GROWTH, solved for it
-        batch = (BATCH * (steps / TOKENS) ** GROWTH) ** (1 / (1 - GROWTH))
-    else:
-        batch = min(BATCH * (tokens / TOKENS) ** GROWTH, tokens / FEWEST_STEPS)
-    sequences = 2 ** max(0, round(math.log2(batch / seq_len)))  # which 2, 4 or 8 ranks can share
-    batch = tokens_per_update or sequences * seq_len
-    return dict(steps=steps or max(1, int(tokens / batch)), tokens_per_update=batch)
+    batch = seq_len  # times a power of two, which 2, 4 or 8 ranks can share
+    while BATCH * ((steps * batch if steps else tokens) / TOKENS) ** GROWTH > batch * 2**0.5:
+        batch *= 2
+    if not steps:
+        batch = min(batch, seq_len * 2 ** int(math.log2(tokens / FEWEST_STEPS / seq_len)))
+    batch = tokens_per_update or batch
+    return dict(steps=steps or int(tokens / batch), tokens_per_update=batch)
 
 
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
