@@ -257,6 +257,8 @@ class PlanConfig:
     """cpu: this machine."""
     plan_mfu: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Model FLOPs utilization to plan with, from 0 to 1 (0: a usual one)."""
+    plan_depths: str = ""
+    """Plan several depths of the dial and print a row for each, as in 12,16,20,24."""
     dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
     """Price to plan with."""
 

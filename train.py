@@ -33,7 +33,7 @@ if __name__ == "__main__":  # --help, --plan and bad flags are answered before t
         if COMMAND.plan.plan:
             from planning import plan
 
-            plan.main(COMMAND.config, COMMAND.plan)
+            plan.main(COMMAND, sys.argv[1:])
             raise SystemExit(0)
     host.prepare_torch()
 

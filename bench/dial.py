@@ -1,9 +1,13 @@
-"""Where does the best learning rate lie, and does the dial find it? python bench/dial.py [--part=transfer]
+"""Where does the best learning rate lie, and does the dial find it? python bench/dial.py [--parts=depth,width]
 
-Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside. Every run is an
-ordinary run of train.py in --runs, which are kept: the same command again continues, and what is finished is not repeated.
+Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside: over depth and
+width together, over width alone, over the batch, over the tokens, and with another seed. Every run is an ordinary run of
+train.py in --runs, which are kept: the same command again continues, and what is finished is not repeated. Writes
+bench/results/dial.json and dial.png: loss over rate in units of the dial's, a curve for each depth.
 """
 
+import dataclasses
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,12 +15,17 @@ from pathlib import Path
 
 import machine  # puts the project's folder on the path
 
-BASE = dict(architecture="qwen3", seq_len=128, schedule="wsd", cooldown_fraction=0.4, micro_batch_size=8)
-BASE |= dict(
-    device="cpu", dtype="bfloat16", compile="off", threads=1, eval_every=0, eval_tokens=65536, save_every=0, log_every=16
-)
-FIRST = {"adamw": 4e-3, "muon": 1.6e-2}  # the middle of the first three rates
-PER_DEPTH = 24  # width of a layer
+# isort: split
+import numpy as np
+
+import settings
+from planning import dial
+from reports import curves
+
+BASE = dict(architecture="qwen3", seq_len=128, micro_batch_size=8, eval_every=0, eval_tokens=65536, save_every=0, log_every=16)
+BASE |= dict(device="cpu", dtype="bfloat16", compile="off", threads=1, schedule="wsd", cooldown_fraction=0.4, weight_decay=0.1)
+PER_DEPTH = 24  # width of a layer; the dial's 64 would take hours
+HEAD = 48  # width of a head
 
 
 @dataclass(frozen=True)
@@ -25,68 +34,133 @@ class Curve:
 
     optimizer: str
     depth: int
+    width: int = 0  # 0: by the depth
     tokens: int = 1 << 19
     batch: int = 2048
     seed: int = 1
-    width: int = 0
+    architecture: str = "qwen3"
 
     def flags(self) -> dict:
-        """The flags of train.py."""
+        """The flags of train.py, without the rate."""
         width = self.width or PER_DEPTH * self.depth
-        return BASE | dict(
-            optimizer=self.optimizer, n_layer=self.depth, n_embd=width, n_head=max(1, width // 48), seed=self.seed,
-            tokens_per_update=self.batch, steps=self.tokens // self.batch, warmup_steps=3 * self.tokens // self.batch // 10,
-        )  # fmt: skip
+        length = dict(tokens_per_update=self.batch, steps=self.tokens // self.batch)
+        length["warmup_steps"] = length["steps"] * 3 // 10
+        shape = dict(architecture=self.architecture, n_layer=self.depth, n_embd=width, n_head=max(1, width // HEAD))
+        return BASE | shape | length | dict(optimizer=self.optimizer, seed=self.seed)
+
+    def rates(self, vocab_size: int) -> dict[str, float]:
+        """The dial's rate, and one that follows nanochat's formulas from where both are the same."""
+        flags = self.flags()
+        model = settings.replace(settings.ModelConfig(), **flags)
+        model = settings.resolve_model(model, vocab_size)
+        rate = dial.rate_of(model, self.optimizer, flags["steps"], self.batch)["lr"]
+        width = (model.n_embd / dial.WIDTH) ** (-0.5 if self.optimizer == "adamw" else 0)
+        return {"dial": rate, "nanochat": dial.RATES[self.optimizer] * width * (self.batch / dial.BATCH) ** 0.5}
 
 
+BOTH = ("adamw", "muon")
 PARTS = {
-    "transfer": [Curve(o, d) for d in (2, 4, 8) for o in ("adamw", "muon")],
-    "batch": [Curve(o, 4, batch=b) for b in (512, 8192) for o in ("adamw", "muon")],
-    "horizon": [Curve(o, 4, tokens=t) for t in (1 << 17, 1 << 21) for o in ("adamw", "muon")],
-    "shape": [Curve(o, 4, width=w) for w in (48, 192) for o in ("adamw", "muon")],
-    "seed": [Curve(o, d, seed=2) for d in (2, 4) for o in ("adamw", "muon")],
+    "depth": [Curve(o, d) for d in (2, 4, 8) for o in BOTH],
+    "width": [Curve(o, 4, width=192) for o in BOTH],
+    "batch": [Curve(o, 4, batch=8192) for o in BOTH],
+    "tokens": [Curve(o, 2, tokens=1 << 21) for o in BOTH],
+    "seed": [Curve(o, d, seed=2) for d in (2, 4) for o in BOTH],
+    "architecture": [Curve(o, 4, architecture="gpt2") for o in BOTH],
 }
 
 
 @dataclass(frozen=True)
 class DialConfig:
-    part: str = "transfer"
-    """Which curves, of transfer, batch, horizon, shape and seed; several with a comma between."""
+    parts: str = "depth,width,batch,tokens,seed,architecture"
+    """Which curves."""
     tokens: str = "tokens/python"
     runs: str = "runs/dial"
     """Where the runs are kept."""
     jobs: int = 2
-    """Runs at a time."""
+    """Runs at a time, on a core each."""
+    name: str = "dial"
+    """Of the results."""
     out: str = str(machine.RESULTS)
 
 
 def main(config: DialConfig) -> None:
+    """Train what is not yet trained; print, draw, write."""
     machine.prepare_tokens(config.tokens)
-    curves = [curve for part in config.part.split(",") for curve in PARTS[part]]
+    vocab_size = json.loads((machine.ROOT / config.tokens / "dataset.json").read_text())["vocab_size"]
+    wanted = {curve: part for part in config.parts.split(",") for curve in PARTS[part]}
     with ThreadPoolExecutor(config.jobs) as pool:
-        list(pool.map(lambda curve: sweep(config, curve), curves))
+        swept = list(pool.map(lambda curve: sweep(config, curve, vocab_size), wanted))
+    rows = [{"part": part, **dataclasses.asdict(c), **found} for (c, part), found in zip(wanted.items(), swept, strict=True)]
+    result = {"flags": BASE, "curves": rows, "factors": {o: factors([r for r in rows if r["optimizer"] == o]) for o in BOTH}}
+    keys = ["part", "optimizer", "depth", "width", "tokens", "batch", "best_rate", "dial", "nanochat", "best_loss", "dial_loss"]
+    print(
+        machine.table(keys, [[f"{row[key]:.4g}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows])
+    )
+    print(json.dumps(result["factors"], indent=1))
+    print(machine.write(config.name, result, Path(config.out)))
+    draw([row for row in rows if row["part"] == "depth"], Path(config.out) / f"{config.name}.png")
 
 
-def sweep(config: DialConfig, curve: Curve) -> dict[float, float]:
-    """Loss by rate, from three rates on until the best one is inside."""
-    middle = FIRST[curve.optimizer] * {2: 2, 4: 1, 8: 1 / 2}[curve.depth]
-    losses = {rate: train(config, curve, rate) for rate in (middle / 2, middle, middle * 2)}
+def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
+    """Losses by rate, from three rates on until the best is inside; the best rate, and the losses there and at the dial's."""
+    rates = curve.rates(vocab_size)
+    middle = 1e-3 * 2 ** round(math.log2(rates["dial"] / 1e-3))
+    losses = {rate: train(config, curve, rate) for rate in (middle, middle / 2, middle * 2)}
     while (best := min(losses, key=losses.get)) in (min(losses), max(losses)) and len(losses) < 9:
         rate = best / 2 if best == min(losses) else best * 2
         losses[rate] = train(config, curve, rate)
-    print(curve, {rate: round(losses[rate], 4) for rate in sorted(losses)}, f"best {best:g}", flush=True)
-    return losses
+    around = [math.log2(rate) for rate in (best / 2, best, best * 2)]
+    parabola = np.polynomial.Polynomial.fit(around, [losses[rate] for rate in (best / 2, best, best * 2)], 2)
+    place = float(np.clip(parabola.deriv().roots()[0], around[0], around[2]))
+    logs = sorted(losses)
+    at_dial = math.log2(rates["dial"])
+    inside = around[0] <= at_dial <= around[2]
+    dial_loss = parabola(at_dial) if inside else np.interp(at_dial, np.log2(logs), [losses[rate] for rate in logs])
+    found = {"width": curve.flags()["n_embd"], "best_rate": 2**place, "best_loss": float(parabola(place)), **rates}
+    print(curve, {rate: round(losses[rate], 4) for rate in logs}, f"best {2**place:.3g}, dial {rates['dial']:.3g}", flush=True)
+    return found | {"dial_loss": float(dial_loss), "losses": {f"{rate:g}": losses[rate] for rate in logs}}
 
 
 def train(config: DialConfig, curve: Curve, rate: float) -> float:
     """The validation loss of a run, or infinity if it diverged."""
-    c = curve
-    name = f"{c.optimizer}-d{c.depth}-w{c.width or PER_DEPTH * c.depth}-t{c.tokens}-b{c.batch}-s{c.seed}-lr{rate:g}"
+    flags = curve.flags()
+    name = f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}-s{curve.seed}-lr{rate:g}"
+    name += "" if curve.architecture == "qwen3" else f"-{curve.architecture}"
     records = Path(machine.ROOT, config.runs, name, "metrics.jsonl")
     if not records.exists() or "val_loss" not in machine.metrics(records.parent)[-1]:
-        machine.run(**curve.flags(), lr=rate, tokens=config.tokens, out_dir=config.runs, name=name)
+        machine.run(**flags, lr=rate, tokens=config.tokens, out_dir=config.runs, name=name)
     loss = machine.metrics(records.parent)[-1]["val_loss"]
     return loss if math.isfinite(loss) else math.inf
+
+
+def factors(rows: list[dict]) -> dict:
+    """Over the depths: the factor between the best rates; and the same in units of the dial's rates, and of nanochat's."""
+    found = {}
+    for rule in ("constant", "dial", "nanochat"):
+        ratios = [row["best_rate"] / row.get(rule, 1.0) for row in rows if row["part"] == "depth"]
+        found[rule] = round(max(ratios) / min(ratios), 3) if ratios else None
+    return found
+
+
+def draw(rows: list[dict], out: Path) -> None:
+    """Loss over rate in units of the dial's, a panel for each optimizer, a curve for each depth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
+    for axis, optimizer in zip(figure.subplots(1, 2), BOTH, strict=True):
+        own = [row for row in rows if row["optimizer"] == optimizer]
+        for color, row in zip(curves.COLORS, own, strict=False):
+            points = sorted((float(rate) / row["dial"], loss) for rate, loss in row["losses"].items())
+            label = f"{row['depth']} layers, {row['width']} wide"
+            axis.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, linewidth=1.4, label=label)
+            axis.plot(row["best_rate"] / row["dial"], row["best_loss"], "*", color=color, markersize=11)
+        axis.axvline(1, color="0.6", linewidth=1, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="learning rate / the dial's", ylabel="validation loss")
+        axis.set_title(f"{optimizer} (stars: the best rate)", loc="left", fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    curves.save(figure, out)
 
 
 if __name__ == "__main__":

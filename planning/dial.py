@@ -6,6 +6,7 @@ formulas and their sources. It imports no torch.
 
 import dataclasses
 import math
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,18 +14,20 @@ import data
 import settings
 from common.cli import flat_values, replace
 from common.errors import UserError
+from dataset.tokens import GPT2_VOCAB_SIZE
 from hardware.footprint import flops_per_token
-from settings import Command, Config, ModelConfig
+from settings import Command, Config, DataConfig, ModelConfig
 
+VOCABULARIES = {"bytes": 257, "gpt2": GPT2_VOCAB_SIZE, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
 EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
 FEWEST_STEPS = 100
 # The point from which learning rates are calculated, and the batch that is right there, in tokens.
-WIDTH, DEPTH, TOKENS, BATCH = 96, 4, 1 << 20, 4096
-RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best learning rates there
-WIDTH_POWER = {"adamw": -0.5, "muon": -0.5}
-DEPTH_POWER = {"adamw": -0.5, "muon": -0.5}
+WIDTH, DEPTH, TOKENS, BATCH = 96, 4, 1 << 19, 2048
+RATES = {"adamw": 5.8e-3, "muon": 1.15e-2}  # the best learning rates there
+WIDTH_POWER = {"adamw": -0.5, "muon": -0.75}
+DEPTH_POWER = {"adamw": 0.0, "muon": -0.5}
 TOKENS_POWER = {"adamw": 0.0, "muon": 0.0}
 BATCH_POWER = 0.5  # of the learning rate
 GROWTH = 0.383  # of the best batch with the tokens (arXiv 2505.13738)
@@ -74,9 +77,17 @@ def text(config: Config) -> tuple[int, float]:
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
         mixture = data.open_mixture(config.data.tokens, config.model.vocab_size)
         return mixture.vocab_size, sum(map(len, mixture.streams("train")))
-    from planning import plan
+    return vocabulary(config.data)[0], math.inf
 
-    return plan.vocabulary(config.data)[0], math.inf
+
+def vocabulary(config: DataConfig) -> tuple[int, str]:
+    """The size of the vocabulary of a dataset that is not there, and where it is from: the command that makes it, or GPT-2."""
+    words = config.prepare_command.split()
+    name = next((word.removeprefix("--tokenizer=") for word in words if word.startswith("--tokenizer=")), "")
+    size = VOCABULARIES.get(name, int(name[6:]) if re.fullmatch(r"train:\d{1,7}", name) else 0)
+    if size and f"--out={config.tokens}" in words:
+        return size, f"of --tokenizer={name}, which makes {config.tokens}"
+    return GPT2_VOCAB_SIZE, f"of GPT-2: {config.tokens} is not there"
 
 
 def dial(config: Config, given: set[str], vocab_size: int, available: float) -> dict:
@@ -113,12 +124,13 @@ def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: in
             f"--depth: a run of {tokens:,.0f} tokens (at most {EPOCHS} times those of --tokens) is less than {FEWEST_STEPS} "
             f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, or set --steps"
         )
-    batch = seq_len  # times a power of two, which 2, 4 or 8 ranks can share
-    while BATCH * ((steps * batch if steps else tokens) / TOKENS) ** GROWTH > batch * 2**0.5:
-        batch *= 2
-    if not steps:
-        batch = min(batch, seq_len * 2 ** int(math.log2(tokens / FEWEST_STEPS / seq_len)))
-    batch = tokens_per_update or batch
+    if steps:  # batch = BATCH (steps batch / TOKENS)^GROWTH, solved for batch
+        batch = (BATCH * (steps / TOKENS) ** GROWTH) ** (1 / (1 - GROWTH))
+    else:
+        batch = min(BATCH * (tokens / TOKENS) ** GROWTH, tokens / FEWEST_STEPS)
+    sequences = max(1, int(batch / seq_len))
+    sequences -= sequences % 2 ** max(0, sequences.bit_length() - 3)  # three binary digits: from 32 on, 8 ranks can share it
+    batch = tokens_per_update or sequences * seq_len
     return dict(steps=steps or int(tokens / batch), tokens_per_update=batch)
 
 
