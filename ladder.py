@@ -39,8 +39,8 @@ from settings import Config, ModelConfig, Ranks
 
 TRAIN = Path(__file__).with_name("train.py")
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the rungs
-HORIZONS = (1 / 4, 1 / 2, 1)  # of each depth, in its longest one
-FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # in a ladder
+HORIZONS = (1 / 8, 1 / 4, 1 / 2, 1)  # of each depth, in its longest one
+FEWEST_DEPTHS, MOST_DEPTHS, FEWEST_RUNGS = 2, 3, 6  # in a ladder
 PROBE_STEPS = 8
 
 
@@ -167,14 +167,15 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     """The rungs, each a depth and its tokens, the cheapest first, for the ladder's share of the budget. Raises UserError."""
     sizes, right = {depth: dial.weights(ladder.model(depth)) for depth in DEPTHS}, best_weights(budget)
     depths = [depth for depth in DEPTHS if sizes[depth] <= 1.5 * right][-MOST_DEPTHS:]
-    if len(depths) < FEWEST_DEPTHS:
-        times = 1.05 * (sizes[DEPTHS[FEWEST_DEPTHS - 1]] / 1.5 / right) ** 2
+    each = ladder.options.share * budget / max(1, len(depths)) / sum(HORIZONS)  # FLOPs of the longest run of each depth
+    rungs = [(depth, part * each / flops_per_token(ladder.model(depth))) for depth in depths for part in HORIZONS]
+    rungs = [rung for rung in rungs if rung[1] >= dial.FEWEST_STEPS * ladder.config.model.seq_len]
+    if len(rungs) < FEWEST_RUNGS or len(depths) < FEWEST_DEPTHS:
+        times = max(1.05 * (sizes[DEPTHS[FEWEST_DEPTHS - 1]] / 1.5 / right) ** 2, 2)
         least = f"--flops={times * budget:.2g}"
         if ladder.options.minutes:
             least = f"--minutes={times * ladder.options.minutes:.2g}"
-        raise UserError(f"the budget is too small for {FEWEST_DEPTHS} depths of this shape; the least is {least}")
-    each = ladder.options.share * budget / len(depths) / sum(HORIZONS)  # FLOPs of the longest run of each depth
-    rungs = [(depth, part * each / flops_per_token(ladder.model(depth))) for depth in depths for part in HORIZONS]
+        raise UserError(f"the budget is too small for a ladder of models of this shape; {least} may do")
     return sorted(rungs, key=lambda rung: (rung[1] * sizes[rung[0]], rung[0]))
 
 

@@ -23,13 +23,10 @@ HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
 EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
 FEWEST_STEPS = 100
-# The point from which learning rates are calculated, and the batch that is right there, in tokens.
-WIDTH, DEPTH, TOKENS, BATCH = 96, 4, 1 << 19, 2048
-RATES = {"adamw": 5.8e-3, "muon": 1.15e-2}  # the best learning rates there
-WIDTH_POWER = {"adamw": -0.5, "muon": -0.75}
-DEPTH_POWER = {"adamw": 0.0, "muon": -0.5}
-TOKENS_POWER = {"adamw": 0.0, "muon": 0.0}
-BATCH_POWER = 0.5  # of the learning rate
+WARMUP_STEPS = 200
+# Where bench/dial.py has found the best learning rates, on how many tokens, and a batch that is right for them.
+WIDTH, TOKENS, BATCH = 96, 1 << 19, 2048
+RATES = {"adamw": 5.2e-3, "muon": 1.13e-2}
 GROWTH = 0.383  # of the best batch with the tokens (arXiv 2505.13738)
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 LENGTH = ("steps", "tokens_per_update")
@@ -77,7 +74,7 @@ def text(config: Config) -> tuple[int, float]:
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
         mixture = data.open_mixture(config.data.tokens, config.model.vocab_size)
         return mixture.vocab_size, sum(map(len, mixture.streams("train")))
-    return vocabulary(config.data)[0], math.inf
+    return config.model.vocab_size or vocabulary(config.data)[0], math.inf
 
 
 def vocabulary(config: DataConfig) -> tuple[int, str]:
@@ -135,13 +132,16 @@ def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: in
 
 
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
-    """The learning rate, its schedule and the weight decay of a run: powers of its width, depth, tokens and batch."""
-    tokens = steps * tokens_per_update
-    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (model.n_layer / DEPTH) ** DEPTH_POWER[optimizer]
-    lr *= (tokens / TOKENS) ** TOKENS_POWER[optimizer] * (tokens_per_update / BATCH) ** BATCH_POWER
-    lr = float(f"{lr:.3g}")
+    """The learning rate, its schedule and the weight decay of a run.
+
+    The rate falls with the width as in muP (arXiv 2203.03466); nothing else follows from the depth. It grows with the root of
+    the batch (arXiv 2205.10287). bench/dial.py measures both.
+    """
+    lr = float(f"{RATES[optimizer] * WIDTH / model.n_embd * (tokens_per_update / BATCH) ** 0.5:.3g}")
     # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
-    forgotten = 1.084 * (tokens / weights(model)) ** -0.527
+    forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
     weight_decay = min(1.0, 1 / (lr * steps * forgotten))
-    schedule = dict(schedule="wsd", cooldown_fraction=0.4, min_lr=0.0, warmup_steps=-1)
+    # AdamW at the best rate needs time to settle: a run of few steps is the worse for a warmup of 2 %.
+    warmup_steps = round(min(0.3 * steps, max(0.02 * steps, WARMUP_STEPS)))
+    schedule = dict(schedule="wsd", cooldown_fraction=0.4, min_lr=0.0, warmup_steps=warmup_steps)
     return dict(lr=lr, weight_decay=float(f"{weight_decay:.3g}"), **schedule)

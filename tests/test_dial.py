@@ -1,11 +1,15 @@
 """The dial: what --depth sets, what wins over it, and what a run keeps."""
 
+import dataclasses
 import sys
 
 import pytest
+import torch
 
+import optim
 import settings
 from conftest import ROOT, execute
+from model import GPT, initialize
 from planning import dial
 
 
@@ -101,3 +105,27 @@ def test_the_plans_of_several_depths_are_a_table():
     one = execute([*command, "--depth=12"]).stdout
     assert rows[1].split()[3] in one and rows[1].split()[4] in one  # the batch and the steps
     assert "as in 12,16,20,24" in execute([*command, "--plan_depths=12,x"], status=2).stderr
+
+
+def change_of_activations(width, optimizer, constant):
+    """How far five updates move the residual stream of 4 layers (the coordinate check of muP): root mean square."""
+    flags = [f"--n_embd={width}", f"--n_head={width // 32}", "--steps=256", "--tokens_per_update=2048", "--seq_len=32"]
+    config = turned("--depth=4", f"--optimizer={optimizer}", "--muon_dtype=float32", "--vocab_size=384", *flags)
+    module = GPT(settings.resolve_model(config.model, 384))
+    initialize(module, seed=0)
+    settled = dataclasses.replace(config.optim, lr=constant) if constant else config.optim
+    optimizers, seen = optim.build(module, settled), []
+    module.norm.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].detach()))
+    tokens = torch.randint(0, 300, (8, 33), generator=torch.Generator().manual_seed(1))
+    for _ in range(6):
+        module(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizers.step()
+        module.zero_grad()
+    return (seen[-1] - seen[0]).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_updates_move_activations_alike_at_every_width(optimizer):
+    by_dial, constant = ([change_of_activations(w, optimizer, rate) for w in (64, 256)] for rate in (0, 4e-3))
+    assert by_dial[1] < 4 * by_dial[0]
+    assert by_dial[1] / by_dial[0] < 0.7 * constant[1] / constant[0]

@@ -11,11 +11,12 @@ import time
 import numpy as np
 import pytest
 
+from common.errors import EX_TEMPFAIL
 from conftest import ROOT, environment, execute
 from planning import law
 
 # 16 wide at every depth, so that the ladder takes seconds.
-SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=3e10, share=0.2, threads=1, dtype="float32", compile="off", device="cpu")
+SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=4e10, share=0.3, threads=1, dtype="float32", compile="off", device="cpu")
 SMALL |= dict(eval_tokens=640, name="small")
 
 
@@ -26,15 +27,16 @@ def command(tokens, runs, **flags):
 
 @pytest.fixture(scope="module")
 def climbed(tokens, tmp_path_factory):
-    """A ladder that was killed in the middle and continued: its runs' folder and what it printed."""
+    """A ladder that was stopped, killed and continued: its runs' folder and what it printed at the end."""
     runs = tmp_path_factory.mktemp("ladder") / "runs"
     words = [*map(str, command(tokens, runs))]
-    process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 100
-    while len([*runs.glob("ladder-small/*/metrics.jsonl")]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    for number, (end, status) in enumerate([(os.kill, EX_TEMPFAIL), (os.killpg, -signal.SIGKILL)], start=1):
+        process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+        deadline = time.monotonic() + 100
+        while len([*runs.glob("ladder-small/*/metrics.jsonl")]) < number and time.monotonic() < deadline:
+            time.sleep(0.05)
+        end(process.pid, signal.SIGTERM if end is os.kill else signal.SIGKILL)
+        assert process.wait(100) == status
     assert not (runs / "ladder-small" / "ladder.png").exists()
     return runs, execute(words).stdout
 
@@ -50,6 +52,8 @@ def test_a_ladder_foretells_a_run_and_prints_its_command(climbed, tokens):
     assert words[:2] == ["python", "train.py"] and f"--name={name}" in words
     execute([sys.executable, ROOT / "train.py", *words[2:]])
     execute([sys.executable, ROOT / "plot.py", runs / name, f"--out={runs / 'curves.png'}"])
+    (runs / name / "prediction.json").write_text("[]")
+    assert "is not what ladder.py writes" in execute([sys.executable, ROOT / "plot.py", runs / name], status=2).stderr
     losses = [json.loads(line).get("val_loss") for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     assert abs(losses[-1] - foretold["val_loss"]) < 1  # nats; a ladder of seconds foretells no better
 
@@ -75,7 +79,7 @@ def test_a_ladder_of_other_tokens_or_settings_is_refused(climbed, tokens, tmp_pa
     [
         (dict(flops=0), "say how long all may take"),
         (dict(minutes=1), "say how long all may take"),
-        (dict(flops=1e6), "the budget is too small for 2 depths of this shape; the least is --flops="),
+        (dict(flops=1e6), "the budget is too small for a ladder of models of this shape; --flops="),
         (dict(depth=3), "--depth is what the ladder finds"),
         (dict(steps=3), "--steps is what the ladder finds"),
         (dict(share=1.5), "--share must be"),
@@ -87,7 +91,7 @@ def test_wrong_flags_are_refused(tokens, tmp_path, flags, said):
 
 
 def test_a_budget_of_a_second_says_how_much_would_do(tokens, tmp_path):
-    assert "the least is --minutes=" in execute(command(tokens, tmp_path, flops=0, minutes=0.0001), status=2).stderr
+    assert "of this shape; --minutes=" in execute(command(tokens, tmp_path, flops=0, minutes=0.0001), status=2).stderr
 
 
 def test_rungs_that_diverge_end_the_ladder(tokens, tmp_path):
