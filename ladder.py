@@ -104,6 +104,7 @@ class Rung:
 def main() -> None:
     """The command."""
     with errors.user_errors():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EX_TEMPFAIL))
         ladder = begin(sys.argv[1:])
         budget = ladder.options.flops or measure(ladder)
         rungs = [climb(ladder, *rung) for rung in choose(ladder, budget)]
@@ -199,17 +200,27 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
         command = ladder.command(ladder.directory, name, **{k: v for k, v in flags.items() if k not in ladder.given})
         ranks = ladder.options.ranks
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        process = subprocess.Popen([sys.executable, *torchrun, str(TRAIN), *command], stdout=subprocess.DEVNULL)
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        signal.signal(signal.SIGINT, lambda *_: None)  # it has reached the run, too
-        if status := process.wait():
-            if status == EX_TEMPFAIL:
-                print("stopped; the same command goes on", flush=True)
-                sys.exit(EX_TEMPFAIL)
+        status = wait(subprocess.Popen([sys.executable, *torchrun, str(TRAIN), *command], stdout=subprocess.DEVNULL))
+        if status == EX_TEMPFAIL:
+            sys.exit(status)
+        if status:
             raise UserError(f"{ladder.directory / name} ended with status {status}, for the reason above or in its train.log")
         records = finished(ladder.directory / name, flags["steps"])
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     return records[-1]["val_loss"], statistics.median(speeds or [math.nan]) * flops_per_token(ladder.model(flags["depth"]))
+
+
+def wait(process: subprocess.Popen) -> int:
+    """The exit status of a run. If this command is stopped, the run saves its state first."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # which has reached the run, too
+        process.wait()
+        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
 
 
 def finished(path: Path, steps: int) -> list[dict]:
