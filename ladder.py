@@ -39,7 +39,7 @@ from settings import Config, ModelConfig, Ranks
 
 TRAIN = Path(__file__).with_name("train.py")
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the rungs
-HORIZONS = (1 / 8, 1 / 4, 1 / 2, 1)  # of each depth, in its longest one
+HORIZONS = (1 / 4, 1 / 2, 1)  # of each depth, in its longest one
 FEWEST_DEPTHS, MOST_DEPTHS, FEWEST_RUNGS = 2, 3, 6  # in a ladder
 PROBE_STEPS = 8
 

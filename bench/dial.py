@@ -61,8 +61,8 @@ class Curve:
 BOTH = ("adamw", "muon")
 PARTS = {
     "depth": [Curve(o, d) for d in (2, 4, 8) for o in BOTH],
-    "width": [Curve(o, 4, width=192) for o in BOTH],
-    "batch": [Curve(o, 4, batch=8192) for o in BOTH],
+    "width": [Curve(o, 2, width=192) for o in BOTH],
+    "batch": [Curve(o, 2, batch=8192) for o in BOTH],
     "tokens": [Curve(o, 2, tokens=1 << 21) for o in BOTH],
     "seed": [Curve(o, d, seed=2) for d in (2, 4) for o in BOTH],
     "architecture": [Curve(o, 4, architecture="gpt2") for o in BOTH],
@@ -109,12 +109,12 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
     while (best := min(losses, key=losses.get)) in (min(losses), max(losses)) and len(losses) < 9:
         rate = best / 2 if best == min(losses) else best * 2
         losses[rate] = train(config, curve, rate)
-    around = [math.log2(rate) for rate in (best / 2, best, best * 2)]
-    parabola = np.polynomial.Polynomial.fit(around, [losses[rate] for rate in (best / 2, best, best * 2)], 2)
-    place = float(np.clip(parabola.deriv().roots()[0], around[0], around[2]))
     logs = sorted(losses)
+    near = [rate for rate in logs if best / 2 <= rate <= best * 2 or losses[rate] < losses[best] + 0.05]
+    parabola = np.polynomial.Polynomial.fit(np.log2(near), [losses[rate] for rate in near], 2)
+    place = float(np.clip(parabola.deriv().roots()[0], math.log2(near[0]), math.log2(near[-1])))
     at_dial = math.log2(rates["dial"])
-    inside = around[0] <= at_dial <= around[2]
+    inside = math.log2(near[0]) <= at_dial <= math.log2(near[-1])
     dial_loss = parabola(at_dial) if inside else np.interp(at_dial, np.log2(logs), [losses[rate] for rate in logs])
     found = {"width": curve.flags()["n_embd"], "best_rate": 2**place, "best_loss": float(parabola(place)), **rates}
     print(curve, {rate: round(losses[rate], 4) for rate in logs}, f"best {2**place:.3g}, dial {rates['dial']:.3g}", flush=True)

@@ -22,11 +22,12 @@ VOCABULARIES = {"bytes": 257, "gpt2": GPT2_VOCAB_SIZE, "cl100k_base": 100277, "o
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
 EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
-FEWEST_STEPS = 100
+FEWEST_STEPS = 200
 WARMUP_STEPS = 200
 # Where bench/dial.py has found the best learning rates, on how many tokens, and a batch that is right for them.
 WIDTH, TOKENS, BATCH = 96, 1 << 19, 2048
-RATES = {"adamw": 5.2e-3, "muon": 1.13e-2}
+RATES = {"adamw": 4.3e-3, "muon": 1.5e-2}
+WIDTH_POWER = {"adamw": -1.0, "muon": -0.5}
 GROWTH = 0.383  # of the best batch with the tokens (arXiv 2505.13738)
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 LENGTH = ("steps", "tokens_per_update")
@@ -134,10 +135,12 @@ def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: in
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
     """The learning rate, its schedule and the weight decay of a run.
 
-    The rate falls with the width as in muP (arXiv 2203.03466); nothing else follows from the depth. It grows with the root of
-    the batch (arXiv 2205.10287). bench/dial.py measures both.
+    What an update of a matrix does to activations shall not depend on the width: AdamW's rate falls with it (muP, arXiv
+    2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). The rate grows with
+    the root of the batch (arXiv 2205.10287).
     """
-    lr = float(f"{RATES[optimizer] * WIDTH / model.n_embd * (tokens_per_update / BATCH) ** 0.5:.3g}")
+    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (tokens_per_update / BATCH) ** 0.5
+    lr = float(f"{lr:.3g}")
     # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
     weight_decay = min(1.0, 1 / (lr * steps * forgotten))
