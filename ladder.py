@@ -84,10 +84,6 @@ class Ladder:
         batch = self.config.train.tokens_per_update if "tokens_per_update" in self.given else 0
         return {"depth": depth} | dial.length_of(tokens, self.config.model.seq_len, tokens_per_update=batch)
 
-    def command(self, out_dir: Path, name: str, **flags) -> list[str]:
-        """The words after `python train.py` of a run."""
-        return [*self.words, *(f"--{key}={value}" for key, value in (flags | {"out_dir": out_dir, "name": name}).items())]
-
 
 @dataclass(frozen=True)
 class Rung:
@@ -117,18 +113,14 @@ def begin(args: list[str]) -> Ladder:
     preset, flags = settings.divide(args)
     default = LadderCommand(settings.read_preset(preset))
     command = cli.parse(LadderCommand, flags, __doc__, default, "[config/NAME.toml]")
-    config, options, own = command.config, command.ladder, cli.flat_fields(LadderConfig)
+    config, options = command.config, command.ladder
     names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     if (options.minutes > 0) == (options.flops > 0):
         raise UserError("say how long all may take: --minutes=60, or in operations --flops=1e17")
     refuse(f"--{name} is what the ladder finds; leave it out" for name in ("depth", "steps", "n_layer") if name in names)
     refuse(["--init_from: a ladder is of models from scratch"] if config.model.init_from != "scratch" else [])
-    values = cli.flat_values(config)
-    forwarded = sorted(names - set(own) - {"name", "out_dir"})
-    words = [
-        *args[: len(args) - len(flags)],
-        *(f"--{name}={str(values[name]).lower() if isinstance(values[name], bool) else values[name]}" for name in forwarded),
-    ]
+    forwarded = sorted(names - set(cli.flat_fields(LadderConfig)) - {"name", "out_dir"})
+    words = [*args[: len(args) - len(flags)], *spell({name: cli.flat_values(config)[name] for name in forwarded})]
     mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     name = config.run.name or Path(config.data.tokens).name
     directory = Path(config.run.out_dir, f"ladder-{name}")
@@ -144,17 +136,20 @@ def begin(args: list[str]) -> Ladder:
     return Ladder(config, options, words, names, directory, mixture.vocab_size, available)
 
 
+def spell(flags: dict) -> list[str]:
+    """Flags as the words of a command line."""
+    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in flags.items()]
+
+
 def measure(ladder: Ladder) -> float:
     """The budget in FLOPs: a run of a few steps says how fast this machine is, at the largest depth that the budget reaches."""
     budget = 0.0
     for depth in DEPTHS[1:]:
-        flags = {"depth": depth, "steps": PROBE_STEPS, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
-        flags["tokens_per_update"] = ladder.flags(depth, dial.TOKENS_PER_WEIGHT * dial.weights(ladder.model(depth)))[
-            "tokens_per_update"
-        ]
-        speed = run(ladder, f"probe-{depth}", flags)[1]
-        budget = 60 * ladder.options.minutes * speed
-        if dial.weights(ladder.model(depth)) > best_weights(budget):
+        weights = dial.weights(ladder.model(depth))
+        flags = ladder.flags(depth, dial.TOKENS_PER_WEIGHT * weights)
+        flags |= {"steps": PROBE_STEPS, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
+        budget = 60 * ladder.options.minutes * run(ladder, f"probe-{depth}", flags)[1]
+        if weights > best_weights(budget):
             break
     return budget
 
@@ -197,10 +192,10 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
     """Train to the end unless that is done. Returns the validation loss and the speed in FLOP/s. Raises UserError."""
     records = finished(ladder.directory / name, flags["steps"])
     if not records:
-        command = ladder.command(ladder.directory, name, **{k: v for k, v in flags.items() if k not in ladder.given})
-        ranks = ladder.options.ranks
+        own = {key: value for key, value in flags.items() if key not in ladder.given}
+        ranks, words = ladder.options.ranks, [*ladder.words, *spell(own | {"out_dir": ladder.directory, "name": name})]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        status = wait(subprocess.Popen([sys.executable, *torchrun, str(TRAIN), *command], stdout=subprocess.DEVNULL))
+        status = wait(subprocess.Popen([sys.executable, *torchrun, str(TRAIN), *words], stdout=subprocess.DEVNULL))
         if status == EX_TEMPFAIL:
             sys.exit(status)
         if status:
@@ -234,28 +229,17 @@ def report(ladder: Ladder, rungs: list[Rung], budget: float) -> None:
     """Fit the law, say which run to start, write what it foretells into the directory of that run, and draw it."""
     fresh = [law.worth(rung.tokens, ladder.available) for rung in rungs]
     found = law.fit([rung.weights for rung in rungs], fresh, [rung.loss for rung in rungs])
-    best, twice = (recommend(ladder, found, times * budget) for times in (1, 2))
-    depth, tokens, loss, margin = best
-    flags, epochs = ladder.flags(depth, tokens), tokens / ladder.available
-    top = max(rungs, key=lambda rung: rung.flops)
-    name = f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}"
-    run = Path(ladder.config.run.out_dir, name)
-    foretold = {
-        "val_loss": loss,
-        "margin": margin,
-        "chance": 0.9,
-        "tokens": tokens,
-        "steps": flags["steps"],
-        "law": found.text(),
-    }
-    facts = json.loads(files.read_text(ladder.directory / "ladder.json", 1 << 24))["facts"]
-    record = {"facts": facts, "rungs": [dataclasses.asdict(rung) for rung in rungs], "foretold": foretold | {"depth": depth}}
-    files.publish_text(ladder.directory / "ladder.json", json.dumps(record, indent=1))
+    (depth, tokens, loss, margin), twice = (recommend(ladder, found, times * budget) for times in (1, 2))
+    top, epochs = max(rungs, key=lambda rung: rung.flops), tokens / ladder.available
+    run = Path(ladder.config.run.out_dir, f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}")
+    foretold = {"val_loss": loss, "margin": margin, "depth": depth, "tokens": tokens}
+    path = ladder.directory / "ladder.json"
+    record = json.loads(files.read_text(path, 1 << 24)) | {"rungs": list(map(dataclasses.asdict, rungs)), "foretold": foretold}
+    files.publish_text(path, json.dumps(record, indent=1))
     if not (run / "metrics.jsonl").exists():  # what was foretold stays
         run.mkdir(parents=True, exist_ok=True)
         files.publish_text(run / "prediction.json", json.dumps(foretold))
-    draw(ladder, rungs, found, best)
-    torchrun = f"torchrun --standalone --nproc_per_node={ladder.options.ranks}" if ladder.options.ranks > 1 else "python"
+    draw(ladder, rungs, found, foretold)
     print(
         f"law     {found.text()}; drawn in {ladder.directory / 'ladder.png'}\n"
         f"best    --depth={depth}: {dial.weights(ladder.model(depth)):,} weights, {tokens:,.0f} tokens, "
@@ -264,12 +248,11 @@ def report(ladder: Ladder, rungs: list[Rung], budget: float) -> None:
         f"twice   the time: --depth={twice[0]}, {twice[1]:,.0f} tokens, loss {twice[2]:.3f}"
     )
     if epochs > 1:
-        fresh = law.worth(tokens, ladder.available)
-        print(
-            f"text    it is read {epochs:.1f} times, which is worth {fresh:,.0f} fresh tokens; more text would help"
-            * (epochs > 1)
-        )
-    print(f"\n{torchrun} train.py {shlex.join(ladder.command(Path(ladder.config.run.out_dir), name, **flags))}", flush=True)
+        worth = law.worth(tokens, ladder.available)
+        print(f"text    it is read {epochs:.1f} times, which is worth {worth:,.0f} fresh tokens; more text would help")
+    start = f"torchrun --standalone --nproc_per_node={ladder.options.ranks}" if ladder.options.ranks > 1 else "python"
+    flags = ladder.flags(depth, tokens) | {"out_dir": run.parent, "name": run.name}
+    print(f"\n{start} train.py {shlex.join([*ladder.words, *spell(flags)])}", flush=True)
 
 
 def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float, float, float]:
@@ -283,33 +266,27 @@ def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float
     return min(runs, key=lambda run: run[2])
 
 
-def draw(ladder: Ladder, rungs: list[Rung], found: law.Law, best: tuple[int, float, float, float]) -> None:
+def draw(ladder: Ladder, rungs: list[Rung], found: law.Law, foretold: dict) -> None:
     """Draw the rungs, the law at each of their depths, and what it foretells."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axis = figure.subplots()
-    depth, tokens, loss, margin = best
-    end = tokens * flops_per_token(ladder.model(depth))
-    depths = sorted({rung.depth for rung in rungs} | {depth})
-    for color, each in zip(curves.COLORS, depths, strict=False):
-        own, model = [rung for rung in rungs if rung.depth == each], ladder.model(each)
+    end = foretold["tokens"] * flops_per_token(ladder.model(foretold["depth"]))
+    depths = sorted({rung.depth for rung in rungs} | {foretold["depth"]})
+    for color, depth in zip(curves.COLORS, depths, strict=False):
+        own, model = [rung for rung in rungs if rung.depth == depth], ladder.model(depth)
         start = min((rung.flops for rung in own), default=max(rung.flops for rung in rungs))
         flops = [start * (end / start) ** (i / 60) for i in range(61)]
         fresh = [law.worth(f / flops_per_token(model), ladder.available) for f in flops]
-        predicted = [found.predict(dial.weights(model), tokens)[0] for tokens in fresh]
-        axis.plot(
-            flops, predicted, color=color, linewidth=1.2, label=f"depth {each}, {curves.short(dial.weights(model))} weights"
-        )
-        axis.plot([rung.flops for rung in own], [rung.loss for rung in own], "o", color=color, markersize=5)
-        if each == depth:
-            axis.errorbar(end, loss, margin, marker="*", markersize=12, color=color, capsize=4, zorder=4)
+        losses = [found.predict(dial.weights(model), tokens)[0] for tokens in fresh]
+        axis.plot(flops, losses, color=color, label=f"depth {depth}, {dial.weights(model):,} weights")
+        axis.plot([rung.flops for rung in own], [rung.loss for rung in own], "o", color=color)
+        if depth == foretold["depth"]:
+            axis.errorbar(end, foretold["val_loss"], foretold["margin"], marker="*", markersize=12, color=color, capsize=4)
     axis.set(xscale="log", xlabel="FLOPs", ylabel="validation loss")
-    axis.set_title(
-        f"{ladder.directory.name}: measured (dots), the law, and what it foretells (star, 90 %)", loc="left", fontsize=11
-    )
+    axis.set_title("dots: measured; lines: the law; star: foretold, with 90 %", loc="left", fontsize=11)
     axis.legend(frameon=False)
-    axis.grid(color="0.91", linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
     curves.save(figure, ladder.directory / "ladder.png")
 
