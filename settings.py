@@ -46,6 +46,9 @@ class RunConfig:
     PATH: start a new run from another run or checkpoint directory."""
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 after this many minutes (0: no limit)."""
+    depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
+    """The dial: the number of layers, to which the width, the batch, the steps, the learning rate and its schedule and the
+    weight decay follow. It wins over a preset; a flag wins over it."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,8 @@ class PlanConfig:
     """cpu: this machine."""
     plan_mfu: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Model FLOPs utilization to plan with, from 0 to 1 (0: a usual one)."""
+    plan_depths: str = ""
+    """Plan several depths of the dial and print a row for each, as in 12,16,20,24."""
     dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
     """Price to plan with."""
 
@@ -275,9 +280,7 @@ def load(args: list[str], description: str) -> Config:
 
 def load_command(args: list[str], description: str) -> Command:
     """The checked training command: defaults < preset (config/laptop.toml if none is named) < flags."""
-    preset = HERE / "config" / "laptop.toml"
-    if args and not args[0].startswith("-"):
-        preset, args = Path(args[0]), args[1:]
+    preset, args = divide(args)
     command = parse(Command, args, description, Command(read_preset(preset)), "[config/NAME.toml]")
     if not command.config.run.name:
         command = replace(command, name=preset.stem)
@@ -286,6 +289,12 @@ def load_command(args: list[str], description: str) -> Command:
         refuse(f"--{name} needs --plan" for name in given)
     refuse(problems(command.config))
     return command
+
+
+def divide(args: list[str]) -> tuple[Path, list[str]]:
+    """The preset of a command line, and its flags."""
+    named = bool(args) and not args[0].startswith("-")
+    return (Path(args[0]), args[1:]) if named else (HERE / "config" / "laptop.toml", args)
 
 
 def read_preset(path: Path) -> Config:

@@ -19,16 +19,15 @@ if __name__ == "__main__":
 import settings
 from common import errors
 from hardware import host
-from planning import rules
+from planning import dial
 
 if __name__ == "__main__":  # --help, --plan and bad flags are answered before torch, which takes seconds, is imported
     with errors.user_errors():
-        COMMAND = settings.load_command(sys.argv[1:], __doc__)
-        rules.check_command(COMMAND)
+        COMMAND = dial.load_command(sys.argv[1:], __doc__)
         if COMMAND.plan.plan:
             from planning import plan
 
-            plan.main(COMMAND.config, COMMAND.plan)
+            plan.main(COMMAND, sys.argv[1:])
             raise SystemExit(0)
     host.prepare_torch()
 

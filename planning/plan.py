@@ -5,7 +5,6 @@ rank, and imports no torch. The speed is an assumption: --plan_mfu, or a usual o
 """
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +12,12 @@ import data
 import settings
 from common import cli
 from common.errors import UserError, plural, survive_lost_console
-from dataset.tokens import GPT2_VOCAB_SIZE
 from hardware import cluster, footprint
 from hardware.cluster import Hardware
-from planning import rules
+from planning import dial, rules
 from reports.log import duration
-from settings import Config, DataConfig, PlanConfig
+from settings import Command, Config, PlanConfig
 
-VOCABULARIES = {"bytes": 257, "gpt2": GPT2_VOCAB_SIZE, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
 CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
 # bench/results/save_stall.json: 0.74 GB were copied in 0.11 to 0.25 s, and written and flushed in 0.5 to 0.9 s.
 COPY_RATE, WRITE_RATE = 3e9, 1e9
@@ -64,12 +61,42 @@ class Plan:
         return 0.0 if self.options.plan_gpu == "cpu" else rank_hours * self.options.dollars_per_gpu_hour
 
 
-def main(config: Config, options: PlanConfig) -> None:
-    """Print the plan of the run that `config` describes. Raises UserError."""
+def main(command: Command, args: list[str]) -> None:
+    """Print the plan of the run that `command` (the command line `args`) describes, or the plans of --plan_depths, a row each.
+
+    Raises UserError.
+    """
     if cli.read_ranks()[0] == 0:
-        plan = make(config, options)
+        said = depths(command, args) if command.plan.plan_depths else text(make(command.config, command.plan))
         with survive_lost_console():
-            print(text(plan), flush=True)
+            print(said, flush=True)
+
+
+def depths(command: Command, args: list[str]) -> str:
+    """The plans of several depths of the dial, as a table."""
+    words = command.plan.plan_depths.split(",")
+    if not all(word.isdecimal() and 0 < int(word) <= 256 for word in words):
+        raise UserError(
+            f"--plan_depths={command.plan.plan_depths} must be numbers of layers with a comma between, as in 12,16,20,24"
+        )
+    rows = [("depth", "width", "parameters", "batch", "steps", "tokens", "epochs", "lr", "GB a rank", "time", "dollars")]
+    for word in words:
+        turned = dial.turn(cli.replace(command, depth=int(word)), [*args, f"--depth={word}"])
+        plan = make(turned.config, command.plan)
+        model, train = plan.config.model, plan.config.train
+        numbers = (model.n_embd, sum(footprint.parameters(model).values()), train.tokens_per_update, train.steps)
+        rows.append((
+            word,
+            *(f"{number:,}" for number in (*numbers, train.steps * train.tokens_per_update)),
+            f"{max(plan.epochs.values()):.2f}" if plan.epochs else "",
+            f"{plan.config.optim.lr:.2e}",
+            gb(sum(plan.memory.values())) + " !" * (not plan.fits),
+            duration(plan.seconds),
+            f"{plan.dollars:,.0f}",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, "!: more than a rank has"] if any(" !" in line for line in lines) else lines)
 
 
 def make(config: Config, options: PlanConfig) -> Plan:
@@ -110,7 +137,7 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware, dtype: str)
     There are none where a dataset is not there. The third value says where the size of the vocabulary is from.
     """
     model, once = config.model, {}
-    vocab_size, source = vocabulary(config.data)
+    vocab_size, source = dial.vocabulary(config.data)
     if model.init_from != "scratch":
         from checkpoints import huggingface  # imports torch
 
@@ -135,16 +162,6 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware, dtype: str)
         config = settings.replace(config, micro_batch_size=size)
     rules.check(config, options.plan_world_size)
     return config, once, source
-
-
-def vocabulary(config: DataConfig) -> tuple[int, str]:
-    """The size of the vocabulary of a dataset that is not there, and where it is from: the command that makes it, or GPT-2."""
-    words = config.prepare_command.split()
-    name = next((word.removeprefix("--tokenizer=") for word in words if word.startswith("--tokenizer=")), "")
-    size = VOCABULARIES.get(name, int(name[6:]) if re.fullmatch(r"train:\d{1,7}", name) else 0)
-    if size and f"--out={config.tokens}" in words:
-        return size, f"of --tokenizer={name}, which makes {config.tokens}"
-    return GPT2_VOCAB_SIZE, f"of GPT-2: {config.tokens} is not there"
 
 
 def this_processor() -> tuple[float, str]:

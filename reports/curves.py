@@ -1,5 +1,6 @@
 """The curves of runs: loss, learning rate, gradient norm and throughput, read from metrics.jsonl and train.log, and drawn."""
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Curves:
     training: list[Record]
     validation: list[Record]
     restarts: list[int]  # steps from which the run was continued
+    foretold: tuple[float, float] | None = None  # by ladder.py: the last validation loss, and half of its interval
 
     def tokens_per_step(self) -> int:
         """The global batch in tokens. 0 if the records do not say."""
@@ -89,7 +91,19 @@ def read(run: Path) -> Curves:
     if not training and not validation:
         raise UserError(f"{path} is empty: nothing was logged yet; lines come every --log_every steps")
     last = max(record["step"] for record in training + validation)
-    return Curves(run.resolve().name, training, validation, [step for step in restarts(run / "train.log") if step < last])
+    continued = [step for step in restarts(run / "train.log") if step < last]
+    return Curves(run.resolve().name, training, validation, continued, prediction(run / "prediction.json"))
+
+
+def prediction(path: Path) -> tuple[float, float] | None:
+    """The loss that ladder.py has foretold for a run, and half of its interval. Raises UserError for a file of another kind."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(files.read_text(path, 1 << 20))
+        return float(found["val_loss"]), float(found["margin"])
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is not what ladder.py writes; move it away") from None
 
 
 def restarts(log: Path) -> list[int]:
@@ -208,6 +222,11 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
         ends += [(places[-1], y[-1], color)] if y else []
         steps, logged = run.points("loss")
         shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
+        if run.foretold:
+            loss, margin = run.foretold
+            axis.axhspan(loss - margin, loss + margin, color=color, alpha=0.12, linewidth=0)
+            axis.axhline(loss, color=color, linewidth=1, linestyle=":")
+            shown += [loss - margin, loss + margin]
     if len(set(shown)) > 1:  # cut off the steep fall of the first tenth, so that the rest can be told apart
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
@@ -222,6 +241,8 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     present = any(run.restarts for run, _ in drawn), any(run.skipped() for run, _ in drawn)
     marks = [mark for mark, there in zip(MARKS.items(), present, strict=True) if there]
     handles += [Line2D([], [], color="0.35", label=name, **mark) for name, mark in marks]
+    if any(run.foretold for run, _ in drawn):
+        handles.append(Line2D([], [], color="0.35", linewidth=1, linestyle=":", label="foretold"))
     # Beside the title, where no curve and no number is.
     place = dict(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=len(handles))
     axis.legend(handles=handles, frameon=False, fontsize=9.5, handlelength=1, handletextpad=0.5, columnspacing=1, **place)

@@ -1,0 +1,170 @@
+"""Where does the best learning rate lie, and does the dial find it? python bench/dial.py [--parts=depth,batch]
+
+Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside: over depth and
+width together with three seeds, over the batch, and for other architectures. Every run is an ordinary run of
+train.py in --runs, which are kept: the same command again continues, and what is finished is not repeated. Writes
+bench/results/dial.json and dial.png: loss over rate in units of the dial's, a curve for each depth.
+"""
+
+import dataclasses
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import machine  # puts the project's folder on the path
+
+# isort: split
+import numpy as np
+
+import settings
+from planning import dial
+from reports import curves
+
+BASE = dict(architecture="qwen3", seq_len=128, micro_batch_size=8, eval_every=0, eval_tokens=65536, save_every=0, log_every=16)
+BASE |= dict(device="cpu", dtype="bfloat16", compile="off", threads=1, schedule="wsd", cooldown_fraction=0.4, weight_decay=0.1)
+PER_DEPTH = 24  # width of a layer; the dial's 64 would take hours
+HEAD = 48  # width of a head
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What the runs of a curve of loss over rate share."""
+
+    optimizer: str
+    depth: int
+    width: int = 0  # 0: by the depth
+    tokens: int = 1 << 19
+    batch: int = 2048
+    seeds: tuple[int, ...] = (1,)
+    architecture: str = "qwen3"
+
+    def flags(self) -> dict:
+        """The flags of train.py, without the rate."""
+        width = self.width or PER_DEPTH * self.depth
+        length = dict(tokens_per_update=self.batch, steps=self.tokens // self.batch)
+        length["warmup_steps"] = length["steps"] * 3 // 10
+        shape = dict(architecture=self.architecture, n_layer=self.depth, n_embd=width, n_head=max(1, width // HEAD))
+        return BASE | shape | length | dict(optimizer=self.optimizer)
+
+    def rates(self, vocab_size: int) -> dict[str, float]:
+        """The dial's rate, and one that follows nanochat's formulas from where both are the same."""
+        flags = self.flags()
+        model = settings.replace(settings.ModelConfig(), **flags)
+        model = settings.resolve_model(model, vocab_size)
+        rate = dial.rate_of(model, self.optimizer, flags["steps"], self.batch)["lr"]
+        width = (model.n_embd / dial.WIDTH) ** (-0.5 if self.optimizer == "adamw" else 0)
+        return {"dial": rate, "nanochat": dial.RATES[self.optimizer] * width * (self.batch / dial.BATCH) ** 0.5}
+
+
+BOTH = ("adamw", "muon")
+PARTS = {
+    "depth": [Curve(o, d, seeds=(1, 2, 3)) for d in (2, 4, 8) for o in BOTH],
+    "batch": [Curve(o, 2, batch=8192, seeds=(1, 2)) for o in BOTH],
+    "architecture": [Curve(o, 4, architecture=a) for a in ("gpt2", "llama") for o in BOTH],
+}
+
+
+@dataclass(frozen=True)
+class DialConfig:
+    parts: str = "depth,batch,architecture"
+    """Which curves."""
+    tokens: str = "tokens/python"
+    runs: str = "runs/dial"
+    """Where the runs are kept."""
+    jobs: int = 2
+    """Runs at a time, on a core each."""
+    name: str = "dial"
+    """Of the results."""
+    out: str = str(machine.RESULTS)
+
+
+def main(config: DialConfig) -> None:
+    """Train what is not yet trained; print, draw, write."""
+    machine.prepare_tokens(config.tokens)
+    vocab_size = json.loads((machine.ROOT / config.tokens / "dataset.json").read_text())["vocab_size"]
+    wanted = {curve: part for part in config.parts.split(",") for curve in PARTS[part]}
+    with ThreadPoolExecutor(config.jobs) as pool:
+        swept = list(pool.map(lambda curve: sweep(config, curve, vocab_size), wanted))
+    rows = [{"part": part, **dataclasses.asdict(c), **found} for (c, part), found in zip(wanted.items(), swept, strict=True)]
+    result = {"flags": BASE, "curves": rows, "factors": {o: factors([r for r in rows if r["optimizer"] == o]) for o in BOTH}}
+    keys = ["part", "optimizer", "depth", "width", "tokens", "batch", "best_rate", "dial", "nanochat", "best_loss", "dial_loss"]
+    print(
+        machine.table(keys, [[f"{row[key]:.4g}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows])
+    )
+    print(json.dumps(result["factors"], indent=1))
+    print(machine.write(config.name, result, Path(config.out)))
+    draw([row for row in rows if row["part"] == "depth"], Path(config.out) / f"{config.name}.png")
+
+
+def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
+    """Losses by rate, from three rates on until the best is inside; the best rate, and the losses there and at the dial's."""
+    rates = curve.rates(vocab_size)
+    middle = 1e-3 * 2 ** round(math.log2(rates["dial"] / 1e-3))
+    losses = {rate: train(config, curve, rate) for rate in (middle, middle / 2, middle * 2)}
+    while (best := min(losses, key=lambda rate: sum(losses[rate]))) in (min(losses), max(losses)) and len(losses) < 9:
+        rate = best / 2 if best == min(losses) else best * 2
+        losses[rate] = train(config, curve, rate)
+    means = {rate: float(np.mean(losses[rate])) for rate in sorted(losses)}
+    near = [rate for rate in means if best / 2 <= rate <= best * 2 or means[rate] < means[best] + 0.05]
+    parabola = np.polynomial.Polynomial.fit(np.log2(near), [means[rate] for rate in near], 2)
+    place = float(np.clip(parabola.deriv().roots()[0], math.log2(near[0]), math.log2(near[-1])))
+    at_dial = math.log2(rates["dial"])
+    inside = math.log2(near[0]) <= at_dial <= math.log2(near[-1])
+    dial_loss = parabola(at_dial) if inside else np.interp(at_dial, np.log2(list(means)), list(means.values()))
+    found = {"width": curve.flags()["n_embd"], "best_rate": 2**place, "best_loss": float(parabola(place)), **rates}
+    shown = {rate: round(mean, 4) for rate, mean in means.items()}
+    print(curve, shown, f"best {2**place:.3g}, dial {rates['dial']:.3g}", flush=True)
+    return found | {"dial_loss": float(dial_loss), "losses": {f"{rate:g}": losses[rate] for rate in means}}
+
+
+def train(config: DialConfig, curve: Curve, rate: float) -> list[float]:
+    """The validation loss of a run with each seed; infinity if it diverged."""
+    return [train_once(config, curve, rate, seed) for seed in curve.seeds]
+
+
+def train_once(config: DialConfig, curve: Curve, rate: float, seed: int) -> float:
+    """The validation loss of a run."""
+    flags = curve.flags()
+    name = f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}-s{seed}-lr{rate:g}"
+    name += "" if curve.architecture == "qwen3" else f"-{curve.architecture}"
+    records = Path(machine.ROOT, config.runs, name, "metrics.jsonl")
+    if not records.exists() or "val_loss" not in machine.metrics(records.parent)[-1]:
+        machine.run(**flags, lr=rate, seed=seed, tokens=config.tokens, out_dir=config.runs, name=name)
+    loss = machine.metrics(records.parent)[-1]["val_loss"]
+    return loss if math.isfinite(loss) else math.inf
+
+
+def factors(rows: list[dict]) -> dict:
+    """Over the depths: the factor between the best rates; and the same in units of the dial's rates, and of nanochat's."""
+    found = {}
+    for rule in ("constant", "dial", "nanochat"):
+        ratios = [row["best_rate"] / row.get(rule, 1.0) for row in rows if row["part"] == "depth"]
+        found[rule] = round(max(ratios) / min(ratios), 3) if ratios else None
+    return found
+
+
+def draw(rows: list[dict], out: Path) -> None:
+    """Loss over rate in units of the dial's, a panel for each optimizer, a curve for each depth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
+    for axis, optimizer in zip(figure.subplots(1, 2), BOTH, strict=True):
+        own = [row for row in rows if row["optimizer"] == optimizer]
+        for color, row in zip(curves.COLORS, own, strict=False):
+            points = sorted((float(rate) / row["dial"], np.mean(losses)) for rate, losses in row["losses"].items())
+            label = f"{row['depth']} layers, {row['width']} wide"
+            axis.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, linewidth=1.4, label=label)
+            axis.plot(row["best_rate"] / row["dial"], row["best_loss"], "*", color=color, markersize=11)
+        axis.axvline(1, color="0.6", linewidth=1, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="learning rate / the dial's", ylabel="validation loss")
+        axis.set_title(f"{optimizer} (stars: the best rate)", loc="left", fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    curves.save(figure, out)
+
+
+if __name__ == "__main__":
+    machine.command_line(__doc__, DialConfig, main)

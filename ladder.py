@@ -1,0 +1,295 @@
+"""Which model, on which batch, for how many tokens, and what loss will it reach?
+
+`python ladder.py [config/NAME.toml] --tokens=tokens/mine --minutes=60 [--flag=value of train.py ...]` trains a few small models
+on the text for a part of the time, fits how the loss falls with weights and tokens, and prints the command of the best run with
+its loss foretold. The rungs are ordinary runs in runs/ladder-NAME: the same command again continues, and repeats nothing.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
+    from common import errors
+
+    errors.begin()
+
+import dataclasses
+import json
+import math
+import shlex
+import signal
+import statistics
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+import data
+import settings
+from common import cli, errors, files
+from common.errors import EX_TEMPFAIL, UserError, refuse
+from hardware.footprint import flops_per_token
+from planning import dial, law
+from reports import curves
+from reports.log import duration, read_records
+from settings import Config, ModelConfig, Ranks
+
+TRAIN = Path(__file__).with_name("train.py")
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the rungs
+HORIZONS = (1 / 4, 1 / 2, 1)  # of each depth, in its longest one
+FEWEST_DEPTHS, MOST_DEPTHS, FEWEST_RUNGS = 2, 3, 6  # in a ladder
+PROBE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class LadderConfig:
+    minutes: Annotated[float, Meta(ge=0, le=10**7)] = 0.0
+    """Time for all that is trained here, the ladder and the run that it finds."""
+    flops: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
+    """The same in floating-point operations, where the time is not known."""
+    share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """The part of it that the ladder may take."""
+    ranks: Ranks = 1
+    """Processes of a run on this machine, started by torchrun: as many as it has GPUs."""
+
+
+@dataclass(frozen=True)
+class LadderCommand:
+    config: Config = field(default_factory=Config)
+    ladder: LadderConfig = field(default_factory=LadderConfig)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What all steps of the command work with."""
+
+    config: Config
+    options: LadderConfig
+    words: list[str]  # the preset and the flags of train.py that were given
+    given: set[str]  # their names
+    directory: Path
+    vocab_size: int
+    available: int  # tokens of the text
+
+    def model(self, depth: int) -> ModelConfig:
+        """The resolved model at a depth of the dial."""
+        config = settings.replace(self.config, depth=depth)
+        return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
+
+    def flags(self, depth: int, tokens: float) -> dict:
+        """The flags of a run of a depth on so many tokens."""
+        batch = self.config.train.tokens_per_update if "tokens_per_update" in self.given else 0
+        return {"depth": depth} | dial.length_of(tokens, self.config.model.seq_len, tokens_per_update=batch)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run that is done."""
+
+    depth: int
+    weights: int
+    tokens: int
+    flops: float
+    loss: float  # of its last evaluation
+    speed: float  # FLOP/s
+
+
+def main() -> None:
+    """The command."""
+    with errors.user_errors():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EX_TEMPFAIL))
+        ladder = begin(sys.argv[1:])
+        budget = ladder.options.flops or measure(ladder)
+        rungs = [climb(ladder, *rung) for rung in choose(ladder, budget)]
+        budget = ladder.options.flops or 60 * ladder.options.minutes * max(rungs, key=lambda rung: rung.flops).speed
+        report(ladder, rungs, budget * (1 - ladder.options.share))
+
+
+def begin(args: list[str]) -> Ladder:
+    """Read the command line and open the ladder's directory. Raises UserError."""
+    preset, flags = settings.divide(args)
+    default = LadderCommand(settings.read_preset(preset))
+    command = cli.parse(LadderCommand, flags, __doc__, default, "[config/NAME.toml]")
+    config, options = command.config, command.ladder
+    names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    if (options.minutes > 0) == (options.flops > 0):
+        raise UserError("say how long all may take: --minutes=60, or in operations --flops=1e17")
+    refuse(f"--{name} is what the ladder finds; leave it out" for name in ("depth", "steps", "n_layer") if name in names)
+    refuse(["--init_from: a ladder is of models from scratch"] if config.model.init_from != "scratch" else [])
+    forwarded = sorted(names - set(cli.flat_fields(LadderConfig)) - {"name", "out_dir"})
+    words = [*args[: len(args) - len(flags)], *spell({name: cli.flat_values(config)[name] for name in forwarded})]
+    mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
+    name = config.run.name or Path(config.data.tokens).name
+    directory = Path(config.run.out_dir, f"ladder-{name}")
+    facts = {"tokens": mixture.identity, "command": words}
+    path = directory / "ladder.json"
+    if path.exists() and (before := json.loads(files.read_text(path, 1 << 24))["facts"]) != facts:
+        what = "tokens" if before["tokens"] != facts["tokens"] else "settings"
+        raise UserError(f"{directory} is a ladder of other {what}; choose another --name, or delete it")
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        files.publish_text(path, json.dumps({"facts": facts}))
+    available = sum(map(len, mixture.streams("train")))
+    return Ladder(config, options, words, names, directory, mixture.vocab_size, available)
+
+
+def spell(flags: dict) -> list[str]:
+    """Flags as the words of a command line."""
+    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in flags.items()]
+
+
+def measure(ladder: Ladder) -> float:
+    """The budget in FLOPs: a run of a few steps says how fast this machine is, at the largest depth that the budget reaches."""
+    budget = 0.0
+    for depth in DEPTHS[1:]:
+        weights = dial.weights(ladder.model(depth))
+        flags = ladder.flags(depth, dial.TOKENS_PER_WEIGHT * weights)
+        flags |= {"steps": PROBE_STEPS, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
+        budget = 60 * ladder.options.minutes * run(ladder, f"probe-{depth}", flags)[1]
+        if weights > best_weights(budget):
+            break
+    return budget
+
+
+def best_weights(budget: float) -> float:
+    """About how many weights are right for a budget: 6 weights tokens = budget, in the dial's ratio."""
+    return math.sqrt(budget / 6 / dial.TOKENS_PER_WEIGHT)
+
+
+def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
+    """The rungs, each a depth and its tokens, the cheapest first, for the ladder's share of the budget. Raises UserError."""
+    sizes, right = {depth: dial.weights(ladder.model(depth)) for depth in DEPTHS}, best_weights(budget)
+    depths = [depth for depth in DEPTHS if sizes[depth] <= 1.5 * right][-MOST_DEPTHS:]
+    each = ladder.options.share * budget / max(1, len(depths)) / sum(HORIZONS)  # FLOPs of the longest run of each depth
+    rungs = [(depth, part * each / flops_per_token(ladder.model(depth))) for depth in depths for part in HORIZONS]
+    rungs = [rung for rung in rungs if rung[1] >= dial.FEWEST_STEPS * ladder.config.model.seq_len]
+    if len(rungs) < FEWEST_RUNGS or len(depths) < FEWEST_DEPTHS:
+        times = max(1.05 * (sizes[DEPTHS[FEWEST_DEPTHS - 1]] / 1.5 / right) ** 2, 2)
+        least = f"--flops={times * budget:.2g}"
+        if ladder.options.minutes:
+            least = f"--minutes={times * ladder.options.minutes:.2g}"
+        raise UserError(f"the budget is too small for a ladder of models of this shape; {least} may do")
+    return sorted(rungs, key=lambda rung: (rung[1] * sizes[rung[0]], rung[0]))
+
+
+def climb(ladder: Ladder, depth: int, tokens: float) -> Rung:
+    """Train a rung, or read one that is done. Raises UserError if it diverged."""
+    flags = ladder.flags(depth, tokens)
+    tokens = flags["steps"] * flags["tokens_per_update"]
+    model, name = ladder.model(depth), f"depth-{depth}-tokens-{tokens}"
+    loss, speed = run(ladder, name, {"eval_every": 0} | flags)
+    if not loss < math.log(ladder.vocab_size):
+        lower = "lower --lr, or try the preset of another architecture"
+        raise UserError(f"{ladder.directory / name} diverged (validation loss {loss:.4g}), so no law fits; {lower}")
+    print(f"depth {depth:2}  {dial.weights(model):>13,} weights  {tokens:>14,} tokens  loss {loss:.4f}", flush=True)
+    return Rung(depth, dial.weights(model), tokens, flops_per_token(model) * tokens, loss, speed)
+
+
+def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
+    """Train to the end unless that is done. Returns the validation loss and the speed in FLOP/s. Raises UserError."""
+    records = finished(ladder.directory / name, flags["steps"])
+    if not records:
+        own = {key: value for key, value in flags.items() if key not in ladder.given}
+        ranks, words = ladder.options.ranks, [*ladder.words, *spell(own | {"out_dir": ladder.directory, "name": name})]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        status = wait(subprocess.Popen([sys.executable, *torchrun, str(TRAIN), *words], stdout=subprocess.DEVNULL))
+        if status == EX_TEMPFAIL:
+            sys.exit(status)
+        if status:
+            raise UserError(f"{ladder.directory / name} ended with status {status}, for the reason above or in its train.log")
+        records = finished(ladder.directory / name, flags["steps"])
+    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
+    return records[-1]["val_loss"], statistics.median(speeds or [math.nan]) * flops_per_token(ladder.model(flags["depth"]))
+
+
+def wait(process: subprocess.Popen) -> int:
+    """The exit status of a run. If this command is stopped, the run saves its state first."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # which has reached the run, too
+        process.wait()
+        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def finished(path: Path, steps: int) -> list[dict]:
+    """The records of a run that was evaluated at its last step; none of another."""
+    path = path / "metrics.jsonl"
+    records = [record for _, record in read_records(path) if record] if path.exists() else []
+    return records if records and records[-1]["step"] == steps and "val_loss" in records[-1] else []
+
+
+def report(ladder: Ladder, rungs: list[Rung], budget: float) -> None:
+    """Fit the law, say which run to start, write what it foretells into the directory of that run, and draw it."""
+    fresh = [law.worth(rung.tokens, ladder.available) for rung in rungs]
+    found = law.fit([rung.weights for rung in rungs], fresh, [rung.loss for rung in rungs])
+    (depth, tokens, loss, margin), twice = (recommend(ladder, found, times * budget) for times in (1, 2))
+    top, epochs = max(rungs, key=lambda rung: rung.flops), tokens / ladder.available
+    run = Path(ladder.config.run.out_dir, f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}")
+    foretold = {"val_loss": loss, "margin": margin, "depth": depth, "tokens": tokens}
+    path = ladder.directory / "ladder.json"
+    record = json.loads(files.read_text(path, 1 << 24)) | {"rungs": list(map(dataclasses.asdict, rungs)), "foretold": foretold}
+    files.publish_text(path, json.dumps(record, indent=1))
+    if not (run / "metrics.jsonl").exists():  # what was foretold stays
+        run.mkdir(parents=True, exist_ok=True)
+        files.publish_text(run / "prediction.json", json.dumps(foretold))
+    draw(ladder, rungs, found, foretold)
+    print(
+        f"law     {found.text()}; drawn in {ladder.directory / 'ladder.png'}\n"
+        f"best    --depth={depth}: {dial.weights(ladder.model(depth)):,} weights, {tokens:,.0f} tokens, "
+        f"in about {duration(budget / top.speed)}; {budget / top.flops:.0f} times the FLOPs of the largest rung\n"
+        f"loss    {loss:.3f}, with 90 % between {loss - margin:.3f} and {loss + margin:.3f}\n"
+        f"twice   the time: --depth={twice[0]}, {twice[1]:,.0f} tokens, loss {twice[2]:.3f}"
+    )
+    if epochs > 1:
+        worth = law.worth(tokens, ladder.available)
+        print(f"text    it is read {epochs:.1f} times, which is worth {worth:,.0f} fresh tokens; more text would help")
+    start = f"torchrun --standalone --nproc_per_node={ladder.options.ranks}" if ladder.options.ranks > 1 else "python"
+    flags = ladder.flags(depth, tokens) | {"out_dir": run.parent, "name": run.name}
+    print(f"\n{start} train.py {shlex.join([*ladder.words, *spell(flags)])}", flush=True)
+
+
+def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float, float, float]:
+    """The depth with the lowest loss for a budget in FLOPs, its tokens, the loss, and half of its interval."""
+    runs = []
+    for depth in range(1, 65):
+        model = ladder.model(depth)
+        tokens = budget / flops_per_token(model)
+        if tokens >= dial.FEWEST_STEPS * ladder.config.model.seq_len:
+            runs.append((depth, tokens, *found.predict(dial.weights(model), law.worth(tokens, ladder.available))))
+    return min(runs, key=lambda run: run[2])
+
+
+def draw(ladder: Ladder, rungs: list[Rung], found: law.Law, foretold: dict) -> None:
+    """Draw the rungs, the law at each of their depths, and what it foretells."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    axis = figure.subplots()
+    end = foretold["tokens"] * flops_per_token(ladder.model(foretold["depth"]))
+    depths = sorted({rung.depth for rung in rungs} | {foretold["depth"]})
+    for color, depth in zip(curves.COLORS, depths, strict=False):
+        own, model = [rung for rung in rungs if rung.depth == depth], ladder.model(depth)
+        start = min((rung.flops for rung in own), default=max(rung.flops for rung in rungs))
+        flops = [start * (end / start) ** (i / 60) for i in range(61)]
+        fresh = [law.worth(f / flops_per_token(model), ladder.available) for f in flops]
+        losses = [found.predict(dial.weights(model), tokens)[0] for tokens in fresh]
+        axis.plot(flops, losses, color=color, label=f"depth {depth}, {dial.weights(model):,} weights")
+        axis.plot([rung.flops for rung in own], [rung.loss for rung in own], "o", color=color)
+        if depth == foretold["depth"]:
+            axis.errorbar(end, foretold["val_loss"], foretold["margin"], marker="*", markersize=12, color=color, capsize=4)
+    axis.set(xscale="log", xlabel="FLOPs", ylabel="validation loss")
+    axis.set_title("dots: measured; lines: the law; star: foretold, with 90 %", loc="left", fontsize=11)
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    curves.save(figure, ladder.directory / "ladder.png")
+
+
+if __name__ == "__main__":
+    main()

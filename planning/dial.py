@@ -1,0 +1,158 @@
+"""One dial for the size of a model: `--depth=N` sets its shape, its batch, its steps and its learning rate.
+
+`settings_of` is the dial. `turn` applies it to a command line: it fills the settings that were not given. docs/dial.md has the
+formulas and their sources. It imports no torch.
+"""
+
+import dataclasses
+import math
+import re
+import tomllib
+from pathlib import Path
+
+import settings
+from common.cli import flat_values, replace
+from common.errors import UserError
+from hardware.footprint import flops_per_token
+from planning import rules
+from settings import Command, Config, DataConfig, ModelConfig
+
+VOCABULARIES = {"bytes": 257, "gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
+HEAD_DIM = 64  # width of a head; a model has as many heads as layers
+TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
+EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
+FEWEST_STEPS = 200
+WARMUP_STEPS = 200
+# Where bench/dial.py has found the best learning rates, on how many tokens, and a batch that is right for them.
+WIDTH, TOKENS, BATCH = 96, 1 << 19, 2048
+RATES = {"adamw": 4.3e-3, "muon": 1.5e-2}
+WIDTH_POWER = {"adamw": -1.0, "muon": -0.5}
+GROWTH = 0.383  # of the best batch with the tokens (arXiv 2505.13738)
+SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
+LENGTH = ("steps", "tokens_per_update")
+RATE = ("lr", "min_lr", "warmup_steps", "schedule", "cooldown_fraction", "weight_decay")
+
+
+def load_command(args: list[str], description: str) -> Command:
+    """The checked training command: defaults < preset < --depth < flags. Raises UserError."""
+    command = turn(settings.load_command(args, description), args)
+    rules.check_command(command)
+    return command
+
+
+def turn(command: Command, args: list[str]) -> Command:
+    """`command` with the settings that --depth gives, but for those that were given: by `args`, or beside depth in the preset.
+
+    A run that goes on keeps its own. Raises UserError.
+    """
+    config, depth = command.config, command.config.run.depth
+    if depth == "off":
+        return command
+    if config.model.init_from != "scratch":
+        raise UserError(
+            f"--depth={depth} is for a model from scratch; --init_from={config.model.init_from} has a shape of its own"
+        )
+    given = given_names(args)
+    values = previous(config) or dial(config, given, *text(config))
+    return replace(command, **{name: value for name, value in values.items() if name not in given})
+
+
+def given_names(args: list[str]) -> set[str]:
+    """The settings that a command line gives by flags, and if --depth is not one of them, by its preset."""
+    preset, flags = settings.divide(args)
+    names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    if "depth" not in names:
+        names |= {name for table in tomllib.loads(preset.read_text()).values() for name in table}
+    return names
+
+
+def previous(config: Config) -> dict:
+    """What the dial sets, as a run with checkpoints has it that was trained at this depth; empty if there is none."""
+    run = Path(config.run.out_dir, config.run.name)
+    if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
+        return {}
+    before = settings.read_preset(run / "config.toml")
+    values = flat_values(before)
+    return {name: values[name] for name in SHAPE + LENGTH + RATE} if before.run.depth == config.run.depth else {}
+
+
+def text(config: Config) -> tuple[int, float]:
+    """The size of the vocabulary and the tokens to train on. Of a dataset that is not there: as the plan of a run has them."""
+    import data  # here, because it imports numpy, and --help does without
+
+    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
+        mixture = data.open_mixture(config.data.tokens, config.model.vocab_size)
+        return mixture.vocab_size, sum(map(len, mixture.streams("train")))
+    return config.model.vocab_size or vocabulary(config.data)[0], math.inf
+
+
+def vocabulary(config: DataConfig) -> tuple[int, str]:
+    """The size of the vocabulary of a dataset that is not there, and where it is from: the command that makes it, or GPT-2."""
+    words = config.prepare_command.split()
+    name = next((word.removeprefix("--tokenizer=") for word in words if word.startswith("--tokenizer=")), "")
+    size = VOCABULARIES.get(name, int(name[6:]) if re.fullmatch(r"train:\d{1,7}", name) else 0)
+    if size and f"--out={config.tokens}" in words:
+        return size, f"of --tokenizer={name}, which makes {config.tokens}"
+    return VOCABULARIES["gpt2"], f"of GPT-2: {config.tokens} is not there"
+
+
+def dial(config: Config, given: set[str], vocab_size: int, available: float) -> dict:
+    """What --depth sets in `config`, for a text of `available` tokens. What is `given` stays, and the rest follows it."""
+    shape = shape_of(config, given)
+    model = settings.resolve_model(dataclasses.replace(config.model, **shape), vocab_size)
+    length = {name: getattr(config.train, name) for name in LENGTH if name in given}
+    length = length_of(min(TOKENS_PER_WEIGHT * weights(model), EPOCHS * available), model.seq_len, **length)
+    return shape | length | rate_of(model, config.optim.optimizer, **length)
+
+
+def shape_of(config: Config, given: set[str]) -> dict:
+    """The shape of the model at --depth of `config`. What is `given` stays."""
+    width = config.model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
+    shape = dict(
+        n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)), n_kv_head=0, head_dim=0, d_ff=0
+    )
+    return shape | {name: getattr(config.model, name) for name in SHAPE if name in given}
+
+
+def weights(model: ModelConfig) -> int:
+    """The weights of a resolved `model` that a token is multiplied with: those of the blocks and of the output layer."""
+    return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
+
+
+def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: int = 0) -> dict:
+    """The steps and the batch of a run of `tokens`, each as given or chosen (0).
+
+    The batch grows with the tokens as in arXiv 2505.13738. Raises UserError for tokens that are too few for any.
+    """
+    least = FEWEST_STEPS * max(seq_len, tokens_per_update)
+    if not steps and tokens < least:
+        raise UserError(
+            f"--depth: a run of {tokens:,.0f} tokens (at most {EPOCHS} times those of --tokens) is less than {FEWEST_STEPS} "
+            f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, or set --steps"
+        )
+    if steps:  # batch = BATCH (steps batch / TOKENS)^GROWTH, solved for batch
+        batch = (BATCH * (steps / TOKENS) ** GROWTH) ** (1 / (1 - GROWTH))
+    else:
+        batch = min(BATCH * (tokens / TOKENS) ** GROWTH, tokens / FEWEST_STEPS)
+    sequences = max(1, int(batch / seq_len))
+    sequences -= sequences % 2 ** max(0, sequences.bit_length() - 3)  # three binary digits: from 32 on, 8 ranks can share it
+    batch = tokens_per_update or sequences * seq_len
+    return dict(steps=steps or int(tokens / batch), tokens_per_update=batch)
+
+
+def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
+    """The learning rate, its schedule and the weight decay of a run.
+
+    What an update of a matrix does to activations shall not depend on the width: AdamW's rate falls with it (muP, arXiv
+    2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). The rate grows with
+    the root of the batch (arXiv 2205.10287).
+    """
+    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (tokens_per_update / BATCH) ** 0.5
+    lr = float(f"{lr:.3g}")
+    # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
+    forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
+    weight_decay = min(1.0, 1 / (lr * steps * forgotten))
+    # AdamW at the best rate needs time to settle: a run of few steps is the worse for a warmup of 2 %.
+    warmup_steps = round(min(0.3 * steps, max(0.02 * steps, WARMUP_STEPS)))
+    schedule = dict(schedule="wsd", cooldown_fraction=0.4, min_lr=0.0, warmup_steps=warmup_steps)
+    return dict(lr=lr, weight_decay=float(f"{weight_decay:.3g}"), **schedule)

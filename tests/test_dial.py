@@ -1,0 +1,131 @@
+"""The dial: what --depth sets, what wins over it, and what a run keeps."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+import optim
+import settings
+from conftest import ROOT, execute
+from model import GPT, initialize
+from planning import dial
+
+
+def turned(*args):
+    """The configuration of a command line, with the dial turned. Its dataset is not there, as for a plan."""
+    args = [*args, "--tokens=tokens/none"]
+    return dial.turn(settings.load_command(args, "test"), args).config
+
+
+def test_depth_12_is_the_shape_of_gpt2():
+    config = turned("--depth=12", "--architecture=gpt2", "--vocab_size=50304")
+    assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (12, 768, 12)
+    assert config.train.steps * config.train.tokens_per_update == pytest.approx(12 * 123_600_000, rel=0.01)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_deeper_model_has_a_larger_batch_and_a_smaller_rate(architecture, optimizer):
+    small, large = (turned(f"--depth={n}", f"--architecture={architecture}", f"--optimizer={optimizer}") for n in (4, 16))
+    assert small.train.tokens_per_update < large.train.tokens_per_update and small.train.steps < large.train.steps
+    # At the same batch and number of steps.
+    same = ["--steps=1000", "--tokens_per_update=65536", f"--optimizer={optimizer}"]
+    small, large = (turned(f"--depth={n}", *same) for n in (4, 16))
+    assert large.optim.lr < 0.6 * small.optim.lr
+
+
+def test_a_flag_wins_over_the_dial_and_the_dial_over_the_preset():
+    config = turned("--depth=3", "--lr", "0.5", "--n-embd=96")
+    assert (config.optim.lr, config.model.n_embd, config.model.n_head) == (0.5, 96, 2)
+    assert config.model.n_layer == 3 and config.train.steps != settings.load([], "").train.steps
+
+
+def test_what_stands_beside_depth_in_a_preset_wins(tmp_path):
+    preset = tmp_path / "mine.toml"
+    preset.write_text("[run]\ndepth = 3\n[optim]\nlr = 0.25\n")
+    config = turned(str(preset))
+    assert (config.optim.lr, config.model.n_layer, config.model.n_embd) == (0.25, 3, 192)
+    assert turned(str(preset), "--depth=2").optim.lr != 0.25
+
+
+def test_steps_and_batch_agree_whichever_is_given():
+    whole = turned("--depth=6")
+    by_steps = turned("--depth=6", f"--steps={whole.train.steps}")
+    by_batch = turned("--depth=6", f"--tokens_per_update={whole.train.tokens_per_update}")
+    assert by_batch == whole
+    assert by_steps.train.tokens_per_update == pytest.approx(whole.train.tokens_per_update, rel=0.25)  # each is rounded
+    assert by_steps.optim.lr == pytest.approx(whole.optim.lr, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--depth=0"], "--depth must be greater than 0 and at most 256, not '0'"),
+        (["--depth=1000000000"], "--depth must be greater than 0 and at most 256"),
+        (["--depth=deep"], "--depth must be INTEGER|off, not 'deep'"),
+        (["--depth=2", "--init_from=gpt2"], "--depth=2 is for a model from scratch"),
+        (["--depth=2", "--n_head=7"], "is not a multiple of --n_head=7"),
+    ],
+)
+def test_a_wrong_depth_is_refused(tokens, tmp_path, flags, said):
+    command = [sys.executable, ROOT / "train.py", *flags, f"--tokens={tokens}", f"--out_dir={tmp_path}"]
+    assert said in execute(command, status=2).stderr
+
+
+def test_a_text_of_ten_lines_is_refused(tmp_path):
+    (tmp_path / "ten.txt").write_text("Ten lines are no text.\n" * 10)
+    execute([sys.executable, ROOT / "prepare_data.py", tmp_path / "ten.txt", f"--out={tmp_path / 'ten'}", "--tokenizer=bytes"])
+    command = [sys.executable, ROOT / "train.py", "--depth=2", "--seq_len=16", f"--tokens={tmp_path / 'ten'}"]
+    assert "prepare more text, or set --steps" in execute(command, status=2).stderr
+    execute([*command, "--steps=2", f"--out_dir={tmp_path}"])
+
+
+def test_a_run_keeps_what_the_dial_has_set(tokens, tmp_path):
+    flags = [f"--tokens={tokens}", f"--out_dir={tmp_path}", "--seq_len=16", "--depth=1", "--eval_tokens=640", "--device=cpu"]
+    command = [sys.executable, ROOT / "train.py", *flags, "--name=run", "--compile=off"]
+    execute([*command, "--steps=4"])
+    path = tmp_path / "run" / "config.toml"
+    first = settings.read_preset(path)
+    assert first.run.depth == 1 and first.model.n_embd == 64 and first.optim.schedule == "wsd"
+    path.write_text(path.read_text().replace(f"lr = {first.optim.lr}", "lr = 0.001"))  # as of an earlier formula
+    assert "continuing from" in execute([*command, "--steps=8"]).stdout
+    kept = settings.read_preset(path)
+    assert kept.optim.lr == 0.001 and kept.train.tokens_per_update == first.train.tokens_per_update
+    # The file repeats the run, the dial or none.
+    args = [str(path), "--name=again"]
+    assert dial.turn(settings.load_command(args, ""), args).config.optim == kept.optim
+
+
+def test_the_plans_of_several_depths_are_a_table():
+    command = [sys.executable, ROOT / "train.py", ROOT / "config" / "gpt2_124m.toml", "--plan", "--tokens=tokens/none"]
+    rows = execute([*command, "--plan_depths=12,40"]).stdout.splitlines()
+    assert [row.split()[:2] for row in rows] == [["depth", "width"], ["12", "768"], ["40", "2,560"], ["!:", "more"]]
+    one = execute([*command, "--depth=12"]).stdout
+    assert rows[1].split()[3] in one and rows[1].split()[4] in one  # the batch and the steps
+    assert "as in 12,16,20,24" in execute([*command, "--plan_depths=12,x"], status=2).stderr
+
+
+def change_of_activations(width, optimizer, constant):
+    """How far five updates move the residual stream of 4 layers (the coordinate check of muP): root mean square."""
+    flags = [f"--n_embd={width}", f"--n_head={width // 32}", "--steps=256", "--tokens_per_update=2048", "--seq_len=32"]
+    config = turned("--depth=4", f"--optimizer={optimizer}", "--muon_dtype=float32", "--vocab_size=384", *flags)
+    module = GPT(settings.resolve_model(config.model, 384))
+    initialize(module, seed=0)
+    settled = dataclasses.replace(config.optim, lr=constant) if constant else config.optim
+    optimizers, seen = optim.build(module, settled), []
+    module.norm.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].detach()))
+    tokens = torch.randint(0, 300, (8, 33), generator=torch.Generator().manual_seed(1))
+    for _ in range(6):
+        module(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizers.step()
+        module.zero_grad()
+    return (seen[-1] - seen[0]).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_updates_move_activations_alike_at_every_width(optimizer):
+    by_dial, constant = ([change_of_activations(w, optimizer, rate) for w in (64, 256)] for rate in (0, 4e-3))
+    assert by_dial[1] < 4 * by_dial[0]
+    assert by_dial[1] / by_dial[0] < 0.7 * constant[1] / constant[0]

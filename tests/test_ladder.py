@@ -1,0 +1,121 @@
+"""The ladder end to end, its law, and what it refuses."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from common.errors import EX_TEMPFAIL
+from conftest import ROOT, environment, execute
+from planning import law
+
+# 16 wide at every depth, so that the ladder takes seconds.
+SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=4e10, share=0.3, threads=1, dtype="float32", compile="off", device="cpu")
+SMALL |= dict(eval_tokens=640, name="small")
+
+
+def command(tokens, runs, **flags):
+    flags = dict(tokens=tokens, out_dir=runs) | SMALL | flags
+    return [sys.executable, ROOT / "ladder.py", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+@pytest.fixture(scope="module")
+def climbed(tokens, tmp_path_factory):
+    """A ladder that was stopped, killed and continued: its runs' folder and what it printed at the end."""
+    runs = tmp_path_factory.mktemp("ladder") / "runs"
+    words = [*map(str, command(tokens, runs))]
+    for number, (end, status) in enumerate([(os.kill, EX_TEMPFAIL), (os.killpg, -signal.SIGKILL)], start=1):
+        process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+        deadline = time.monotonic() + 100
+        while len([*runs.glob("ladder-small/*/metrics.jsonl")]) < number and time.monotonic() < deadline:
+            time.sleep(0.05)
+        end(process.pid, signal.SIGTERM if end is os.kill else signal.SIGKILL)
+        assert process.wait(100) == status
+    assert not (runs / "ladder-small" / "ladder.png").exists()
+    return runs, execute(words).stdout
+
+
+def test_a_ladder_foretells_a_run_and_prints_its_command(climbed, tokens):
+    runs, said = climbed
+    foretold = json.loads((runs / "ladder-small" / "ladder.json").read_text())["foretold"]
+    name = f"small-depth-{foretold['depth']}"
+    assert json.loads((runs / name / "prediction.json").read_text())["val_loss"] == foretold["val_loss"]
+    assert foretold["margin"] > 0 and (runs / "ladder-small" / "ladder.png").stat().st_size > 10_000
+    assert "twice   the time: --depth=" in said and "python train.py --" in said
+    words = shlex.split(said.strip().splitlines()[-1])
+    assert words[:2] == ["python", "train.py"] and f"--name={name}" in words
+    execute([sys.executable, ROOT / "train.py", *words[2:]])
+    execute([sys.executable, ROOT / "plot.py", runs / name, f"--out={runs / 'curves.png'}"])
+    (runs / name / "prediction.json").write_text("[]")
+    assert "is not what ladder.py writes" in execute([sys.executable, ROOT / "plot.py", runs / name], status=2).stderr
+    losses = [json.loads(line).get("val_loss") for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    assert abs(losses[-1] - foretold["val_loss"]) < 1  # nats; a ladder of seconds foretells no better
+
+
+def test_the_same_command_trains_nothing_again(climbed, tokens):
+    runs, said = climbed
+    written = {path: path.stat().st_mtime_ns for path in runs.glob("ladder-small/*/metrics.jsonl")}
+    assert len(written) >= 6
+    assert execute(command(tokens, runs)).stdout == said
+    assert written == {path: path.stat().st_mtime_ns for path in runs.glob("ladder-small/*/metrics.jsonl")}
+
+
+def test_a_ladder_of_other_tokens_or_settings_is_refused(climbed, tokens, tmp_path):
+    runs, _ = climbed
+    other = tmp_path / "other"
+    execute([sys.executable, ROOT / "prepare_data.py", ROOT / "optim.py", f"--out={other}", "--tokenizer=bytes"])
+    assert "is a ladder of other tokens; choose another --name" in execute(command(other, runs), status=2).stderr
+    assert "is a ladder of other settings" in execute(command(tokens, runs, lr=0.5), status=2).stderr
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (dict(flops=0), "say how long all may take"),
+        (dict(minutes=1), "say how long all may take"),
+        (dict(flops=1e6), "the budget is too small for a ladder of models of this shape; --flops="),
+        (dict(depth=3), "--depth is what the ladder finds"),
+        (dict(steps=3), "--steps is what the ladder finds"),
+        (dict(share=1.5), "--share must be"),
+        (dict(mintues=1), "unknown flag --mintues; perhaps you meant --minutes"),
+    ],
+)
+def test_wrong_flags_are_refused(tokens, tmp_path, flags, said):
+    assert said in execute(command(tokens, tmp_path, **flags), status=2).stderr
+
+
+def test_a_budget_of_a_second_says_how_much_would_do(tokens, tmp_path):
+    assert "of this shape; --minutes=" in execute(command(tokens, tmp_path, flops=0, minutes=0.0001), status=2).stderr
+
+
+def test_rungs_that_diverge_end_the_ladder(tokens, tmp_path):
+    said = execute(command(tokens, tmp_path, lr=1000, grad_clip=0), status=2).stderr
+    assert "lower --lr" in said
+
+
+def loss(weights, tokens):
+    return 1.7 + 30 / weights**0.28 + 300 / tokens**0.4
+
+
+@pytest.mark.parametrize("outlier", [0.0, 0.1])
+def test_the_law_is_found_again_with_its_interval(rng, outlier):
+    runs = [(n, d / part) for n, d in ((3.1e5, 1.6e6), (9.2e5, 6e5), (2.1e6, 2.5e5)) for part in (1, 2, 4)]
+    inside = []
+    for _ in range(40):
+        losses = [loss(*run) + rng.normal(0, 0.008) for run in runs]
+        losses[rng.integers(len(runs))] += outlier
+        foretold, margin = law.fit(*zip(*runs, strict=True), losses).predict(2.1e6, 4e6)
+        assert abs(foretold - loss(2.1e6, 4e6)) < 0.03 * loss(2.1e6, 4e6)
+        inside.append(abs(foretold - loss(2.1e6, 4e6)) < margin)
+    assert np.mean(inside) >= 0.8
+
+
+def test_repeated_tokens_are_worth_less_and_less():
+    worth = [law.worth(epochs * 1e6, 1e6) / 1e6 for epochs in (0.5, 1, 4, 16, 1000)]
+    assert worth == pytest.approx([0.5, 1, 3.73, 10.6, 16.4], rel=0.01)
