@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from checkpoints import store
+from checkpoints import tensor_files
 
 Tree = dict | bytes | str  # a directory by name, the content of a file, or the target of a link
 CALLS = {"open": "open", "fsync": "flush", "rename": "rename", "replace": "rename", "unlink": "unlink", "rmdir": "unlink"}
@@ -83,13 +83,13 @@ class Disk(contextlib.ExitStack):
         opened = self._stand_in(open, "open")
         for module in (builtins, io):
             self.enter_context(mock.patch.object(module, "open", opened))
-        real = store.save_file  # safetensors writes by itself, without Python's calls
+        real = tensor_files.save_file  # safetensors writes by itself, without Python's calls
 
         def save_file(tensors, path, metadata=None):
             real(tensors, path, metadata)
             self._count("write", os.path.abspath(path))
 
-        self.enter_context(mock.patch.object(store, "save_file", save_file))
+        self.enter_context(mock.patch.object(tensor_files, "save_file", save_file))
         return self
 
     def promise(self, value) -> None:

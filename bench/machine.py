@@ -34,8 +34,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 from common import cli, errors
 from common.errors import RunError, UserError
 from common.files import publish_directory, publish_text, sha256
-from hardware.cluster import cpu_name
-from hardware.host import cores, memory_bytes
+from hardware.host import cores, cpu_name, memory_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"

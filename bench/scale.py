@@ -4,7 +4,7 @@ sampler: every rank's share of an update on 8 to 16,384 ranks, from a stream of 
   complete and the same tokens for every number of ranks? The time of one rank.
 startup: one rank of 1,024 that share a 70-billion-parameter Llama under fsdp, on tensors without storage and torch's fake
   process group: the seconds to build it, the bytes of the rank, and the collectives of an update beside those of the plan.
-scaling: the alpha-beta model of cluster.py against throughputs that others have published (published.json: sequences of a
+scaling: the alpha-beta model of gpus.py against throughputs that others have published (published.json: sequences of a
   micro-batch, micro-batches of an update and tokens/s of a GPU by the number of GPUs, under FSDP alone with bfloat16). The
   model's compute rate is set where a series begins; the rest of the series is predicted.
 
@@ -30,7 +30,7 @@ import numpy as np
 
 import settings
 from common import cli
-from hardware import cluster, footprint
+from hardware import footprint, gpus
 from memory import BASE
 from planning import plan
 from settings import PlanConfig
@@ -206,8 +206,8 @@ def one_rank(size: int, copies: int) -> dict:
         "bytes": {"weights": weights, "gradients": gradients, "optimizer state": state},
         "planned bytes": footprint.of_rank(config, size, "cuda"),
         "collectives": dict(counted.counts),
-        "planned collectives": [(messages, ranks) for _, messages, ranks, _ in cluster.traffic(config, size, 1)],
-        "update": cluster.speed(config, size, cluster.GPUS["h100"], cluster.GPUS["h100"].mfu),
+        "planned collectives": [(messages, ranks) for _, messages, ranks, _ in gpus.traffic(config, size, 1)],
+        "update": gpus.speed(config, size, gpus.GPUS["h100"], gpus.GPUS["h100"].mfu),
     }
     print(*(f"{key}: {value}" for key, value in row.items()), sep="\n  ", flush=True)
     return row
@@ -261,7 +261,7 @@ def predict(series: dict, ranks: int, micro_batch: int, micro_steps: int, mfu: f
     flags |= dict(tokens_per_update=update, activation_checkpointing=series["checkpointing"])
     config = settings.replace(settings.Config(), **shape, **flags)
     config = settings.replace(config, **cli.flat_values(settings.resolve_model(config.model, shape["vocab_size"])))
-    return update / cluster.speed(config, ranks, cluster.GPUS[series["gpu"]], mfu)["step_s"] / ranks
+    return update / gpus.speed(config, ranks, gpus.GPUS[series["gpu"]], mfu)["step_s"] / ranks
 
 
 def fitted_mfu(series: dict, ranks: int, micro_batch: int, micro_steps: int, published: float) -> float:

@@ -2,7 +2,8 @@
 
 A checkpoint is a Hugging Face model directory with optimizer.safetensors and trainer_state.json beside the model, and
 manifest.json (size and sha256 of every file), written last. It appears by rename: a kill at any instant leaves the last
-checkpoint or the new one, complete. Large tensors are in several files, as `store` names them, and several ranks write them.
+checkpoint or the new one, complete. Large tensors are in several files, as `tensor_files` names them, and several ranks write
+them.
 """
 
 import json
@@ -26,7 +27,7 @@ from torch import Tensor
 
 import optim
 import settings
-from checkpoints import huggingface, store
+from checkpoints import huggingface, tensor_files
 from checkpoints.retention import MANIFEST, Retention, set_aside, step_directory, write_manifest
 from checkpoints.snapshot import Snapshot, take_snapshot, write_together
 from common import cli, files
@@ -102,7 +103,7 @@ class TrainState:
 def origin(config: Config, source: Path) -> Origin:
     """Where the weights of a run that begins now come from: the model directory `source`."""
     named = config.run.resume if config.run.resume not in ("auto", "off") else config.model.init_from
-    paths = [source / MANIFEST] if (source / MANIFEST).exists() else store.files_of(source, "model")
+    paths = [source / MANIFEST] if (source / MANIFEST).exists() else tensor_files.files_of(source, "model")
     found = Origin(
         source=named,
         directory=str(source.resolve()),
@@ -264,9 +265,9 @@ def load_state(directory: Path) -> TrainState:
 
 def open_optimizer(
     directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
-) -> dict[str, store.Stored]:
+) -> dict[str, tensor_files.Stored]:
     """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is that of `parameters`, and whole."""
-    tensors, keys = store.open_tensors(directory, "optimizer"), {}
+    tensors, keys = tensor_files.open_tensors(directory, "optimizer"), {}
     way_out = f"a new run with --init_from={directory} takes the weights alone"
     for name, stored in tensors.items():
         parameter, _, key = name.rpartition(".")

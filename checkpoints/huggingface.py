@@ -15,7 +15,7 @@ import torch
 from msgspec import Meta, Struct, field, structs
 from torch import Tensor
 
-from checkpoints import store
+from checkpoints import tensor_files
 from common import files
 from common.cli import similar_runs
 from common.errors import UserError
@@ -190,12 +190,12 @@ def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
     return {name: f"{modules[module]}.{leaf}" for name in ours for module, _, leaf in [name.rpartition(".")]}
 
 
-def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float, bytes_each: int = 4) -> store.Layout:
+def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float, bytes_each: int = 4) -> tensor_files.Layout:
     """The files for our parameters of these `shapes`, of at most `limit` bytes each."""
     sizes = Counter()
     for name, theirs in tensor_names(shapes, config).items():
         sizes[theirs] += bytes_each * math.prod(shapes[name])
-    return store.lay_out("model", sizes, limit)
+    return tensor_files.lay_out("model", sizes, limit)
 
 
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -208,11 +208,11 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         if "c_attn" in theirs:
             module, _, leaf = name.rpartition(".")  # the leaf is weight or bias
             value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
-        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `store.write` makes it contiguous
+        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `tensor_files.write` makes it contiguous
     return tensors
 
 
-def from_hf(tensors: dict[str, store.Stored], config: ModelConfig) -> dict[str, store.Stored]:
+def from_hf(tensors: dict[str, tensor_files.Stored], config: ModelConfig) -> dict[str, tensor_files.Stored]:
     """Find our parameters in their `tensors`: the inverse of `to_hf`.
 
     Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out. Raises UserError if a tensor is
@@ -268,7 +268,7 @@ def write_model(
     """
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     files_of_model = layout(shapes, config, max_shard_size, dtype.itemsize)
-    store.write(directory, files_of_model, to_hf(state, config), dtype)
+    tensor_files.write(directory, files_of_model, to_hf(state, config), dtype)
     files_of_model.write_index(directory)
     write_description(directory, config, tokenizer, eot_token, dtype)
 
@@ -280,9 +280,9 @@ def write_description(
 
     tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
     """
-    store.write_json(directory / "config.json", config_json(config, eot_token, dtype))
+    tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
-    store.write_json(directory / "generation_config.json", special)
+    tensor_files.write_json(directory / "generation_config.json", special)
     if tokenizer is None:
         return
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
@@ -294,7 +294,7 @@ def write_description(
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), token_text(tokenizer, eot_token)),
         "clean_up_tokenization_spaces": False,
     }
-    store.write_json(directory / "tokenizer_config.json", settings)
+    tensor_files.write_json(directory / "tokenizer_config.json", settings)
 
 
 def vocabulary(tokenizer: Path) -> dict[int, str]:
@@ -332,13 +332,13 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     return []
 
 
-def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, store.Stored]]:
+def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, tensor_files.Stored]]:
     """Open a Hugging Face model of whole or sharded safetensors: its parameters by our names, to be read by rows.
 
     seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
     """
     config = read_config(directory)
-    tensors = store.open_tensors(directory, "model")
+    tensors = tensor_files.open_tensors(directory, "model")
     try:
         found = from_hf(tensors, config)
     except UserError as error:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
-from checkpoints import store
+from checkpoints import tensor_files
 from checkpoints.snapshot import FileRecord, record
 from common import files
 from common.errors import UserError
@@ -74,7 +74,7 @@ def fault(directory: Path) -> str | None:
     try:
         manifest = read_manifest(directory)
         present = {name for name in TOKENIZER_FILES if (directory / name).exists()}
-        tensors = {path.name for stem in ("model", "optimizer") for path in store.files_of(directory, stem)}
+        tensors = {path.name for stem in ("model", "optimizer") for path in tensor_files.files_of(directory, stem)}
         if unlisted := (FILES | present | tensors) - manifest.keys():
             return f"{MANIFEST} does not list {', '.join(sorted(unlisted))}"
         for name, record in manifest.items():

@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoints import huggingface, store
+from checkpoints import huggingface, tensor_files
 from common import files
 from common.records import Count, Sha256
 from hardware import footprint
@@ -32,7 +32,7 @@ class Snapshot:
     """What this rank writes of a checkpoint, in host memory, and in which files all tensors of the checkpoint are."""
 
     config: ModelConfig
-    layouts: list[store.Layout]
+    layouts: list[tensor_files.Layout]
     files: list[str]  # that this rank writes
     model: dict[str, Tensor]  # by our names
     optimizer: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Snapshot:
         """Write this rank's files and flush them to disk. Returns their records. The same tensors give the same bytes."""
         tensors, records = huggingface.to_hf(self.model, self.config) | self.optimizer, {}
         for layout in self.layouts:
-            for path in store.write(directory, layout, tensors, only=self.files):
+            for path in tensor_files.write(directory, layout, tensors, only=self.files):
                 files.sync(path)
                 records[path.name] = record(path)
         return records
@@ -57,7 +57,7 @@ def take_snapshot(engine, optimizers, config: Config, world: World) -> Snapshot:
     shapes = [{name: tuple(tensor.shape) for name, tensor in some.items()} for some in tensors]
     layouts = [
         huggingface.layout(shapes[0], config.model, limit),
-        store.lay_out("optimizer", {name: 4 * math.prod(shape) for name, shape in shapes[1].items()}, limit),
+        tensor_files.lay_out("optimizer", {name: 4 * math.prod(shape) for name, shape in shapes[1].items()}, limit),
     ]
     by_file = layouts[0].tensors | layouts[1].tensors
     dealt = {file: number % ranks for number, file in enumerate(by_file)}

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from hardware.cluster import GPU_PEAK_FLOPS, cpu_name
-from hardware.host import cores, memory_bytes
+from hardware.gpus import GPU_PEAK_FLOPS
+from hardware.host import cores, cpu_name, memory_bytes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 FASTER = 1.25  # bfloat16 is chosen where its products are so many times as fast as those in float32

@@ -1,6 +1,8 @@
 """What a process may use of the machine that it runs on, and what torch is told of it. Nothing slow is imported here."""
 
 import os
+import platform
+import re
 import time
 from pathlib import Path
 
@@ -35,6 +37,13 @@ def spin_count() -> int:
         time.sleep(0.002)
     others = min(running, default=0) - read_ranks()[3]
     return 1_000 if others > (os.cpu_count() or 1) - cores() else 10_000
+
+
+def cpu_name() -> str:
+    """The CPU as Linux calls it, or its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hardware.cluster import GATHERED_BYTES
+from hardware.gpus import GATHERED_BYTES
 from model import GPT
 from optim import Muon, Optimizers, local
 from parallel.world import World

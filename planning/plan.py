@@ -12,8 +12,8 @@ import data
 import settings
 from common import cli
 from common.errors import UserError, plural, survive_lost_console
-from hardware import cluster, footprint
-from hardware.cluster import Hardware
+from hardware import footprint, gpus
+from hardware.gpus import Hardware
 from planning import dial, rules
 from reports.log import duration
 from settings import Command, Config, PlanConfig
@@ -36,7 +36,7 @@ class Plan:
     memory: dict[str, float]  # a rank's, by part
     other_memory: dict[str, float]  # the same, with activation checkpointing the other way
     mfu: float
-    speed: dict[str, float]  # of an update: see `cluster.speed`
+    speed: dict[str, float]  # of an update: see `gpus.speed`
     scaling: dict[int, float]  # efficiency by number of ranks: the speed of a rank, times that of one alone
 
     @property
@@ -105,7 +105,7 @@ def make(config: Config, options: PlanConfig) -> Plan:
     core_flops, dtype = this_processor() if device == "cpu" else (0.0, "bfloat16")
 
     def machine(ranks: int) -> Hardware:
-        return cluster.this_cpu(ranks, core_flops) if device == "cpu" else cluster.GPUS[options.plan_gpu]
+        return gpus.this_cpu(ranks, core_flops) if device == "cpu" else gpus.GPUS[options.plan_gpu]
 
     hardware = machine(world_size)
     config, once, source = resolve(config, options, hardware, dtype)
@@ -115,8 +115,8 @@ def make(config: Config, options: PlanConfig) -> Plan:
     )
     small = sum(footprint.parameters(config.model).values()) < SMALL and device == "cuda"
     mfu = options.plan_mfu or hardware.mfu * (SMALL_MFU if small else 1)
-    speeds = {world: cluster.speed(config, world, machine(world), mfu) for world in worlds(config, world_size)}
-    alone, tokens = cluster.speed(config, 1, machine(1), mfu)["step_s"], config.train.steps * config.train.tokens_per_update
+    speeds = {world: gpus.speed(config, world, machine(world), mfu) for world in worlds(config, world_size)}
+    alone, tokens = gpus.speed(config, 1, machine(1), mfu)["step_s"], config.train.steps * config.train.tokens_per_update
     return Plan(
         config,
         options,

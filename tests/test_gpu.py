@@ -9,7 +9,7 @@ import train as trainer
 from checkpoints.checkpoint import TrainState
 from checkpoints.lookup import Start
 from conftest import TINY
-from hardware import cluster, device
+from hardware import device, gpus
 from parallel import engine
 
 
@@ -48,7 +48,7 @@ def test_a_slice_of_a_gpu_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     monkeypatch.setattr(torch, "randn", lambda *size, device: torch.ones(64, 64))  # no CUDA device to put it on
     measured = device.peak_flops(torch.device("cuda"), "bfloat16", seconds=0.01)
-    assert measured > 0 and measured not in cluster.GPU_PEAK_FLOPS.values()
+    assert measured > 0 and measured not in gpus.GPU_PEAK_FLOPS.values()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (5, 13), (4, 16)])

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from checkpoints import huggingface, store
+from checkpoints import huggingface, tensor_files
 from checkpoints.checkpoint import write_manifest
 from checkpoints.lookup import find_model
 from common.errors import UserError
@@ -86,7 +86,7 @@ def test_what_we_write_we_read_bit_for_bit_whole_and_by_rows(written):
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     GPT(config).load_state_dict(state)
-    back = huggingface.from_hf(store.open_file(directory / "model.safetensors"), config)
+    back = huggingface.from_hf(tensor_files.open_file(directory / "model.safetensors"), config)
     for rows in (slice(0, 5), slice(5, 9), slice(9, 10_000), slice(10_000, 10_001)):
         assert all(torch.equal(back[name][rows], value[rows]) for name, value in state.items())
 

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 import machine
-from checkpoints import retention, store
+from checkpoints import retention, tensor_files
 from conftest import damage, execute
 
 # A limit that divides the tiny model's tensors among many files.
@@ -49,15 +49,15 @@ def assert_equal_tensors(a, b):
 
 def test_tensors_are_divided_among_files_by_their_names_and_sizes_alone():
     sizes = {"c": 4, "a": 4, "b": 3, "large": 9, "d": 1}
-    layout = store.lay_out("model", sizes, 8)
+    layout = tensor_files.lay_out("model", sizes, 8)
     assert layout.tensors == {
         "model-00001-of-00003.safetensors": ["a", "b"],
         "model-00002-of-00003.safetensors": ["c", "d"],
         "model-00003-of-00003.safetensors": ["large"],
     }
-    assert store.lay_out("model", dict(reversed(sizes.items())), 8).tensors == layout.tensors
-    assert store.lay_out("optimizer", sizes, 21).tensors == {"optimizer.safetensors": sorted(sizes)}
-    assert store.lay_out("optimizer", {}, 21).tensors == {"optimizer.safetensors": []}
+    assert tensor_files.lay_out("model", dict(reversed(sizes.items())), 8).tensors == layout.tensors
+    assert tensor_files.lay_out("optimizer", sizes, 21).tensors == {"optimizer.safetensors": sorted(sizes)}
+    assert tensor_files.lay_out("optimizer", {}, 21).tensors == {"optimizer.safetensors": []}
 
 
 @pytest.mark.parametrize("architecture, optimizer", [("gpt2", "adamw"), ("qwen3", "muon")])
@@ -154,14 +154,14 @@ def test_every_command_reads_a_checkpoint_in_several_files(train, tmp_path):
 # In the save of step 10, rank 1 ends the whole run before its third file.
 KILLED = """
 import signal
-from checkpoints import checkpoint, store
+from checkpoints import checkpoint, tensor_files
 calls = []
-def save_file(*args, original=store.save_file):
+def save_file(*args, original=tensor_files.save_file):
     calls.append(0)
     if os.environ["RANK"] == "1" and ".step-00000010.tmp" in str(args[1]) and len(calls) % {files} == 2:
         os.killpg(0, signal.SIGKILL)
     original(*args)
-store.save_file = save_file
+tensor_files.save_file = save_file
 """
 
 

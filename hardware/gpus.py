@@ -4,10 +4,7 @@ A collective takes a latency (alpha) and a time for each byte (1 / beta). Source
 """
 
 import math
-import platform
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from hardware import footprint, host
 from settings import Config
@@ -73,13 +70,6 @@ GPUS = {
 def this_cpu(world_size: int, core_flops: float) -> Hardware:
     """A rank's share of this machine, of whose cores each multiplies at `core_flops`. gloo sends about 1 GB/s."""
     return Hardware(host.cores() * core_flops / world_size, host.memory_bytes() / world_size, 1e9, 50e-6, 1e9, 0.35)
-
-
-def cpu_name() -> str:
-    """The CPU as Linux calls it, or its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def speed(config: Config, world_size: int, hardware: Hardware, mfu: float) -> dict:
