@@ -40,7 +40,8 @@ from settings import Config, ModelConfig, Ranks
 TRAIN = Path(__file__).with_name("train.py")
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the rungs
 HORIZONS = (1 / 4, 1 / 2, 1)  # of each depth, in its longest one
-FEWEST_DEPTHS, MOST_DEPTHS, FEWEST_RUNGS = 2, 3, 6  # in a ladder
+FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # in a ladder
+FEWEST_TOKENS = 1 / 2  # of those that the dial gives the largest rung
 PROBE_STEPS = 8
 
 
@@ -160,19 +161,28 @@ def best_weights(budget: float) -> float:
 
 
 def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs, each a depth and its tokens, the cheapest first, for the ladder's share of the budget. Raises UserError."""
-    sizes, right = {depth: dial.weights(ladder.model(depth)) for depth in DEPTHS}, best_weights(budget)
-    depths = [depth for depth in DEPTHS if sizes[depth] <= 1.5 * right][-MOST_DEPTHS:]
-    each = ladder.options.share * budget / max(1, len(depths)) / sum(HORIZONS)  # FLOPs of the longest run of each depth
-    rungs = [(depth, part * each / flops_per_token(ladder.model(depth))) for depth in depths for part in HORIZONS]
-    rungs = [rung for rung in rungs if rung[1] >= dial.FEWEST_STEPS * ladder.config.model.seq_len]
-    if len(rungs) < FEWEST_RUNGS or len(depths) < FEWEST_DEPTHS:
-        times = max(1.05 * (sizes[DEPTHS[FEWEST_DEPTHS - 1]] / 1.5 / right) ** 2, 2)
+    """The rungs, each a depth and its tokens, the cheapest first, for the ladder's share of the budget. Raises UserError.
+
+    The largest model is the deepest that gets half of the dial's tokens or more. A smaller one gets more tokens for each of its
+    weights, so that the rungs tell what is for want of weights from what is for want of tokens.
+    """
+    models = {depth: ladder.model(depth) for depth in DEPTHS}
+    sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))
+    for count in range(len(DEPTHS), FEWEST_DEPTHS - 1, -1):
+        depths = DEPTHS[max(0, count - MOST_DEPTHS) : count]
+        tokens = {depth: dial.TOKENS_PER_WEIGHT * math.sqrt(sizes[depth] * sizes[depths[-1]]) for depth in depths}
+        part = ladder.options.share * budget / sum(HORIZONS) / sum(tokens[depth] * flops[depth] for depth in depths)
+        if part >= FEWEST_TOKENS:
+            break
+    rungs = [(depth, part * horizon * tokens[depth]) for depth in depths for horizon in HORIZONS]
+    fewest = min(tokens for _, tokens in rungs) / (dial.FEWEST_STEPS * ladder.config.model.seq_len)
+    if part < FEWEST_TOKENS or fewest < 1:
+        times = 1.05 * max(FEWEST_TOKENS / part, 1 / fewest)
         least = f"--flops={times * budget:.2g}"
         if ladder.options.minutes:
             least = f"--minutes={times * ladder.options.minutes:.2g}"
         raise UserError(f"the budget is too small for a ladder of models of this shape; {least} may do")
-    return sorted(rungs, key=lambda rung: (rung[1] * sizes[rung[0]], rung[0]))
+    return sorted(rungs, key=lambda rung: (rung[1] * flops[rung[0]], rung[0]))
 
 
 def climb(ladder: Ladder, depth: int, tokens: float) -> Rung:

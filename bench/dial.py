@@ -1,7 +1,8 @@
 """Where does the best learning rate lie, and does the dial find it? python bench/dial.py [--parts=depth,batch]
 
-Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside: over depth and
-width together with three seeds, over the batch, and for other architectures. Every run is an ordinary run of
+Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside, and then with the
+two halfway to its neighbours: over depth and width together with three seeds, over the batch, and for other architectures.
+"text" is depth and width once more with one seed, for another --tokens. Every run is an ordinary run of
 train.py in --runs, which are kept: the same command again continues, and what is finished is not repeated. Writes
 bench/results/dial.json and dial.png: loss over rate in units of the dial's, a curve for each depth.
 """
@@ -61,7 +62,8 @@ class Curve:
 BOTH = ("adamw", "muon")
 PARTS = {
     "depth": [Curve(o, d, seeds=(1, 2, 3)) for d in (2, 4, 8) for o in BOTH],
-    "batch": [Curve(o, 2, batch=8192, seeds=(1, 2)) for o in BOTH],
+    "batch": [Curve(o, 2, batch=b, tokens=256 * b, seeds=(1, 2)) for b in (1024, 4096) for o in BOTH],
+    "text": [Curve(o, d) for d in (2, 4, 8) for o in BOTH],
     "architecture": [Curve(o, 4, architecture=a) for a in ("gpt2", "llama") for o in BOTH],
 }
 
@@ -95,7 +97,7 @@ def main(config: DialConfig) -> None:
     )
     print(json.dumps(result["factors"], indent=1))
     print(machine.write(config.name, result, Path(config.out)))
-    draw([row for row in rows if row["part"] == "depth"], Path(config.out) / f"{config.name}.png")
+    draw([row for row in rows if row["part"] in ("depth", "text")], Path(config.out) / f"{config.name}.png")
 
 
 def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
@@ -105,6 +107,8 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
     losses = {rate: train(config, curve, rate) for rate in (middle, middle / 2, middle * 2)}
     while (best := min(losses, key=lambda rate: sum(losses[rate]))) in (min(losses), max(losses)) and len(losses) < 9:
         rate = best / 2 if best == min(losses) else best * 2
+        losses[rate] = train(config, curve, rate)
+    for rate in (best / 2**0.5, best * 2**0.5):
         losses[rate] = train(config, curve, rate)
     means = {rate: float(np.mean(losses[rate])) for rate in sorted(losses)}
     near = [rate for rate in means if best / 2 <= rate <= best * 2 or means[rate] < means[best] + 0.05]
@@ -140,7 +144,7 @@ def factors(rows: list[dict]) -> dict:
     """Over the depths: the factor between the best rates; and the same in units of the dial's rates, and of nanochat's."""
     found = {}
     for rule in ("constant", "dial", "nanochat"):
-        ratios = [row["best_rate"] / row.get(rule, 1.0) for row in rows if row["part"] == "depth"]
+        ratios = [row["best_rate"] / row.get(rule, 1.0) for row in rows if row["part"] in ("depth", "text")]
         found[rule] = round(max(ratios) / min(ratios), 3) if ratios else None
     return found
 

@@ -16,7 +16,7 @@ from conftest import ROOT, environment, execute
 from planning import law
 
 # 16 wide at every depth, so that the ladder takes seconds.
-SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=4e10, share=0.3, threads=1, dtype="float32", compile="off", device="cpu")
+SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=8e10, share=0.3, threads=1, dtype="float32", compile="off", device="cpu")
 SMALL |= dict(eval_tokens=640, name="small")
 
 
