@@ -86,18 +86,6 @@ class Ladder:
         return {"depth": depth} | dial.length_of(tokens, self.config.model.seq_len, tokens_per_update=batch)
 
 
-@dataclass(frozen=True)
-class Rung:
-    """A run that is done."""
-
-    depth: int
-    weights: int
-    tokens: int
-    flops: float
-    loss: float  # of its last evaluation
-    speed: float  # FLOP/s
-
-
 def main() -> None:
     """The command."""
     with errors.user_errors():
@@ -125,15 +113,15 @@ def begin(args: list[str]) -> Ladder:
     mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     name = config.run.name or Path(config.data.tokens).name
     directory = Path(config.run.out_dir, f"ladder-{name}")
-    facts = {"tokens": mixture.identity, "command": words}
+    facts: law.Facts = {"tokens": mixture.identity, "command": words}
+    available = sum(map(len, mixture.streams("train")))
     path = directory / "ladder.json"
-    if path.exists() and (before := json.loads(files.read_text(path, 1 << 24))["facts"]) != facts:
+    if path.exists() and (before := law.read(path)["facts"]) != facts:
         what = "tokens" if before["tokens"] != facts["tokens"] else "settings"
         raise UserError(f"{directory} is a ladder of other {what}; choose another --name, or delete it")
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        files.publish_text(path, json.dumps({"facts": facts}))
-    available = sum(map(len, mixture.streams("train")))
+        files.publish_text(path, json.dumps(law.Record(facts=facts, available=available)))
     return Ladder(config, options, words, names, directory, mixture.vocab_size, available)
 
 
@@ -185,7 +173,7 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     return sorted(rungs, key=lambda rung: (rung[1] * flops[rung[0]], rung[0]))
 
 
-def climb(ladder: Ladder, depth: int, tokens: float) -> Rung:
+def climb(ladder: Ladder, depth: int, tokens: float) -> law.Rung:
     """Train a rung, or read one that is done. Raises UserError if it diverged."""
     flags = ladder.flags(depth, tokens)
     tokens = flags["steps"] * flags["tokens_per_update"]
@@ -195,7 +183,7 @@ def climb(ladder: Ladder, depth: int, tokens: float) -> Rung:
         lower = "lower --lr, or try the preset of another architecture"
         raise UserError(f"{ladder.directory / name} diverged (validation loss {loss:.4g}), so no law fits; {lower}")
     print(f"depth {depth:2}  {dial.weights(model):>13,} weights  {tokens:>14,} tokens  loss {loss:.4f}", flush=True)
-    return Rung(depth, dial.weights(model), tokens, flops_per_token(model) * tokens, loss, speed)
+    return law.Rung(depth, dial.weights(model), tokens, flops_per_token(model) * tokens, loss, speed)
 
 
 def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
@@ -235,16 +223,15 @@ def finished(path: Path, steps: int) -> list[dict]:
     return records if records and records[-1]["step"] == steps and "val_loss" in records[-1] else []
 
 
-def report(ladder: Ladder, rungs: list[Rung], budget: float) -> None:
+def report(ladder: Ladder, rungs: list[law.Rung], budget: float) -> None:
     """Fit the law, say which run to start, write what it foretells into the directory of that run, and draw it."""
-    fresh = [law.worth(rung.tokens, ladder.available) for rung in rungs]
-    found = law.fit([rung.weights for rung in rungs], fresh, [rung.loss for rung in rungs])
+    found = law.of_rungs(rungs, ladder.available)
     (depth, tokens, loss, margin), twice = (recommend(ladder, found, times * budget) for times in (1, 2))
     top, epochs = max(rungs, key=lambda rung: rung.flops), tokens / ladder.available
     run = Path(ladder.config.run.out_dir, f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}")
-    foretold = {"val_loss": loss, "margin": margin, "depth": depth, "tokens": tokens}
+    foretold = law.Foretold(val_loss=loss, margin=margin, depth=depth, tokens=tokens)
     path = ladder.directory / "ladder.json"
-    record = json.loads(files.read_text(path, 1 << 24)) | {"rungs": list(map(dataclasses.asdict, rungs)), "foretold": foretold}
+    record = law.read(path) | {"rungs": list(map(dataclasses.asdict, rungs)), "foretold": foretold}
     files.publish_text(path, json.dumps(record, indent=1))
     if not (run / "metrics.jsonl").exists():  # what was foretold stays
         run.mkdir(parents=True, exist_ok=True)
@@ -276,7 +263,7 @@ def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float
     return min(runs, key=lambda run: run[2])
 
 
-def draw(ladder: Ladder, rungs: list[Rung], found: law.Law, foretold: dict) -> None:
+def draw(ladder: Ladder, rungs: list[law.Rung], found: law.Law, foretold: dict) -> None:
     """Draw the rungs, the law at each of their depths, and what it foretells."""
     from matplotlib.figure import Figure
 

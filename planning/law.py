@@ -4,8 +4,12 @@ loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import numpy as np
+
+from common import files
 
 EXPONENT, SPREAD = 0.33, 0.4  # what is expected of a and b: this, and within so much of its logarithm (arXiv 2404.10102)
 NOISE, NOISE_RUNS = 0.01, 3  # what is expected of the loss between seeds, which counts as much as so many runs
@@ -74,3 +78,51 @@ def fit(weights: list[float], tokens: list[float], losses: list[float]) -> Law:
     surprise[(factors < 0).any(1)] += 1e3  # the loss falls with size, and not below zero
     chance = np.exp(surprise.min() - surprise)
     return Law(exponents, factors, inverse * noise[:, None, None], noise, chance / chance.sum(), scale)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run of a ladder that is done."""
+
+    depth: int
+    weights: int
+    tokens: int
+    flops: float
+    loss: float  # of its last evaluation
+    speed: float  # FLOP/s
+
+
+class Facts(TypedDict):
+    """What the runs of a ladder share."""
+
+    tokens: str  # the sha256 of the dataset
+    command: list[str]  # the preset and the flags of train.py
+
+
+class Foretold(TypedDict):
+    """What a ladder says of the run that it finds."""
+
+    val_loss: float
+    margin: float  # half of the interval in which the loss lies with 90 %
+    depth: int
+    tokens: float
+
+
+class Record(TypedDict):
+    """ladder.json."""
+
+    facts: Facts
+    available: int  # tokens of the text
+    rungs: NotRequired[list[Rung]]
+    foretold: NotRequired[Foretold]
+
+
+def of_rungs(rungs: list[Rung], available: int) -> Law:
+    """The law of the runs of a ladder on a text of `available` tokens."""
+    fresh = [worth(rung.tokens, available) for rung in rungs]
+    return fit([rung.weights for rung in rungs], fresh, [rung.loss for rung in rungs])
+
+
+def read(path: Path) -> Record:
+    """A ladder.json. Raises UserError if it is damaged."""
+    return files.read_json(path, Record)

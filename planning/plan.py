@@ -14,7 +14,7 @@ from common import cli
 from common.errors import UserError, plural, survive_lost_console
 from hardware import footprint, gpus
 from hardware.gpus import Hardware
-from planning import dial, rules
+from planning import dial, law, rules
 from reports.log import duration
 from settings import Command, Config, PlanConfig
 
@@ -79,24 +79,35 @@ def depths(command: Command, args: list[str]) -> str:
         raise UserError(
             f"--plan_depths={command.plan.plan_depths} must be numbers of layers with a comma between, as in 12,16,20,24"
         )
-    rows = [("depth", "width", "parameters", "batch", "steps", "tokens", "epochs", "lr", "GB a rank", "time", "dollars")]
+    titles = ["depth", "width", "parameters", "batch", "steps", "tokens", "epochs", "lr", "GB a rank", "time", "dollars"]
+    path = Path(command.config.run.out_dir, f"ladder-{Path(command.config.data.tokens).name}", "ladder.json")
+    climbed = law.read(path) if path.exists() else {}
+    found = law.of_rungs(climbed["rungs"], climbed["available"]) if "rungs" in climbed else None
+    rows = [titles + ["loss"] * bool(found)]
     for word in words:
         turned = dial.turn(cli.replace(command, depth=int(word)), [*args, f"--depth={word}"])
         plan = make(turned.config, command.plan)
         model, train = plan.config.model, plan.config.train
         numbers = (model.n_embd, sum(footprint.parameters(model).values()), train.tokens_per_update, train.steps)
-        rows.append((
+        tokens = train.steps * train.tokens_per_update
+        row = [
             word,
-            *(f"{number:,}" for number in (*numbers, train.steps * train.tokens_per_update)),
+            *(f"{number:,}" for number in (*numbers, tokens)),
             f"{max(plan.epochs.values()):.2f}" if plan.epochs else "",
             f"{plan.config.optim.lr:.2e}",
             gb(sum(plan.memory.values())) + " !" * (not plan.fits),
             duration(plan.seconds),
             f"{plan.dollars:,.0f}",
-        ))  # fmt: skip
+        ]
+        if found:
+            loss, margin = found.predict(dial.weights(model), law.worth(tokens, climbed["available"]))
+            row.append(f"{loss:.3f} ± {margin:.3f}")
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, "!: more than a rank has"] if any(" !" in line for line in lines) else lines)
+    lines += ["!: more than a rank has"] * any(" !" in line for line in lines)
+    lines += [f"loss: as {path.parent} foretells it, within 90 %"] * bool(found)
+    return "\n".join(lines)
 
 
 def make(config: Config, options: PlanConfig) -> Plan:

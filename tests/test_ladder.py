@@ -66,6 +66,24 @@ def test_the_same_command_trains_nothing_again(climbed, tokens):
     assert written == {path: path.stat().st_mtime_ns for path in runs.glob("ladder-small/*/metrics.jsonl")}
 
 
+def test_the_plan_of_several_depths_has_the_loss_that_the_ladder_foretells(climbed, tokens):
+    runs, _ = climbed
+    config = ROOT / "config" / "laptop.toml"
+    flags = [f"--tokens={tokens}", f"--out_dir={runs}", "--n_embd=16", "--n_head=1", "--seq_len=16", "--plan_depths=1,2"]
+    (runs / f"ladder-{tokens.name}").symlink_to(runs / "ladder-small")
+    said = execute([sys.executable, ROOT / "train.py", config, "--plan", *flags]).stdout
+    assert said.splitlines()[0].endswith("loss") and "±" in said.splitlines()[1] and "foretells it" in said
+    (runs / f"ladder-{tokens.name}").unlink()
+
+
+def test_a_damaged_ladder_is_refused(climbed, tokens, tmp_path):
+    runs, _ = climbed
+    (tmp_path / "ladder-small").mkdir()
+    for damaged in ("{", "[]", '{"facts": 1}'):
+        (tmp_path / "ladder-small" / "ladder.json").write_text(damaged)
+        assert "ladder.json" in execute(command(tokens, tmp_path), status=2).stderr
+
+
 def test_a_ladder_of_other_tokens_or_settings_is_refused(climbed, tokens, tmp_path):
     runs, _ = climbed
     other = tmp_path / "other"
