@@ -83,6 +83,12 @@ class Mixture:
         names = [dataset.directory.resolve().name for dataset in self.datasets]
         return names if len(set(names)) == len(names) else [str(dataset.directory) for dataset in self.datasets]
 
+    @property
+    def once(self) -> dict[str, float]:
+        """After how many tokens of a run each dataset has been read once, by name."""
+        parts = zip(self.names, self.streams("train"), self.shares, strict=True)
+        return {name: len(stream) * SHARES / share for name, stream, share in parts}
+
     def streams(self, split: str) -> list[Stream]:
         """A split of each dataset."""
         return [dataset.splits[split] for dataset in self.datasets]

@@ -31,6 +31,7 @@ import data
 import settings
 from common import cli, errors, files
 from common.errors import EX_TEMPFAIL, UserError, refuse
+from hardware import host
 from hardware.footprint import flops_per_token
 from planning import dial, law
 from reports import curves
@@ -73,28 +74,52 @@ class Ladder:
     given: set[str]  # their names
     directory: Path
     vocab_size: int
-    available: int  # tokens of the text
+    available: float  # tokens until the text, or one of a mixture, has been read once
+    facts: law.Facts
 
     def model(self, depth: int) -> ModelConfig:
         """The resolved model at a depth of the dial."""
         config = settings.replace(self.config, depth=depth)
         return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
 
+    @property
+    def most(self) -> float:
+        """The most tokens of a run: repeated more often they are worth too little."""
+        return dial.EPOCHS * self.available
+
+    @property
+    def given_batch(self) -> int:
+        """--tokens_per_update, if it was given; or 0."""
+        return self.config.train.tokens_per_update if "tokens_per_update" in self.given else 0
+
+    def fewest(self, tokens: float) -> float:
+        """The tokens of FEWEST_STEPS updates with the batch that is right for a run of `tokens`."""
+        return dial.FEWEST_STEPS * (self.given_batch or max(self.config.model.seq_len, dial.batch_of(tokens)))
+
     def flags(self, depth: int, tokens: float) -> dict:
         """The flags of a run of a depth on so many tokens."""
-        batch = self.config.train.tokens_per_update if "tokens_per_update" in self.given else 0
-        return {"depth": depth} | dial.length_of(tokens, self.config.model.seq_len, tokens_per_update=batch)
+        return {"depth": depth} | dial.length_of(tokens, self.config.model.seq_len, tokens_per_update=self.given_batch)
 
 
 def main() -> None:
     """The command."""
     with errors.user_errors():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EX_TEMPFAIL))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
         ladder = begin(sys.argv[1:])
         budget = ladder.options.flops or measure(ladder)
-        rungs = [climb(ladder, *rung) for rung in choose(ladder, budget)]
+        chosen = choose(ladder, budget)
+        depths = ", ".join(map(str, sorted({depth for depth, _ in chosen})))
+        print(f"ladder  {len(chosen)} runs of depth {depths} in {ladder.directory}", flush=True)
+        rungs = [climb(ladder, *rung) for rung in chosen]
         budget = ladder.options.flops or 60 * ladder.options.minutes * max(rungs, key=lambda rung: rung.flops).speed
         report(ladder, rungs, budget * (1 - ladder.options.share))
+
+
+def stop(*_) -> None:
+    """End as a run does that was stopped, while the run that trains now saves its state."""
+    print("stopped; the same command goes on", flush=True)
+    sys.exit(EX_TEMPFAIL)
 
 
 def begin(args: list[str]) -> Ladder:
@@ -105,24 +130,22 @@ def begin(args: list[str]) -> Ladder:
     config, options = command.config, command.ladder
     names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     if (options.minutes > 0) == (options.flops > 0):
-        raise UserError("say how long all may take: --minutes=60, or in operations --flops=1e17")
+        raise UserError("say how long all may take, in one of two ways: --minutes=60, or in operations --flops=1e17")
     refuse(f"--{name} is what the ladder finds; leave it out" for name in ("depth", "steps", "n_layer") if name in names)
-    refuse(["--init_from: a ladder is of models from scratch"] if config.model.init_from != "scratch" else [])
-    forwarded = sorted(names - set(cli.flat_fields(LadderConfig)) - {"name", "out_dir"})
+    refuse(f"--{name}: a ladder is of new models" for name in ("init_from", "resume") if name in names)
+    refuse(settings.problems(config))
+    if options.ranks > host.cores() and config.train.device in ("auto", "cpu"):
+        raise UserError(f"--ranks={options.ranks}: this machine has {host.cores()} cores")
+    forwarded = sorted(names & set(cli.flat_fields(Config)) - {"name", "out_dir"})
     words = [*args[: len(args) - len(flags)], *spell({name: cli.flat_values(config)[name] for name in forwarded})]
     mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
-    name = config.run.name or Path(config.data.tokens).name
-    directory = Path(config.run.out_dir, f"ladder-{name}")
+    directory = Path(config.run.out_dir, f"ladder-{config.run.name or mixture.names[0]}")
     facts: law.Facts = {"tokens": mixture.identity, "command": words}
-    available = sum(map(len, mixture.streams("train")))
-    path = directory / "ladder.json"
-    if path.exists() and (before := law.read(path)["facts"]) != facts:
-        what = "tokens" if before["tokens"] != facts["tokens"] else "settings"
+    if (path := directory / "ladder.json").exists() and (before := law.read(path)["facts"]) != facts:
+        other = sorted(set(before["command"]) ^ set(words))
+        what = f"settings ({' '.join(other)})" if before["tokens"] == facts["tokens"] else "tokens"
         raise UserError(f"{directory} is a ladder of other {what}; choose another --name, or delete it")
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        files.publish_text(path, json.dumps(law.Record(facts=facts, available=available)))
-    return Ladder(config, options, words, names, directory, mixture.vocab_size, available)
+    return Ladder(config, options, words, names, directory, mixture.vocab_size, min(mixture.once.values()), facts)
 
 
 def spell(flags: dict) -> list[str]:
@@ -149,7 +172,18 @@ def best_weights(budget: float) -> float:
 
 
 def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs, each a depth and its tokens, the cheapest first, for the ladder's share of the budget. Raises UserError.
+    """The rungs, each a depth and its tokens, the cheapest first, for the ladder's share of the budget. Raises UserError."""
+    rungs, times = divide(ladder, budget), 1.0
+    if rungs:
+        return rungs
+    while not divide(ladder, times * budget) and times < 1e9:
+        times *= 1.2
+    least = f"--minutes={times * ladder.options.minutes:.2g}" if ladder.options.minutes else f"--flops={times * budget:.2g}"
+    raise UserError(f"the budget is too small for a ladder of models of this shape; {least} may do")
+
+
+def divide(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
+    """`choose` for one budget; nothing where it is too small.
 
     The largest model is the deepest that gets half of the dial's tokens or more. A smaller one gets more tokens for each of its
     weights, so that the rungs tell what is for want of weights from what is for want of tokens.
@@ -162,15 +196,10 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
         part = ladder.options.share * budget / sum(HORIZONS) / sum(tokens[depth] * flops[depth] for depth in depths)
         if part >= FEWEST_TOKENS:
             break
-    rungs = [(depth, part * horizon * tokens[depth]) for depth in depths for horizon in HORIZONS]
-    fewest = min(tokens for _, tokens in rungs) / (dial.FEWEST_STEPS * ladder.config.model.seq_len)
-    if part < FEWEST_TOKENS or fewest < 1:
-        times = 1.05 * max(FEWEST_TOKENS / part, 1 / fewest)
-        least = f"--flops={times * budget:.2g}"
-        if ladder.options.minutes:
-            least = f"--minutes={times * ladder.options.minutes:.2g}"
-        raise UserError(f"the budget is too small for a ladder of models of this shape; {least} may do")
-    return sorted(rungs, key=lambda rung: (rung[1] * flops[rung[0]], rung[0]))
+    rungs = [(depth, horizon * min(part * tokens[depth], ladder.most)) for depth in depths for horizon in HORIZONS]
+    # A rung whose batch is smaller only for the sake of FEWEST_STEPS says nothing about longer runs.
+    enough = part >= FEWEST_TOKENS and all(tokens >= ladder.fewest(tokens) for _, tokens in rungs)
+    return sorted(rungs, key=lambda rung: (rung[1] * flops[rung[0]], rung[0])) if enough else []
 
 
 def climb(ladder: Ladder, depth: int, tokens: float) -> law.Rung:
@@ -199,17 +228,22 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
         if status:
             raise UserError(f"{ladder.directory / name} ended with status {status}, for the reason above or in its train.log")
         records = finished(ladder.directory / name, flags["steps"])
+        record(ladder)
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     return records[-1]["val_loss"], statistics.median(speeds or [math.nan]) * flops_per_token(ladder.model(flags["depth"]))
+
+
+def record(ladder: Ladder, **more) -> None:
+    """Write ladder.json. What was written there before stays, but for `more`."""
+    path = ladder.directory / "ladder.json"
+    before = law.read(path) if path.exists() else law.Record(facts=ladder.facts, available=ladder.available)
+    files.publish_text(path, json.dumps(before | more, indent=1, default=dataclasses.asdict))
 
 
 def wait(process: subprocess.Popen) -> int:
     """The exit status of a run. If this command is stopped, the run saves its state first."""
     try:
         return process.wait()
-    except KeyboardInterrupt:  # which has reached the run, too
-        process.wait()
-        raise
     finally:
         if process.poll() is None:
             process.terminate()
@@ -228,28 +262,32 @@ def report(ladder: Ladder, rungs: list[law.Rung], budget: float) -> None:
     found = law.of_rungs(rungs, ladder.available)
     (depth, tokens, loss, margin), twice = (recommend(ladder, found, times * budget) for times in (1, 2))
     top, epochs = max(rungs, key=lambda rung: rung.flops), tokens / ladder.available
-    run = Path(ladder.config.run.out_dir, f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}")
+    flags = ladder.flags(depth, tokens)
+    name = f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}-tokens-{flags['steps'] * flags['tokens_per_update']}"
+    run = Path(ladder.config.run.out_dir, name)
     foretold = law.Foretold(val_loss=loss, margin=margin, depth=depth, tokens=tokens)
-    path = ladder.directory / "ladder.json"
-    record = law.read(path) | {"rungs": list(map(dataclasses.asdict, rungs)), "foretold": foretold}
-    files.publish_text(path, json.dumps(record, indent=1))
+    record(ladder, rungs=rungs, foretold=foretold)
     if not (run / "metrics.jsonl").exists():  # what was foretold stays
         run.mkdir(parents=True, exist_ok=True)
         files.publish_text(run / "prediction.json", json.dumps(foretold))
     draw(ladder, rungs, found, foretold)
+    flops = tokens * flops_per_token(ladder.model(depth))
     print(
         f"law     {found.text()}; drawn in {ladder.directory / 'ladder.png'}\n"
         f"best    --depth={depth}: {dial.weights(ladder.model(depth)):,} weights, {tokens:,.0f} tokens, "
-        f"in about {duration(budget / top.speed)}; {budget / top.flops:.0f} times the FLOPs of the largest rung\n"
+        f"in about {duration(flops / top.speed)}; {flops / top.flops:.0f} times the FLOPs of the largest rung\n"
         f"loss    {loss:.3f}, with 90 % between {loss - margin:.3f} and {loss + margin:.3f}\n"
         f"twice   the time: --depth={twice[0]}, {twice[1]:,.0f} tokens, loss {twice[2]:.3f}"
     )
     if epochs > 1:
         worth = law.worth(tokens, ladder.available)
-        print(f"text    it is read {epochs:.1f} times, which is worth {worth:,.0f} fresh tokens; more text would help")
+        limit = f", and a run reads it {dial.EPOCHS} times at most" if tokens == ladder.most else ""
+        print(f"text    it is read {epochs:.1f} times, which is worth {worth:,.0f} fresh tokens{limit}; more text would help")
     start = f"torchrun --standalone --nproc_per_node={ladder.options.ranks}" if ladder.options.ranks > 1 else "python"
-    flags = ladder.flags(depth, tokens) | {"out_dir": run.parent, "name": run.name}
-    print(f"\n{start} train.py {shlex.join([*ladder.words, *spell(flags)])}", flush=True)
+    print(
+        f"\n{start} train.py {shlex.join([*ladder.words, *spell(flags | {'out_dir': run.parent, 'name': run.name})])}",
+        flush=True,
+    )
 
 
 def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float, float, float]:
@@ -257,15 +295,18 @@ def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float
     runs = []
     for depth in range(1, 65):
         model = ladder.model(depth)
-        tokens = budget / flops_per_token(model)
-        if tokens >= dial.FEWEST_STEPS * ladder.config.model.seq_len:
+        tokens = min(budget / flops_per_token(model), ladder.most)
+        if tokens >= ladder.fewest(tokens):
             runs.append((depth, tokens, *found.predict(dial.weights(model), law.worth(tokens, ladder.available))))
+    if not runs:
+        raise UserError(f"--share={ladder.options.share:g} leaves too little for the run that the ladder is for")
     return min(runs, key=lambda run: run[2])
 
 
 def draw(ladder: Ladder, rungs: list[law.Rung], found: law.Law, foretold: dict) -> None:
     """Draw the rungs, the law at each of their depths, and what it foretells."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axis = figure.subplots()
@@ -282,7 +323,8 @@ def draw(ladder: Ladder, rungs: list[law.Rung], found: law.Law, foretold: dict) 
         if depth == foretold["depth"]:
             axis.errorbar(end, foretold["val_loss"], foretold["margin"], marker="*", markersize=12, color=color, capsize=4)
     axis.set(xscale="log", xlabel="FLOPs", ylabel="validation loss")
-    axis.set_title("dots: measured; lines: the law; star: foretold, with 90 %", loc="left", fontsize=11)
+    axis.xaxis.set_minor_formatter(NullFormatter())  # labels between the powers of ten would overlap
+    axis.set_title("dots: measured; lines: the law; star: foretold, with its 90 % interval", loc="left", fontsize=11)
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     curves.save(figure, ladder.directory / "ladder.png")

@@ -82,7 +82,7 @@ def text(config: Config) -> tuple[int, float]:
 
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
         mixture = data.open_mixture(config.data.tokens, config.model.vocab_size)
-        return mixture.vocab_size, sum(map(len, mixture.streams("train")))
+        return mixture.vocab_size, min(mixture.once.values())
     return config.model.vocab_size or vocabulary(config.data)[0], math.inf
 
 
@@ -102,7 +102,7 @@ def dial(config: Config, given: set[str], vocab_size: int, available: float) -> 
     model = settings.resolve_model(dataclasses.replace(config.model, **shape), vocab_size)
     length = {name: getattr(config.train, name) for name in LENGTH if name in given}
     length = length_of(min(TOKENS_PER_WEIGHT * weights(model), EPOCHS * available), model.seq_len, **length)
-    return shape | length | rate_of(model, config.optim.optimizer, **length)
+    return shape | length | {"micro_batch_size": "auto"} | rate_of(model, config.optim.optimizer, **length)
 
 
 def shape_of(config: Config, given: set[str]) -> dict:
@@ -119,23 +119,30 @@ def weights(model: ModelConfig) -> int:
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
-def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: int = 0) -> dict:
-    """The steps and the batch of a run of `tokens`, each as given or chosen (0).
+def batch_of(tokens: float) -> float:
+    """The tokens of an update that are right for a run of `tokens` (arXiv 2505.13738)."""
+    return BATCH * (tokens / TOKENS) ** GROWTH
 
-    The batch grows with the tokens as in arXiv 2505.13738. Raises UserError for tokens that are too few for any.
+
+def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: int = 0) -> dict:
+    """The steps and the batch of a run of `tokens`, each as given or chosen (0). Raises UserError for too few tokens.
+
+    The batch is a number of sequences that 2, 4 and 8 ranks can share, if there are so many.
     """
     least = FEWEST_STEPS * max(seq_len, tokens_per_update)
     if not steps and tokens < least:
         raise UserError(
             f"--depth: a run of {tokens:,.0f} tokens (at most {EPOCHS} times those of --tokens) is less than {FEWEST_STEPS} "
-            f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, or set --steps"
+            f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, lower --tokens_per_update, or set --steps"
         )
     if steps:  # batch = BATCH (steps batch / TOKENS)^GROWTH, solved for batch
         batch = (BATCH * (steps / TOKENS) ** GROWTH) ** (1 / (1 - GROWTH))
     else:
-        batch = min(BATCH * (tokens / TOKENS) ** GROWTH, tokens / FEWEST_STEPS)
+        batch = min(batch_of(tokens), tokens / FEWEST_STEPS)
     sequences = max(1, int(batch / seq_len))
-    sequences -= sequences % 2 ** max(0, sequences.bit_length() - 3)  # three binary digits: from 32 on, 8 ranks can share it
+    digits = sequences.bit_length()
+    # One binary digit below 8, and then as many as leave a multiple of 8, but three at most.
+    sequences -= sequences % 2 ** max(digits - 3, min(3, digits - 1))
     batch = tokens_per_update or sequences * seq_len
     return dict(steps=steps or int(tokens / batch), tokens_per_update=batch)
 
@@ -144,11 +151,11 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     """The learning rate, its schedule and the weight decay of a run.
 
     What an update of a matrix does to activations shall not depend on the width: AdamW's rate falls with it (muP, arXiv
-    2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). With the depth, which
-    grows with the width here, Muon's falls faster: the power is measured. The rate grows with the root of the batch (arXiv
-    2205.10287).
+    2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). Muon's falls faster
+    where the depth grows with the width: its power is measured. The rate grows with the root of the batch (arXiv 2205.10287).
     """
-    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (tokens_per_update / BATCH) ** 0.5
+    batch = min(tokens_per_update, batch_of(steps * tokens_per_update))  # a larger one is not known to bear a larger rate
+    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (batch / BATCH) ** 0.5
     lr = float(f"{lr:.3g}")
     # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527

@@ -112,12 +112,12 @@ class Record(TypedDict):
     """ladder.json."""
 
     facts: Facts
-    available: int  # tokens of the text
+    available: float  # tokens until the text has been read once
     rungs: NotRequired[list[Rung]]
     foretold: NotRequired[Foretold]
 
 
-def of_rungs(rungs: list[Rung], available: int) -> Law:
+def of_rungs(rungs: list[Rung], available: float) -> Law:
     """The law of the runs of a ladder on a text of `available` tokens."""
     fresh = [worth(rung.tokens, available) for rung in rungs]
     return fit([rung.weights for rung in rungs], fresh, [rung.loss for rung in rungs])

@@ -86,7 +86,10 @@ def depths(command: Command, args: list[str]) -> str:
     rows = [titles + ["loss"] * bool(found)]
     for word in words:
         turned = dial.turn(cli.replace(command, depth=int(word)), [*args, f"--depth={word}"])
-        plan = make(turned.config, command.plan)
+        try:
+            plan = make(turned.config, command.plan)
+        except UserError as error:
+            raise UserError(f"depth {word}: {error}") from None
         model, train = plan.config.model, plan.config.train
         numbers = (model.n_embd, sum(footprint.parameters(model).values()), train.tokens_per_update, train.steps)
         tokens = train.steps * train.tokens_per_update
@@ -156,9 +159,7 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware, dtype: str)
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
         mixture = data.open_mixture(config.data.tokens, model.vocab_size)
-        parts = zip(mixture.names, mixture.streams("train"), mixture.shares, strict=True)
-        once = {name: len(stream) * data.SHARES / share for name, stream, share in parts}
-        vocab_size, source = mixture.vocab_size, f"of {mixture}"
+        once, vocab_size, source = mixture.once, mixture.vocab_size, f"of {mixture}"
     if model.vocab_size:
         source = "by --vocab_size" if model.init_from == "scratch" else f"of {model.init_from}"
         vocab_size = vocab_size if once else model.vocab_size

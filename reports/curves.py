@@ -100,10 +100,13 @@ def prediction(path: Path) -> tuple[float, float] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(files.read_text(path, 1 << 20))
-        return float(found["val_loss"]), float(found["margin"])
+        found = json.loads(files.read_bytes(path))
+        loss, margin = float(found["val_loss"]), float(found["margin"])
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"{path} is not what ladder.py writes; move it away") from None
+        loss = margin = math.nan
+    if not math.isfinite(loss + margin):
+        raise UserError(f"{path} is not what ladder.py writes; move it away")
+    return loss, margin
 
 
 def restarts(log: Path) -> list[int]:

@@ -3,12 +3,14 @@
 import dataclasses
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import optim
 import settings
 from conftest import ROOT, execute
+from dataset.tokens import open_dataset
 from model import GPT, initialize
 from planning import dial
 
@@ -78,7 +80,7 @@ def test_a_text_of_ten_lines_is_refused(tmp_path):
     (tmp_path / "ten.txt").write_text("Ten lines are no text.\n" * 10)
     execute([sys.executable, ROOT / "prepare_data.py", tmp_path / "ten.txt", f"--out={tmp_path / 'ten'}", "--tokenizer=bytes"])
     command = [sys.executable, ROOT / "train.py", "--depth=2", "--seq_len=16", f"--tokens={tmp_path / 'ten'}"]
-    assert "prepare more text, or set --steps" in execute(command, status=2).stderr
+    assert "prepare more text, lower --tokens_per_update, or set --steps" in execute(command, status=2).stderr
     execute([*command, "--steps=2", f"--out_dir={tmp_path}"])
 
 
@@ -129,3 +131,22 @@ def test_updates_move_activations_alike_at_every_width(optimizer):
     by_dial, constant = ([change_of_activations(w, optimizer, rate) for w in (64, 256)] for rate in (0, 4e-3))
     assert by_dial[1] < 4 * by_dial[0]
     assert by_dial[1] / by_dial[0] < 0.7 * constant[1] / constant[0]
+
+
+def test_eight_ranks_share_the_batch_if_it_has_eight_sequences():
+    for tokens in np.geomspace(1e5, 1e11, 100):
+        sequences = dial.length_of(tokens, 256)["tokens_per_update"] / 256
+        assert sequences in (1, 2, 4) or sequences % 8 == 0
+
+
+def test_a_larger_batch_than_the_dial_s_bears_no_larger_rate():
+    given, larger = (turned("--depth=4", "--steps=2000", f"--tokens_per_update={batch}") for batch in (65536, 131072))
+    own = dial.batch_of(2000 * 65536)
+    assert own < 65536 and given.optim.lr < larger.optim.lr < 2**0.5 * given.optim.lr  # more tokens, not a larger batch
+
+
+def test_a_mixture_reads_no_dataset_more_than_four_times(tokens, tmp_path):
+    (tmp_path / "other").symlink_to(tokens)
+    args = ["--depth=1", "--seq_len=16", f"--tokens={tokens}:0.9,{tmp_path / 'other'}:0.1"]
+    train = dial.turn(settings.load_command(args, "test"), args).config.train
+    assert train.steps * train.tokens_per_update <= 4 * len(open_dataset(tokens).splits["train"]) / 0.9

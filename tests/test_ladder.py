@@ -16,7 +16,18 @@ from conftest import ROOT, environment, execute
 from planning import law
 
 # 16 wide at every depth, so that the ladder takes seconds.
-SMALL = dict(n_embd=16, n_head=1, seq_len=16, flops=8e10, share=0.3, threads=1, dtype="float32", compile="off", device="cpu")
+SMALL = dict(
+    n_embd=16,
+    n_head=1,
+    seq_len=16,
+    flops=8e10,
+    tokens_per_update=64,
+    share=0.3,
+    threads=1,
+    dtype="float32",
+    compile="off",
+    device="cpu",
+)
 SMALL |= dict(eval_tokens=640, name="small")
 
 
@@ -30,13 +41,16 @@ def climbed(tokens, tmp_path_factory):
     """A ladder that was stopped, killed and continued: its runs' folder and what it printed at the end."""
     runs = tmp_path_factory.mktemp("ladder") / "runs"
     words = [*map(str, command(tokens, runs))]
-    for number, (end, status) in enumerate([(os.kill, EX_TEMPFAIL), (os.killpg, -signal.SIGKILL)], start=1):
-        process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    ends = [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT), (os.killpg, signal.SIGKILL)]
+    for number, (end, how) in enumerate(ends, start=1):
+        process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True)
         deadline = time.monotonic() + 100
         while len([*runs.glob("ladder-small/*/metrics.jsonl")]) < number and time.monotonic() < deadline:
             time.sleep(0.05)
-        end(process.pid, signal.SIGTERM if end is os.kill else signal.SIGKILL)
-        assert process.wait(100) == status
+        end(process.pid, how)
+        said = process.communicate(timeout=100)[0]
+        assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else EX_TEMPFAIL)
+        assert how == signal.SIGKILL or "stopped; the same command goes on" in said
     assert not (runs / "ladder-small" / "ladder.png").exists()
     return runs, execute(words).stdout
 
@@ -44,12 +58,13 @@ def climbed(tokens, tmp_path_factory):
 def test_a_ladder_foretells_a_run_and_prints_its_command(climbed, tokens):
     runs, said = climbed
     foretold = json.loads((runs / "ladder-small" / "ladder.json").read_text())["foretold"]
-    name = f"small-depth-{foretold['depth']}"
+    words = shlex.split(said.strip().splitlines()[-1])
+    (name,) = (word.removeprefix("--name=") for word in words if word.startswith("--name="))
+    assert name.startswith(f"small-depth-{foretold['depth']}-tokens-")
     assert json.loads((runs / name / "prediction.json").read_text())["val_loss"] == foretold["val_loss"]
     assert foretold["margin"] > 0 and (runs / "ladder-small" / "ladder.png").stat().st_size > 10_000
     assert "twice   the time: --depth=" in said and "python train.py --" in said
-    words = shlex.split(said.strip().splitlines()[-1])
-    assert words[:2] == ["python", "train.py"] and f"--name={name}" in words
+    assert words[:2] == ["python", "train.py"]
     execute([sys.executable, ROOT / "train.py", *words[2:]])
     execute([sys.executable, ROOT / "plot.py", runs / name, f"--out={runs / 'curves.png'}"])
     (runs / name / "prediction.json").write_text("[]")
@@ -96,11 +111,14 @@ def test_a_ladder_of_other_tokens_or_settings_is_refused(climbed, tokens, tmp_pa
     "flags, said",
     [
         (dict(flops=0), "say how long all may take"),
-        (dict(minutes=1), "say how long all may take"),
+        (dict(minutes=1), "in one of two ways: --minutes=60"),
         (dict(flops=1e6), "the budget is too small for a ladder of models of this shape; --flops="),
         (dict(depth=3), "--depth is what the ladder finds"),
         (dict(steps=3), "--steps is what the ladder finds"),
         (dict(share=1.5), "--share must be"),
+        (dict(ranks=1000), "--ranks=1000: this machine has"),
+        (dict(resume="off"), "--resume: a ladder is of new models"),
+        (dict(name="a/b"), "--name"),
         (dict(mintues=1), "unknown flag --mintues; perhaps you meant --minutes"),
     ],
 )
