@@ -25,8 +25,8 @@ FEWEST_STEPS = 200
 WARMUP_STEPS = 200
 # Where bench/dial.py has found the best learning rates, on how many tokens, and a batch that is right for them.
 WIDTH, TOKENS, BATCH = 96, 1 << 19, 2048
-RATES = {"adamw": 4.3e-3, "muon": 1.48e-2}
-WIDTH_POWER = {"adamw": -1.0, "muon": -0.8}
+RATES = {"adamw": 4.0e-3, "muon": 1.45e-2}
+WIDTH_POWER = {"adamw": -1.1, "muon": -0.9}
 GROWTH = 0.383  # of the best batch with the tokens (arXiv 2505.13738)
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 LENGTH = ("steps", "tokens_per_update")
@@ -151,8 +151,8 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     """The learning rate, its schedule and the weight decay of a run.
 
     What an update of a matrix does to activations shall not depend on the width: AdamW's rate falls with it (muP, arXiv
-    2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). Muon's falls faster
-    where the depth grows with the width: its power is measured. The rate grows with the root of the batch (arXiv 2205.10287).
+    2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). Both fall faster
+    where the depth grows with the width: the powers are measured. The rate grows with the root of the batch (arXiv 2205.10287).
     """
     batch = min(tokens_per_update, batch_of(steps * tokens_per_update))  # a larger one is not known to bear a larger rate
     lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (batch / BATCH) ** 0.5
