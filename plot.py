@@ -34,7 +34,7 @@ class PlotConfig:
     """What the curves are drawn over. time: that of the updates alone, without evaluations, saves and pauses.
     auto: tokens if the runs have different global batches, else steps."""
     csv: str = ""
-    """Also write every record of metrics.jsonl to this file, as comma-separated values."""
+    """Also write every record of metrics.jsonl to this file, as comma-separated values, with the settings that differ."""
 
 
 def main() -> None:
@@ -45,6 +45,7 @@ def main() -> None:
             raise UserError(f"name at least one run: {cli.run_example()}")
         runs = [Path(run) for run in config.runs]
         if config.csv:
+            Path(config.csv).parent.mkdir(parents=True, exist_ok=True)
             files.publish_text(Path(config.csv), compare.as_csv(runs))
         curves.draw(runs, Path(config.out), config.x, compare.labels(runs))
         if len(runs) > 1:

@@ -13,6 +13,7 @@ if __name__ == "__main__":
     errors.begin()
 
 import contextlib
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from common.errors import UserError
 from common.records import Count, Seed, Size
 from settings import Config
 
-LINE = 64  # tokens that are shown of a model in training: a line or two
+START, LINE = 8, 64  # tokens of the text that a model in training goes on from, and that it writes: a line or two
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,15 @@ def main(config: SampleConfig) -> None:
         if typed:
             return converse(model, text, options)
         for _ in range(config.num_samples):
-            show(model, text, [], prompt, options)
+            show(model, text, list(prompt), len(prompt), options)
             print("\n---------------")
 
 
 class Sampler:
     """Shows what a model writes while it is trained: a line, every config.eval.sample_every steps (0: never) after `since`.
 
-    It begins with the first validation token, which mostly starts a document. Raises UserError where the dataset has no
-    tokenizer.
+    It goes on from the first START validation tokens, which mostly start a document. Raises UserError where the dataset has
+    no tokenizer.
     """
 
     def __init__(self, config: Config, dataset, since: int):
@@ -109,7 +110,8 @@ class Sampler:
         from data import dropout_seed
         from model import generate
 
-        start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), 1)[:, :1])
+        size = min(START, self.config.model.seq_len)
+        start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), size)[:, :size])
         generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
         eager = (
             torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
@@ -119,7 +121,8 @@ class Sampler:
         with engine.autocast(), eager:
             new = list(generate(engine.module, start, LINE, 0.8, 50, generator, self.dataset.vocab_size))
         engine.module.train()
-        return self.text.decode([token.item() for token in new])
+        known = [token for token in start[0].tolist() if token != self.text.eot_token]
+        return self.text.decode(known + [token.item() for token in new])
 
 
 def encode(text, prompt: str, model) -> list[int]:
@@ -132,40 +135,47 @@ def encode(text, prompt: str, model) -> list[int]:
     raise UserError(f"--prompt: {what} is token {max(tokens)}, and the model has {size}; try text like that it was trained on")
 
 
-def show(model, text, context: list[int], prompt: list[int], options: tuple) -> list[int]:
-    """Print the text of `prompt` and what the model writes after `context` and it, as it is drawn. Returns all their tokens."""
+def show(model, text, tokens: list[int], prompted: int, options: tuple) -> None:
+    """Print the text of the last `prompted` of `tokens` and what the model writes after them, as it is drawn.
+
+    tokens: those that are drawn are appended.
+    """
     import torch
 
     from model import generate
-
-    tokens = context + prompt
 
     def new() -> Iterator[int]:
         for token in generate(model, torch.tensor([tokens]), *options, vocab_limit=text.vocab_size, eot=text.eot_token):
             tokens.append(token.item())
             yield tokens[-1]
 
-    for piece in stream(text, prompt, new()):
+    for piece in stream(text, tokens[len(tokens) - prompted :], new()):
         print(piece, end="", flush=True)
-    return tokens
 
 
 def converse(model, text, options: tuple) -> None:
     """Go on from each line that is typed, with all text before it as the context, until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
-    print("Type a text to go on from. An empty line lets the model go on by itself. Ctrl-D ends.")
+    print("Type a text to go on from. An empty line lets the model go on by itself. Ctrl-C stops the text, Ctrl-D ends.")
     context, seq_len = [], model.config.seq_len
     while True:
+        signal.signal(signal.SIGINT, errors.interrupt)  # which answers once
         try:
             line = input("> ")
             prompt = encode(text, "\n" * bool(context) + line, model) if line or not context else []
         except EOFError:
             return print()
+        except KeyboardInterrupt:
+            print()
+            raise
         except UserError as error:
-            print(f"error: {error}")
+            print(f"error: {str(error).removeprefix('--prompt: ')}")
             continue
-        context = show(model, text, context, prompt, options)
+        tokens = context + prompt
+        with contextlib.suppress(KeyboardInterrupt):
+            show(model, text, tokens, len(prompt), options)
+        context = tokens
         print()
         if context[-1] == text.eot_token:
             print("--------------- the document has ended; the next line begins another")

@@ -109,6 +109,8 @@ def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Pa
         return start, None, [*notes, *damaged, f"continuing from {start}{ignored}"]
     if resume not in ("auto", "off"):
         start, damaged = find(resume)
+        if (step := load_state(start).step) >= config.train.steps:
+            raise UserError(f"--resume={resume}: {start} has {step} steps already; --steps=N beyond them goes further")
         notes += [*damaged, f"starting from {start}"]
     elif config.model.init_from != "scratch":
         pretrained, damaged = find_model(config.model.init_from)

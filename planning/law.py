@@ -13,6 +13,7 @@ from common import files
 
 EXPONENT, SPREAD = 0.33, 0.4  # what is expected of a and b: this, and within so much of its logarithm (arXiv 2404.10102)
 NOISE, NOISE_RUNS = 0.01, 3  # what is expected of the loss between seeds, which counts as much as so many runs
+DRIFT = 0.013  # nats by which runs leave the law, for each doubling of their FLOPs beyond the largest run: docs/dial.md
 HALF_LIFE = 15.4  # of repeated tokens, in epochs (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")
 QUANTILE = 1.645  # of 90 % in the middle of a normal distribution
 
@@ -36,6 +37,7 @@ class Law:
     noise: np.ndarray  # [G]: variance of the loss of a run
     chance: np.ndarray  # [G]: adds up to 1
     scale: np.ndarray  # [2]
+    largest: float  # weights times tokens of the largest run
 
     def predict(self, weights: float, tokens: float) -> tuple[float, float]:
         """The loss of a run, and half the width of the interval in which it lies with 90 %."""
@@ -43,7 +45,8 @@ class Law:
         losses = (x * self.factors).sum(1)
         variances = self.noise + np.einsum("gi,gij,gj->g", x, self.covariance, x)
         mean = float(self.chance @ losses)
-        return mean, QUANTILE * float(self.chance @ (variances + (losses - mean) ** 2)) ** 0.5
+        drift = DRIFT * max(0.0, np.log2(weights * tokens / self.largest))
+        return mean, QUANTILE * float(self.chance @ (variances + (losses - mean) ** 2) + drift**2) ** 0.5
 
     def text(self) -> str:
         """The likeliest law as a formula."""
@@ -77,7 +80,8 @@ def fit(weights: list[float], tokens: list[float], losses: list[float]) -> Law:
     surprise = 0.5 * (len(y) + NOISE_RUNS) * np.log(squares) + 0.5 * ((np.log(exponents / EXPONENT) / SPREAD) ** 2).sum(1)
     surprise[(factors < 0).any(1)] += 1e3  # the loss falls with size, and not below zero
     chance = np.exp(surprise.min() - surprise)
-    return Law(exponents, factors, inverse * noise[:, None, None], noise, chance / chance.sum(), scale)
+    largest = float(sizes.prod(axis=1).max())
+    return Law(exponents, factors, inverse * noise[:, None, None], noise, chance / chance.sum(), scale, largest)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from common import cli, files
 from common.errors import UserError
 from reports.curves import Curves, read
-from reports.log import duration
+from reports.log import duration, read_records
 from settings import LogConfig
 
 # Settings in which runs differ without being different.
@@ -39,9 +39,10 @@ def differences(runs: list[Path]) -> list[dict[str, str]]:
     One that may follow from another is left out if it tells the same runs apart.
     """
     found = [settings_of(run) for run in runs]
-    names = dict.fromkeys(name for settings in found for name in settings if name not in SILENT)
+    known = [settings for settings in found if settings]  # a run without a config.toml differs in nothing that is known
+    names = dict.fromkeys(name for settings in known for name in settings if name not in SILENT)
+    names = [name for name in names if len({settings.get(name, MISSING) for settings in known}) > 1]
     columns = {name: [settings.get(name, MISSING) for settings in found] for name in names}
-    columns = {name: values for name, values in columns.items() if len(set(values)) > 1}
     told = {alike(values) for name, values in columns.items() if name not in DERIVED}
     columns = {name: values for name, values in columns.items() if name not in DERIVED or alike(values) not in told}
     return [{name: values[i] for name, values in columns.items()} for i in range(len(runs))]
@@ -68,6 +69,8 @@ def table(runs: list[Path]) -> list[str]:
         last = max(record["step"] for record in curves.training + curves.validation)
         losses = [record for record in curves.validation if math.isfinite(record["val_loss"])]
         best = min(losses, key=lambda record: record["val_loss"], default={})
+        # Under `tokens` are those that the run has seen.
+        settings = {"--tokens" if name == "tokens" else name: value for name, value in settings.items()}
         row = {"run": str(run)} | settings | {"steps": f"{last:,}"} | cost(curves, last)
         row |= {name: f"{best[name]:.4f}" if best.get(name) else MISSING for name in ("val_loss", "val_bpb")}
         rows.append((best.get("val_loss", math.inf), row))
@@ -89,11 +92,15 @@ def cost(curves: Curves, step: int) -> dict[str, str]:
 
 
 def as_csv(runs: list[Path]) -> str:
-    """Every record of the runs' metrics.jsonl as a line of comma-separated values, with the run in front."""
+    """Every record of the runs' metrics.jsonl as a line of comma-separated values.
+
+    In front are the run and the settings in which the runs differ, as --lr.
+    """
     records = []
-    for run in runs:
-        curves = read(run)
-        records += [{"run": str(run)} | r for r in sorted(curves.training + curves.validation, key=lambda r: r["step"])]
+    for run, settings in zip(runs, differences(runs), strict=True):
+        read(run)  # refuses what is no metrics.jsonl
+        own = {"run": str(run)} | {f"--{name}": value for name, value in settings.items()}
+        records += [own | json.loads(line) for line, record in read_records(run / "metrics.jsonl") if record]
     columns = dict.fromkeys(name for record in records for name in record)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

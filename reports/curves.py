@@ -15,9 +15,12 @@ from common.errors import UserError
 from reports.log import LONGEST_LINE, Record, duration, read_records
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
+RINGS = ("o", "s", "D", "v", "p", "h")  # of validation losses: they tell runs apart in grey, and where a colour comes again
+NUMBERED = 7  # the most runs whose last validation loss is written beside its ring: the lowest ones
 DECADES = 30  # a gradient norm whose largest value is this many times its smallest is drawn on a logarithmic axis
 DASH = 5  # of lines that lie on one another, in widths of the line
 LABEL_GAP = 0.075  # between the validation values written at the lines, as a fraction of the axis
+RING = dict(linestyle="", markersize=5.5, markerfacecolor="white", markeredgewidth=1.5)
 MARKS = {
     "continued": dict(linestyle="", marker="^", markersize=5),
     "left out": dict(linestyle="", marker="x", markersize=6, markeredgewidth=1.6),
@@ -132,12 +135,15 @@ def choose_x(curves: list[Curves], x: str) -> str:
     return x if x != "auto" else "tokens" if len(set(batches)) > 1 and all(batches) else "step"
 
 
-def spread(heights: list[float], gap: float) -> list[float]:
-    """Push `heights` upwards until any two are at least `gap` apart. Their order is kept."""
+def spread(heights: list[float], gap: float, top: float = math.inf) -> list[float]:
+    """Push `heights` apart until any two are at least `gap` apart, upwards, and down from `top`. Their order is kept."""
     moved = list(heights)
     order = sorted(range(len(heights)), key=heights.__getitem__)
     for below, i in pairwise(order):
         moved[i] = max(moved[i], moved[below] + gap)
+    for i in reversed(order):
+        moved[i] = min(moved[i], top)
+        top = moved[i] - gap
     return moved
 
 
@@ -213,15 +219,15 @@ def draw_panel(axis, drawn: list[tuple], key: str, title: str, x: str) -> None:
 
 def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     """Draw validation losses as rings. The number beside the last ring of each run is its loss."""
+    from matplotlib.colors import to_rgb
     from matplotlib.lines import Line2D
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import offset_copy
 
-    ring = dict(linestyle="", marker="o", markersize=5.5, markerfacecolor="white", markeredgewidth=1.5)
     ends, shown = [], []
-    for run, color in drawn:
+    for (run, color), marker in zip(drawn, cycle(RINGS), strict=False):
         places, y = run.points("val_loss", x)
-        axis.plot(places, y, markeredgecolor=color, zorder=3, **ring)
+        axis.plot(places, y, marker=marker, markeredgecolor=color, zorder=3, **RING)
         ends += [(places[-1], y[-1], color)] if y else []
         steps, logged = run.points("loss")
         shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
@@ -234,13 +240,15 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
     bottom, top = axis.get_ylim()
-    heights = spread([y for _, y, _ in ends], LABEL_GAP * (top - bottom))
+    ends = sorted(ends, key=lambda end: end[1])[:NUMBERED]
+    heights = spread([y for _, y, _ in ends], LABEL_GAP * (top - bottom), top)
     words = dict(fontsize=12, fontweight="bold", path_effects=[withStroke(linewidth=3, foreground="white")], zorder=4)
     for (place, y, color), height in zip(ends, heights, strict=True):
         beside = offset_copy(axis.transData, axis.figure, x=7, units="points")
-        axis.text(place, height, f"{y:.3f}", color=color, va="center", transform=beside, **words)
+        darker = [0.75 * part for part in to_rgb(color)]  # light colours are hard to read on white
+        axis.text(place, height, f"{y:.3f}", color=darker, va="center", transform=beside, **words)
     handles = [Line2D([], [], color="0.35", linewidth=1.7, label="training")]
-    handles += [Line2D([], [], markeredgecolor="0.35", label="validation", **ring)]
+    handles += [Line2D([], [], marker=RINGS[0], markeredgecolor="0.35", label="validation", **RING)]
     present = any(run.restarts for run, _ in drawn), any(run.skipped() for run, _ in drawn)
     marks = [mark for mark, there in zip(MARKS.items(), present, strict=True) if there]
     handles += [Line2D([], [], color="0.35", label=name, **mark) for name, mark in marks]
@@ -261,7 +269,11 @@ def name_runs(figure, drawn: list[tuple], names: list[str], paths: list[str]) ->
         figure.suptitle(names[0], fontsize=14)
         return
     rows = math.ceil(len(names) / max(1, 80 // (max(map(len, names)) + 5)))
-    lines = [Line2D([], [], color=color, linewidth=3, label=name) for name, (_, color) in zip(names, drawn, strict=True)]
+    style = dict(linewidth=3, markerfacecolor="white", markersize=6)
+    lines = [
+        Line2D([], [], color=color, marker=marker, label=name, **style)
+        for name, (_, color), marker in zip(names, drawn, cycle(RINGS), strict=False)
+    ]
     figure.legend(handles=lines, loc="outside upper center", ncols=math.ceil(len(lines) / rows), frameon=False, fontsize=12)
 
 

@@ -205,7 +205,8 @@ class Log:
         with self.surviving("tensorboard"):
             if self.board is not None:
                 board, self.board = self.board, None
-                for name in record.keys() - {"step", "time", "sample"}:
+                counted = {"tokens"} if "val_loss" in record else set()  # the record of the update has them, too
+                for name in record.keys() - {"step", "time", "sample"} - counted:
                     board.add_scalar(name, record[name], record["step"], record["time"])
                 if "sample" in record:  # Markdown, in which four spaces keep text as it is
                     board.add_text("sample", textwrap.indent(record["sample"], "    "), record["step"], record["time"])

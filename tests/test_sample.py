@@ -178,6 +178,19 @@ def test_what_is_typed_goes_on_from_the_text_before(run):
     assert terminal.process.wait(60) == 130
 
 
+def test_ctrl_c_stops_the_text_and_not_the_program(run):
+    terminal = Terminal(run, "--device=cpu", "--max_new_tokens=1000000")
+    terminal.read_until("> ")
+    for text in ("def\n", "class\n"):
+        terminal.type(text)
+        terminal.read_until(text)
+        terminal.read_until("e")  # it writes
+        terminal.type("\x03")
+        terminal.read_until("\n> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(60) == 0
+
+
 # Rank by rank, instead of the 14th update.
 KILL = """
 update = train.update
