@@ -41,7 +41,6 @@ from dataset import hub
 from dataset.check import check
 from dataset.encode import Split, by_hash, choose_split, encode_all
 from dataset.join import join, part_directory, part_files
-from dataset.shards import DatasetWriter, Unfinished, is_finished, read_progress
 from dataset.sources import (
     SourceFile,
     TextFormat,
@@ -55,6 +54,7 @@ from dataset.sources import (
 )
 from dataset.tokenizer import Tokenizer, load, resolve
 from dataset.tokens import read_metadata
+from dataset.writer import DatasetWriter, Unfinished, is_finished, read_progress
 from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from dataset.shards import SPLITS
 from dataset.sources import Piece, Position, TextFormat, parse, read_units, split_hash
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
+from dataset.writer import SPLITS
 
 FEW_DOCUMENTS = 100  # a source of fewer documents is split by its tail
 

@@ -14,10 +14,10 @@ import numpy as np
 from common import files
 from common.errors import UserError
 from dataset.encode import FEW_DOCUMENTS
-from dataset.shards import SPLITS, DatasetWriter, is_finished, read_progress
 from dataset.sources import Position, SourceFile
 from dataset.tokenizer import load
 from dataset.tokens import Metadata, open_shard, read_metadata
+from dataset.writer import SPLITS, DatasetWriter, is_finished, read_progress
 
 COPIED_TOKENS = 1 << 22  # at a time
 

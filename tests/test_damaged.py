@@ -22,7 +22,7 @@ import settings
 from checkpoints import checkpoint, huggingface, retention
 from common.errors import UserError
 from conftest import ROOT
-from dataset import shards, sources, tokenizer
+from dataset import sources, tokenizer, writer
 from dataset.tokens import open_dataset, open_shard
 from power_cut import Miniature
 from reports import curves
@@ -61,7 +61,7 @@ READERS = {
     "tokens/dataset.json": lambda path: open_dataset(path.parent),
     "tokens/train_000000.bin": open_shard,
     "tokens/tokenizer.json": lambda path: use(tokenizer.load(path)),
-    "progress.json": lambda path: shards.read_progress(path.parent, REQUEST, ""),
+    "progress.json": lambda path: writer.read_progress(path.parent, REQUEST, ""),
     "a.npy": open_shard,
     "a.tiktoken": lambda path: use(tokenizer.load_ranks(path)),
     **dict.fromkeys(["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet"], read_text),
@@ -81,7 +81,7 @@ def good(tmp_path_factory):
     """A folder with a good file for each reader."""
     folder = tmp_path_factory.mktemp("good")
     lines = b'{"text": "one"}\n{"text": "two \\u00e9", "id": [1, {"a": null}]}\n\n{"text": ""}\n' * 5
-    split = dict.fromkeys(shards.SPLITS, {"finished": [], "saved": 0})
+    split = dict.fromkeys(writer.SPLITS, {"finished": [], "saved": 0})
     progress = {"request": REQUEST, "val_fraction": 0.5, "by_tail": True, "position": [0, -1], "splits": split}
     ranks = [*(bytes([b]) for b in range(256)), b"he", b"ll", b"hell"]
     contents = {
