@@ -120,6 +120,7 @@ def prepare(config: Config, world: World) -> Run:
     notes = [*start.notes, *unheard(config.train.threads)]
     config = choices.resolve(start.settle(config), dataset.vocab_size, world, start.shape(config), start.state.settings)
     notes += lookup.check_changes(start, config, dataset)
+    sampler = Sampler(config, dataset, start.state.step)
     peak_flops = choices.peak_flops(world, config.train.dtype)
     if start.state.step < config.train.steps:
         log.say(choices.introduce(config, dataset, world, start.state.step, peak_flops))
@@ -132,8 +133,7 @@ def prepare(config: Config, world: World) -> Run:
     if start.weights and run.state.step < config.train.steps:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
-    run.log, run.progress = log, Progress(log, config, flops_per_token(config.model), peak_flops)
-    run.sampler = Sampler(config, dataset, start.state.step)
+    run.log, run.sampler, run.progress = log, sampler, Progress(log, config, flops_per_token(config.model), peak_flops)
     run.state.begin(config, dataset, world, start.continues, start.weights)
     open_files(run, start.continues)
     return run

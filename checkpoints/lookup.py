@@ -94,6 +94,7 @@ def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Pa
     """
     if dataset.tokenizer:  # a save needs it, and the first one may be hours away
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
+    dataset.document_token(config.data.attend)  # refuses tokens without documents
     checkpoints, resume, start, pretrained = run / "checkpoints", config.run.resume, None, None
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():
         raise UserError(f"{checkpoints} is not a directory; move it elsewhere")

@@ -465,6 +465,9 @@ def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
     for name in ("loss", "val_loss", "lr"):
         wanted = [(record["step"], pytest.approx(record[name])) for record in train.metrics("board", name)]
         assert [(event.step, event.value) for event in board.Scalars(name)] == wanted
+    for name in board.Tags()["scalars"]:
+        steps = [event.step for event in board.Scalars(name)]
+        assert steps == sorted(set(steps))
 
 
 def test_a_run_that_goes_on_compiles_as_before_and_tells_of_other_threads(train):
