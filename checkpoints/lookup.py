@@ -110,8 +110,6 @@ def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Pa
         return start, None, [*notes, *damaged, f"continuing from {start}{ignored}"]
     if resume not in ("auto", "off"):
         start, damaged = find(resume)
-        if (step := load_state(start).step) >= config.train.steps:
-            raise UserError(f"--resume={resume}: {start} has {step} steps already; --steps=N beyond them goes further")
         notes += [*damaged, f"starting from {start}"]
     elif config.model.init_from != "scratch":
         pretrained, damaged = find_model(config.model.init_from)
@@ -163,8 +161,9 @@ def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
         run = Path(config.run.out_dir, config.run.name)
         without = f"{run}/config.toml --name=... --resume={run}/checkpoints/step-... --skip_steps={config.data.skip_steps}"
         refused.append(f"{skip}; an earlier checkpoint may begin a run without: python train.py {without}")
-    if state.step > config.train.steps:
-        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={state.step} is the least")
+    least = state.step if own else state.step + 1  # a complete run may be started again, a new one trains
+    if config.train.steps < least:
+        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={least} is the least")
     if refused:
         way_out = "take only the weights with --init_from=PATH, or leave --resume out"
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))

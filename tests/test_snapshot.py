@@ -65,6 +65,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
     flags = dict(architecture=architecture, optimizer=optimizer, steps=2)
     train("one", **flags)
     single, one = train.latest("one"), {"resume": train.runs / "one"}
+    flags["steps"] = 3  # a new run that trains nothing is refused
     whole = {stem: tensors_of(single, stem) for stem in ("model", "optimizer")}
     bytes_of_all = sum(tensor.nbytes for tensors in whole.values() for tensor in tensors.values())
     files, indices = [], []
