@@ -186,12 +186,13 @@ def divide(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     """`choose` for one budget; nothing where it is too small.
 
     The largest model is the deepest that gets half of the dial's tokens or more. A smaller one gets more tokens for each of its
-    weights, so that the rungs tell what is for want of weights from what is for want of tokens.
+    weights, so that the rungs tell what is for want of weights from what is for want of tokens. One layer is another kind of
+    model, which cannot look up what followed a token before: it is a rung only where the budget does not reach three.
     """
     models = {depth: ladder.model(depth) for depth in DEPTHS}
     sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))
     for count in range(len(DEPTHS), FEWEST_DEPTHS - 1, -1):
-        depths = DEPTHS[max(0, count - MOST_DEPTHS) : count]
+        depths = DEPTHS[max(count > 2, count - MOST_DEPTHS) : count]
         tokens = {depth: dial.TOKENS_PER_WEIGHT * math.sqrt(sizes[depth] * sizes[depths[-1]]) for depth in depths}
         part = ladder.options.share * budget / sum(HORIZONS) / sum(tokens[depth] * flops[depth] for depth in depths)
         if part >= FEWEST_TOKENS:
@@ -260,7 +261,7 @@ def finished(path: Path, steps: int) -> list[dict]:
 def report(ladder: Ladder, rungs: list[law.Rung], budget: float) -> None:
     """Fit the law, say which run to start, write what it foretells into the directory of that run, and draw it."""
     found = law.of_rungs(rungs, ladder.available)
-    (depth, tokens, loss, margin), twice = (recommend(ladder, found, times * budget) for times in (1, 2))
+    (depth, tokens, loss, margin), twice = (recommend(ladder, rungs, found, times * budget) for times in (1, 2))
     top, epochs = max(rungs, key=lambda rung: rung.flops), tokens / ladder.available
     flags = ladder.flags(depth, tokens)
     name = f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}-tokens-{flags['steps'] * flags['tokens_per_update']}"
@@ -290,9 +291,12 @@ def report(ladder: Ladder, rungs: list[law.Rung], budget: float) -> None:
     )
 
 
-def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float, float, float]:
-    """The depth with the lowest loss for a budget in FLOPs, its tokens, the loss, and half of its interval."""
-    runs = []
+def recommend(ladder: Ladder, rungs: list[law.Rung], found: law.Law, budget: float) -> tuple[int, float, float, float]:
+    """The depth with the lowest loss for a budget in FLOPs, its tokens, the loss, and half of its interval.
+
+    Where some depths get as many tokens for each weight as the rungs do, it is one of those: the law is best known there.
+    """
+    runs, ratios = [], [rung.tokens / rung.weights for rung in rungs]
     for depth in range(1, 65):
         model = ladder.model(depth)
         tokens = min(budget / flops_per_token(model), ladder.most)
@@ -300,7 +304,8 @@ def recommend(ladder: Ladder, found: law.Law, budget: float) -> tuple[int, float
             runs.append((depth, tokens, *found.predict(dial.weights(model), law.worth(tokens, ladder.available))))
     if not runs:
         raise UserError(f"--share={ladder.options.share:g} leaves too little for the run that the ladder is for")
-    return min(runs, key=lambda run: run[2])
+    known = [run for run in runs if min(ratios) <= run[1] / dial.weights(ladder.model(run[0])) <= max(ratios)]
+    return min(known or runs, key=lambda run: run[2])
 
 
 def draw(ladder: Ladder, rungs: list[law.Rung], found: law.Law, foretold: dict) -> None:
