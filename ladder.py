@@ -42,7 +42,7 @@ TRAIN = Path(__file__).with_name("train.py")
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the rungs
 HORIZONS = (1 / 4, 1 / 2, 1)  # of each depth, in its longest one
 FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # in a ladder
-FEWEST_TOKENS = 1 / 2  # of those that the dial gives the largest rung
+FEWEST_TOKENS = 1 / 3  # of those that the dial gives the largest rung
 PROBE_STEPS = 8
 
 
@@ -185,9 +185,9 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
 def divide(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     """`choose` for one budget; nothing where it is too small.
 
-    The largest model is the deepest that gets half of the dial's tokens or more. A smaller one gets more tokens for each of its
-    weights, so that the rungs tell what is for want of weights from what is for want of tokens. One layer is another kind of
-    model, which cannot look up what followed a token before: it is a rung only where the budget does not reach three.
+    The largest model is the deepest that gets a third of the dial's tokens or more. A smaller one gets more tokens for each of
+    its weights, so that the rungs tell what is for want of weights from what is for want of tokens. One layer is another kind
+    of model, which cannot look up what followed a token before: it is a rung only where the budget does not reach three.
     """
     models = {depth: ladder.model(depth) for depth in DEPTHS}
     sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))
