@@ -83,6 +83,11 @@ class Ladder:
         return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
 
     @property
+    def optimizer(self) -> str:
+        """Its name."""
+        return self.config.optim.optimizer
+
+    @property
     def most(self) -> float:
         """The most tokens of a run: repeated more often they are worth too little."""
         return dial.EPOCHS * self.available
@@ -94,11 +99,13 @@ class Ladder:
 
     def fewest(self, tokens: float) -> float:
         """The tokens of FEWEST_STEPS updates with the batch that is right for a run of `tokens`."""
-        return dial.FEWEST_STEPS * (self.given_batch or max(self.config.model.seq_len, dial.batch_of(tokens)))
+        return dial.FEWEST_STEPS * (self.given_batch or max(self.config.model.seq_len, dial.batch_of(tokens, self.optimizer)))
 
     def flags(self, depth: int, tokens: float) -> dict:
         """The flags of a run of a depth on so many tokens."""
-        return {"depth": depth} | dial.length_of(tokens, self.config.model.seq_len, tokens_per_update=self.given_batch)
+        return {"depth": depth} | dial.length_of(
+            tokens, self.config.model.seq_len, self.optimizer, tokens_per_update=self.given_batch
+        )
 
 
 def main() -> None:
@@ -294,9 +301,9 @@ def report(ladder: Ladder, rungs: list[law.Rung], budget: float) -> None:
 def recommend(ladder: Ladder, rungs: list[law.Rung], found: law.Law, budget: float) -> tuple[int, float, float, float]:
     """The depth with the lowest loss for a budget in FLOPs, its tokens, the loss, and half of its interval.
 
-    Where some depths get as many tokens for each weight as the rungs do, it is one of those: the law is best known there.
+    It gets as many tokens for each weight as the largest rung, or more: below that the law is a guess.
     """
-    runs, ratios = [], [rung.tokens / rung.weights for rung in rungs]
+    runs, largest = [], max(rungs, key=lambda rung: rung.flops)
     for depth in range(1, 65):
         model = ladder.model(depth)
         tokens = min(budget / flops_per_token(model), ladder.most)
@@ -304,7 +311,7 @@ def recommend(ladder: Ladder, rungs: list[law.Rung], found: law.Law, budget: flo
             runs.append((depth, tokens, *found.predict(dial.weights(model), law.worth(tokens, ladder.available))))
     if not runs:
         raise UserError(f"--share={ladder.options.share:g} leaves too little for the run that the ladder is for")
-    known = [run for run in runs if min(ratios) <= run[1] / dial.weights(ladder.model(run[0])) <= max(ratios)]
+    known = [run for run in runs if run[1] / dial.weights(ladder.model(run[0])) >= largest.tokens / largest.weights]
     return min(known or runs, key=lambda run: run[2])
 
 

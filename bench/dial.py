@@ -56,7 +56,7 @@ class Curve:
         model = settings.resolve_model(model, vocab_size)
         rate = dial.rate_of(model, self.optimizer, flags["steps"], self.batch)["lr"]
         width = (model.n_embd / dial.WIDTH) ** (-0.5 if self.optimizer == "adamw" else 0)
-        return {"dial": rate, "nanochat": dial.RATES[self.optimizer] * width * (self.batch / dial.BATCH) ** 0.5}
+        return {"dial": rate, "nanochat": dial.RATES[self.optimizer] * width * (self.batch / dial.RATE_BATCH) ** 0.5}
 
 
 BOTH = ("adamw", "muon")

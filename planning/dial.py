@@ -21,13 +21,15 @@ VOCABULARIES = {"bytes": 257, "gpt2": 50257, "cl100k_base": 100277, "o200k_base"
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
 EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
-FEWEST_STEPS = 200
+FEWEST_STEPS = 100
 WARMUP_STEPS = 200
-# Where bench/dial.py has found the best learning rates, on how many tokens, and a batch that is right for them.
-WIDTH, TOKENS, BATCH = 96, 1 << 19, 2048
+# The best learning rates that bench/dial.py has found at a width and a batch, and how they change with the two.
+WIDTH, RATE_BATCH = 96, 2048
 RATES = {"adamw": 4.0e-3, "muon": 1.45e-2}
 WIDTH_POWER = {"adamw": -1.1, "muon": -0.9}
-GROWTH = 0.383  # of the best batch with the tokens (arXiv 2505.13738)
+BATCH_POWER = {"adamw": 0.5, "muon": 0.2}
+# The batch that is right for a run of so many tokens, and how it grows with them (arXiv 2505.13738).
+TOKENS, BATCH, GROWTH = 1 << 19, {"adamw": 2048, "muon": 4096}, 0.383
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 LENGTH = ("steps", "tokens_per_update")
 RATE = ("lr", "min_lr", "warmup_steps", "schedule", "cooldown_fraction", "weight_decay")
@@ -101,8 +103,9 @@ def dial(config: Config, given: set[str], vocab_size: int, available: float) -> 
     shape = shape_of(config, given)
     model = settings.resolve_model(dataclasses.replace(config.model, **shape), vocab_size)
     length = {name: getattr(config.train, name) for name in LENGTH if name in given}
-    length = length_of(min(TOKENS_PER_WEIGHT * weights(model), EPOCHS * available), model.seq_len, **length)
-    return shape | length | {"micro_batch_size": "auto"} | rate_of(model, config.optim.optimizer, **length)
+    optimizer = config.optim.optimizer
+    length = length_of(min(TOKENS_PER_WEIGHT * weights(model), EPOCHS * available), model.seq_len, optimizer, **length)
+    return shape | length | {"micro_batch_size": "auto"} | rate_of(model, optimizer, **length)
 
 
 def shape_of(config: Config, given: set[str]) -> dict:
@@ -119,12 +122,12 @@ def weights(model: ModelConfig) -> int:
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
-def batch_of(tokens: float) -> float:
-    """The tokens of an update that are right for a run of `tokens` (arXiv 2505.13738)."""
-    return BATCH * (tokens / TOKENS) ** GROWTH
+def batch_of(tokens: float, optimizer: str) -> float:
+    """The tokens of an update that are right for a run of `tokens`."""
+    return BATCH[optimizer] * (tokens / TOKENS) ** GROWTH
 
 
-def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: int = 0) -> dict:
+def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
     """The steps and the batch of a run of `tokens`, each as given or chosen (0). Raises UserError for too few tokens.
 
     The batch is a number of sequences that 2, 4 and 8 ranks can share, if there are so many.
@@ -136,14 +139,14 @@ def length_of(tokens: float, seq_len: int, steps: int = 0, tokens_per_update: in
             f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, lower --tokens_per_update, or set --steps"
         )
     if steps:  # batch = BATCH (steps batch / TOKENS)^GROWTH, solved for batch
-        batch = (BATCH * (steps / TOKENS) ** GROWTH) ** (1 / (1 - GROWTH))
+        batch = batch_of(steps, optimizer) ** (1 / (1 - GROWTH))
     else:
-        batch = min(batch_of(tokens), tokens / FEWEST_STEPS)
+        batch = min(batch_of(tokens, optimizer), tokens / FEWEST_STEPS)
     sequences = max(1, int(batch / seq_len))
     digits = sequences.bit_length()
     # One binary digit below 8, and then as many as leave a multiple of 8, but three at most.
-    sequences -= sequences % 2 ** max(digits - 3, min(3, digits - 1))
-    batch = tokens_per_update or sequences * seq_len
+    unit = 2 ** max(digits - 3, min(3, digits - 1))
+    batch = tokens_per_update or round(sequences / unit) * unit * seq_len
     return dict(steps=steps or int(tokens / batch), tokens_per_update=batch)
 
 
@@ -152,10 +155,12 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
 
     What an update of a matrix does to activations shall not depend on the width: AdamW's rate falls with it (muP, arXiv
     2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). Both fall faster
-    where the depth grows with the width: the powers are measured. The rate grows with the root of the batch (arXiv 2205.10287).
+    where the depth grows with the width: the powers are measured. AdamW's grows with the root of the batch (arXiv 2205.10287),
+    Muon's by less: that is measured, too.
     """
-    batch = min(tokens_per_update, batch_of(steps * tokens_per_update))  # a larger one is not known to bear a larger rate
-    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (batch / BATCH) ** 0.5
+    # A larger batch than the dial's is not known to bear a larger rate.
+    batch = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer))
+    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (batch / RATE_BATCH) ** BATCH_POWER[optimizer]
     lr = float(f"{lr:.3g}")
     # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527

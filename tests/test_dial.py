@@ -135,13 +135,13 @@ def test_updates_move_activations_alike_at_every_width(optimizer):
 
 def test_eight_ranks_share_the_batch_if_it_has_eight_sequences():
     for tokens in np.geomspace(1e5, 1e11, 100):
-        sequences = dial.length_of(tokens, 256)["tokens_per_update"] / 256
+        sequences = dial.length_of(tokens, 256, "muon")["tokens_per_update"] / 256
         assert sequences in (1, 2, 4) or sequences % 8 == 0
 
 
 def test_a_larger_batch_than_the_dial_s_bears_no_larger_rate():
     given, larger = (turned("--depth=4", "--steps=2000", f"--tokens_per_update={batch}") for batch in (65536, 131072))
-    own = dial.batch_of(2000 * 65536)
+    own = dial.batch_of(2000 * 65536, "muon")
     assert own < 65536 and given.optim.lr < larger.optim.lr < 2**0.5 * given.optim.lr  # more tokens, not a larger batch
 
 
