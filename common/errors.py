@@ -206,6 +206,11 @@ def user_errors():
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """What `work()` returns or raises. Raises TimeoutError where it takes longer; its thread is then left behind."""
+    return in_background(work).result(seconds)
+
+
+def in_background(work: Callable[[], Any]):
+    """The Future of `work()`, called in a thread that does not keep the process from ending, as one of an executor would."""
     from concurrent.futures import Future  # here, because --help does not need it
 
     future = Future()
@@ -217,7 +222,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
+    return future
 
 
 def plural(count: int, word: str) -> str:

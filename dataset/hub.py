@@ -10,10 +10,8 @@ import re
 import shutil
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -106,20 +104,6 @@ def download(file: HubFile) -> None:
             raise OSError("its content does not have the hash that the repository lists")
 
     retry(name, fetch)
-
-
-def in_background(function: Callable, *arguments) -> Future:
-    """Call a function in a thread that does not keep the process from ending, as one of a ThreadPoolExecutor would."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:  # it is raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def remove_unfinished(downloads: Path) -> None:

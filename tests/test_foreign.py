@@ -389,7 +389,7 @@ TEXTS = [
     *cases(
         "text",
         [*PREPARE, "a.txt"],
-        ("a FIFO", special("a.txt"), "a.txt: it is no regular file; wanted"),
+        ("a FIFO", special("a.txt"), "a.txt: wanted .txt"),
         ("nothing", put("a.txt", b""), "there is no text"),
         (
             "another's files in --out",
