@@ -6,7 +6,6 @@ answered at once: this file imports neither torch nor numpy.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -301,19 +300,11 @@ def read_preset(path: Path) -> Config:
     """The `Config` in a TOML file with one table a group. Raises one UserError with all its mistakes."""
     if path.is_dir() or not path.exists():
         presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
-        meant = {preset.stem: f"; perhaps you meant {preset}" for preset in presets}
-        near = [meant[stem] for stem in difflib.get_close_matches(path.stem, meant, n=1)]
-        if (path / "metrics.jsonl").exists():
-            near = [f"; it is a run: --name={path.name} continues it, and {path}/config.toml with another --name repeats it"]
-        raise UserError(f"no preset {path}{''.join(near)}; there are {', '.join(map(str, presets))}")
-    if path.suffix == ".py":
-        raise UserError(f"{path} is Python, which is not executed; docs/from_nanogpt.md has the counterpart of each setting")
+        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}")
     try:
         content = tomllib.loads(files.read_text(path, 1 << 20))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a preset in TOML: {error}") from None
-    except RecursionError:
-        raise UserError(f"{path}: it is nested too deeply") from None
     groups = {group.name: flat_fields(group.type) for group in dataclasses.fields(Config)}
     home = {key: table for table, keys in groups.items() for key in keys}
     kinds, values, mistakes = {}, {}, []
@@ -361,8 +352,6 @@ def problems(config: Config) -> Iterator[str]:
         valid = False
     if not valid:
         yield f"--rope_scaling={config.model.rope_scaling} must be four numbers greater than 0, such as Llama 3.1's 8,1,4,8192"
-    if config.model.init_from == "resume":
-        yield "--init_from=resume is nanoGPT's: here the same command again continues a run; leave the flag out"
     if config.run.name in (".", "..") or "/" in config.run.name:
         yield f"--name={config.run.name} must be a plain directory name; --out_dir says where the directory is"
 
