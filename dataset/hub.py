@@ -19,7 +19,6 @@ from common import files
 from common.errors import FULL_DISK, UserError
 
 SCHEME = "hf://"
-DEFAULT_ENDPOINT = "https://huggingface.co"
 ADDRESS = re.compile(
     r"hf://datasets/(?P<repository>(?![.-])[\w.-]+/(?![.-])[\w.-]+)(?:@(?P<revision>[^/@]+))?(?:/(?P<path>.*?))?/*"
 )
@@ -91,9 +90,6 @@ def download(file: HubFile) -> None:
     if is_whole(file):
         return
     name = f"{SCHEME}datasets/{file.repository}/{file.path}"
-    file.directory.mkdir(parents=True, exist_ok=True)
-    if file.size > (free := shutil.disk_usage(file.directory).free):
-        raise UserError(f"{name} has {file.size / 1e9:,.1f} GB, and {file.directory} has room for {free / 1e9:,.1f} GB")
     disable_progress_bars()
 
     def fetch():
@@ -140,14 +136,10 @@ def retry(name: str, request: Callable):
 
 def explain(error: Exception, status: int | None) -> str:
     """The reason for an error in one line. It never quotes a URL that was asked for, which may hold a signature."""
-    endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
-    address, set_here = re.sub("[^/]*@", "", endpoint), ""  # without a password
-    if address != DEFAULT_ENDPOINT:
-        set_here = f" (HF_ENDPOINT is {address}; unset, it is {DEFAULT_ENDPOINT})"
     if status in (401, 403):
         return "it does not exist, or you have no access; set HF_TOKEN to a token that may read it"
     if status == 404:
-        return f"there is no such repository, revision or folder{set_here}"
+        return "there is no such repository, revision or folder"
     if status:
         return f"the server answered with HTTP status {status}"
     if is_offline():
@@ -156,8 +148,8 @@ def explain(error: Exception, status: int | None) -> str:
     while first.__cause__ or first.__context__:
         first = first.__cause__ or first.__context__
     if isinstance(first, (socket.gaierror, ConnectionError, TimeoutError)):
-        return f"the hub cannot be reached: {first.strerror or first}{set_here}"
-    return (str(error).strip().partition("\n")[0] or type(error).__name__) + set_here
+        return f"the hub cannot be reached: {first.strerror or first}"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def is_offline() -> bool:
