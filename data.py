@@ -99,10 +99,9 @@ class Mixture:
         The loss of the mixture is the mean, weighted by the shares. Bits per byte is None if a dataset does not know its bytes.
         """
         weights = [share / SHARES for share in self.shares]
-        tokens = sum(len(stream) for stream in self.streams("val"))
-        sizes = [weight * dataset.text_bytes(tokens) for weight, dataset in zip(weights, self.datasets, strict=True)]
+        sizes = [weight * dataset.bytes_per_token for weight, dataset in zip(weights, self.datasets, strict=True)]
         loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-        record = {"val_loss": loss, "val_bpb": loss / float(np.log(2)) * tokens / sum(sizes) if all(sizes) else None}
+        record = {"val_loss": loss, "val_bpb": loss / float(np.log(2)) / sum(sizes) if all(sizes) else None}
         for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
             if len(self.datasets) > 1:
                 record |= {f"val_loss/{name}": loss, f"val_bpb/{name}": dataset.bits_per_byte(loss)}

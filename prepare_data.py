@@ -81,8 +81,6 @@ class PrepareConfig:
     """Tokens of a shard. The last shard of a split is shorter."""
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Threads that encode (0: one per core)."""
-    keep_downloads: bool = False
-    """Keep the files of hf:// in OUT/downloads. Otherwise each one is deleted when it has been read."""
     part: str = ""
     """Make only a part of the dataset, such as 3/64, in OUT/part-0003-of-0064. All machines need the same sources and flags."""
     join: bool = False
@@ -175,7 +173,7 @@ def prepare(config: PrepareConfig) -> None:
     }
     downloads = directory / "downloads"
     if is_finished(directory, request):
-        remove_downloads(downloads, config.keep_downloads)
+        shutil.rmtree(downloads, ignore_errors=True)
         say(f"{directory} already holds this dataset")
         return
     request["listing"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
@@ -200,16 +198,8 @@ def prepare(config: PrepareConfig) -> None:
         writer.begin()
     encode_files(writer, split, source_files, text, config)
     writer.finish()
-    remove_downloads(downloads, config.keep_downloads)
+    shutil.rmtree(downloads, ignore_errors=True)  # the thread that downloads the next file may still write there
     say(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
-
-
-def remove_downloads(downloads: Path, keep: bool) -> None:
-    """Remove the downloaded files, or only the unfinished ones if the others are to be kept."""
-    if keep:
-        hub.remove_unfinished(downloads)
-    else:
-        shutil.rmtree(downloads, ignore_errors=True)  # the thread that downloads the next file may still write there
 
 
 def read_options(config: PrepareConfig) -> dict:
@@ -265,7 +255,7 @@ def encode_files(
 
     def units():
         nonlocal without_text
-        for position, unit in read_units(fetch_ahead(source_files[first:], config.keep_downloads), text, first):
+        for position, unit in read_units(fetch_ahead(source_files[first:]), text, first):
             if writer.is_full:
                 return
             not_utf8.update(dict.fromkeys(piece.not_utf8 for piece in unit if piece.not_utf8))

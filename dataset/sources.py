@@ -119,10 +119,10 @@ def fetch(file: SourceFile) -> Path:
     return file.path
 
 
-def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
+def fetch_ahead(files: list[SourceFile]) -> Iterator[Path]:
     """The paths of files in order. While one is read, the next one is downloaded.
 
-    A downloaded file is deleted as soon as the next one is asked for, unless `keep`: at most two are on the disk. Raises
+    A downloaded file is deleted as soon as the next one is asked for: at most two are on the disk. Raises
     UserError, also for a file on this machine that is not the one that was listed any more.
     """
     fetched = (in_background(functools.partial(fetch, file)) for file in files)
@@ -130,12 +130,10 @@ def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
     for file in files:
         path, following = following.result(), next(fetched, None)
         yield path
-        if not file.remote:
-            status = path.stat()
-            if (status.st_size, status.st_mtime_ns) != (file.size, file.modified):  # its text would be of two versions
-                raise UserError(f"{path} changed while it was read; remove what was prepared, and prepare it again")
-        elif not keep:
+        if file.remote:
             path.unlink()
+        elif (status := path.stat()).st_size != file.size or status.st_mtime_ns != file.modified:  # its text is of two versions
+            raise UserError(f"{path} changed while it was read; remove what was prepared, and prepare it again")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 import bisect
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-import struct
 import tokenize
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, NotRequired, Required, TypedDict
 
@@ -145,7 +145,7 @@ def open_shard(path: Path) -> Shard:
                 raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
             return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
         size, header = os.fstat(file.fileno()).st_size, file.read(HEADER_INTS * 4)
-        magic, version, count = struct.unpack_from("<3i", header) if len(header) == HEADER_INTS * 4 else (0, 0, 0)
+        magic, version, count = np.frombuffer(header.ljust(12, b"\0"), "<i4", 3).tolist()
         dtype = MAGICS.get((magic, version))
         if dtype is None:
             counted = count > 0 and size - len(header) in (2 * count, 4 * count)
@@ -155,10 +155,10 @@ def open_shard(path: Path) -> Shard:
             if size % 2 or not size:
                 raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
             return Shard(path, file, np.dtype("<u2"), 0, size // 2)
-        wanted = len(header) + count * dtype.itemsize
+        wanted = HEADER_INTS * 4 + count * dtype.itemsize
         if size != wanted:
             raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
-        return Shard(path, file, dtype, len(header), count)
+        return Shard(path, file, dtype, HEADER_INTS * 4, count)
     except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise UserError(f"{path}: {error}") from None  # numpy parses the header of a .npy as Python, and fails in as many ways
 
@@ -181,10 +181,11 @@ class Stream:
     paths: list[Path]
     shards: list[Shard]
     vocab_size: int
-    starts: list[int] = field(init=False)  # [shards + 1] position of each shard's first token
 
-    def __post_init__(self):
-        object.__setattr__(self, "starts", list(itertools.accumulate(map(len, self.shards), initial=0)))
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The position of each shard's first token, and of the end: [shards + 1]."""
+        return list(itertools.accumulate(map(len, self.shards), initial=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -279,14 +280,14 @@ class Dataset:
         path = self.directory / "tokenizer.json"
         return path if path.exists() else None
 
-    def text_bytes(self, tokens: int) -> float:
-        """How many bytes of text that many validation tokens stand for. 0 if the number of bytes is unknown."""
-        return tokens * self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text for which a validation token stands on average. 0 if the directory does not say."""
+        return self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a validation `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
-        size = self.bytes_of_text.get("val")
-        return loss / float(np.log(2)) * len(self.splits["val"]) / size if size else None
+        return loss / float(np.log(2)) / self.bytes_per_token if self.bytes_per_token else None
 
 
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:

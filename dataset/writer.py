@@ -222,17 +222,9 @@ def is_finished(directory: Path, request: dict) -> bool:
     }
     keys = [key for key in found | wanted if found.get(key) != wanted.get(key)]
     if keys:
-        differences = "; ".join(f"{key} {shown(found.get(key))}, not {shown(wanted.get(key))}" for key in keys)
-        raise UserError(f"{directory} holds another dataset: {differences}; choose another --out, or remove it")
+        raise UserError(f"{directory} holds another dataset: {', '.join(keys)} differ; choose another --out, or remove it")
     remove_progress(directory)  # in case a kill has left it
     return True
-
-
-def shown(value) -> str:
-    """A value of a dataset's request as an error shows it."""
-    if not isinstance(value, list):
-        return str(value)
-    return " + ".join(" ".join(f"{name}={part}" for name, part in record.items()) for record in value)
 
 
 def remove_progress(directory: Path) -> None:

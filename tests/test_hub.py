@@ -116,9 +116,6 @@ def test_at_most_two_files_are_on_the_disk_and_none_afterwards(server, tmp_path,
     server.misbehave = watch
     prepare(server, tmp_path, SOURCE, "out", "--shard_tokens=500000")
     assert 1 <= most <= 2 and content(tmp_path / "out") == whole
-    prepare(server, tmp_path, SOURCE, "kept", "--shard_tokens=500000", "--keep_downloads=true")
-    kept = {str(p.relative_to(tmp_path / "kept/downloads")) for p in (tmp_path / "kept/downloads").rglob("*") if p.is_file()}
-    assert kept == {f"owner/name/{name}" for name in contents() if name != "README.md"}
 
 
 def test_killed_three_times_on_a_server_that_fails_one_request_in_five(server, tmp_path, whole):

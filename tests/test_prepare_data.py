@@ -269,7 +269,7 @@ def test_another_column_is_read(here):
     one, two = make("a.jsonl", out="one", column="body"), make("b.parquet", out="two", column="body")
     assert one.documents("train") == two.documents("train") and len(one.documents("train")) > 100
     assert one.metadata["options"] == {"column": "body"}
-    with pytest.raises(errors.UserError, match="--column body, not None"):
+    with pytest.raises(errors.UserError, match="another dataset: --column differ"):
         make("a.jsonl", out="one")
 
 
@@ -441,7 +441,7 @@ def test_bad_input_ends_in_two_lines_and_status_2(here):
 @pytest.mark.parametrize("text", ["more words\n" * 9, "less\n"], ids=["growing", "shrinking"])
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, text):
     (tmp_path / "a.txt").write_text("some words\n" * 5)
-    paths = sources.fetch_ahead(sources.local_files(str(tmp_path))[0], keep=False)
+    paths = sources.fetch_ahead(sources.local_files(str(tmp_path))[0])
     next(paths).write_text(text)
     with pytest.raises(errors.UserError, match=r"a\.txt changed while it was read"):
         next(paths)
