@@ -113,7 +113,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             mistakes.append(f"unknown flag --{name}{suggestion(name, flags)} (--help lists all flags)")
         elif not before.startswith("--") or "=" in before:  # else it is the value of an unknown flag
             mistakes.append(f"unexpected {argument}: a preset or a run stands before all flags, and a flag is --name=value")
-    values, wrong = read_values({name: item.type for name, item in flags.items()}, flat_values(config), strict=False)
+    values, wrong = read_values(cls, flat_values(config), strict=False)
     refuse([*mistakes, *(f"--{name} {mistake}" for name, mistake in wrong.items())])
     return replace(config, **values)
 
@@ -154,12 +154,12 @@ def limits(kind) -> str:
     return "".join(map(limits, get_args(kind)))
 
 
-def read_values(kinds: dict[str, Any], values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """`values` as their `kinds`, both by name, and what is wrong with those that cannot be that."""
-    found, wrong = {}, {}
+def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """`values` as settings of the config dataclass `cls`, by flag name, and what is wrong with those that cannot be that."""
+    kinds, found, wrong = flat_fields(cls), {}, {}
     for name, value in values.items():
         try:
-            found[name] = read_value(kinds[name], value, strict)
+            found[name] = read_value(kinds[name].type, value, strict)
         except ValueError as error:
             wrong[name] = str(error)
     return found, wrong
@@ -172,21 +172,15 @@ def read_value(kind, value, strict: bool):
     """
     text = "".join(value) if isinstance(value, str | tuple) else ""
     if "\0" in text or text != text.encode("utf-8", "replace").decode():
-        raise ValueError(f"must be text in UTF-8 without NUL, not {shown(value)}")
+        raise ValueError(f"must be text in UTF-8 without NUL, not {value!r}")
     try:
         found = msgspec.convert(value, kind, strict=strict)
     except (msgspec.ValidationError, OverflowError) as error:
         outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
-        raise ValueError(f"must be {limits(kind) if outside else syntax(kind)}, not {shown(value)}") from None
+        raise ValueError(f"must be {limits(kind) if outside else syntax(kind)}, not {value!r}") from None
     if isinstance(found, int) and abs(found) >= 1 << 63:  # what is computed from it stays a float and a few digits
-        raise ValueError(f"must be less than 2^63 in magnitude, not {shown(value)}")
+        raise ValueError(f"must be less than 2^63 in magnitude, not {value!r}")
     return found
-
-
-def shown(value: Any) -> str:
-    """What a setting was given, for an error: not all of something enormous."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -193,7 +193,7 @@ PRESETS = cases(
     ("nested arrays", put("mine.toml", "x = " + "[" * 100000), "mine.toml is not a preset in TOML"),
     ("other bytes", put("mine.toml", b"\xff\xfe"), "utf-8"),
     ("a megabyte and more", put("mine.toml", "#" * (1 << 20) + "\n" * 9), "at most 1,048,576"),
-    ("a date", put("mine.toml", "[optim]\nlr = 2020-01-01"), "lr in [optim] must be NUMBER"),
+    ("a date", put("mine.toml", "[optim]\nlr = 2020-01-01"), "lr must be NUMBER"),
     ("a FIFO", special("mine.toml"), "mine.toml is not a regular file"),
 )
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

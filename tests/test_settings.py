@@ -107,15 +107,13 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     "text, said",
     [
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
-        ("[optimizer]\nlr = 1\n", r"\[optimizer\] is not one of"),
-        ("[model]\nlr = 1\n", r"key lr in \[model\].*it belongs in \[optim\]"),
-        ("lr = 1\n", r"\[lr\] is not one of"),
-        ('[optim]\nlr = "1"\n', r"mine.toml: lr in \[optim\] must be NUMBER, not '1'"),
-        ("[optim]\nlr = true\n", r"lr in \[optim\] must be NUMBER, not True"),
-        ("[train]\nsteps = 10.0\n", r"steps in \[train\] must be INTEGER, not 10.0"),
-        ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size in \[train\] must be INTEGER|auto"),
-        ("[model]\ntie_embeddings = 1\n", r"tie_embeddings in \[model\] must be true|false, not 1"),
-        ("[data]\ntokens = 1\n", r"tokens in \[data\] must be TEXT, not 1"),
+        ("lrr = 1\n", "unknown key lrr; perhaps you meant --lr"),
+        ('[optim]\nlr = "1"\n', r"mine.toml: lr must be NUMBER, not '1'"),
+        ("[optim]\nlr = true\n", r"lr must be NUMBER, not True"),
+        ("[train]\nsteps = 10.0\n", r"steps must be INTEGER, not 10.0"),
+        ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size must be INTEGER|auto"),
+        ("[model]\ntie_embeddings = 1\n", r"tie_embeddings must be true|false, not 1"),
+        ("[data]\ntokens = 1\n", r"tokens must be TEXT, not 1"),
         ("[optim\n", "mine.toml"),
     ],
 )
@@ -126,10 +124,10 @@ def test_bad_presets_are_refused(tmp_path, text, said):
 
 
 def test_all_mistakes_of_a_preset_are_told_at_once(tmp_path):
-    (tmp_path / "mine.toml").write_text('[optim]\nlrr = 1\nbeta1 = "x"\n[modl]\n[train]\nsteps = 0.5\n')
+    (tmp_path / "mine.toml").write_text('[optim]\nlrr = 1\nbeta1 = "x"\n[modl]\nx = 1\n[train]\nsteps = 0.5\n')
     with pytest.raises(UserError) as error:
         load(str(tmp_path / "mine.toml"))
-    assert all(word in str(error.value) for word in ("key lrr in [optim]", "beta1 in [optim]", "[modl]", "steps in [train]"))
+    assert all(word in str(error.value) for word in ("key lrr;", "beta1 must", "key x", "steps must"))
 
 
 def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
