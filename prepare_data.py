@@ -191,11 +191,9 @@ def prepare(config: PrepareConfig) -> None:
     else:
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files, text))
     writer = DatasetWriter(directory, request, tokenizer, split.val_fraction, by_tail=split.boundary is not None)
+    writer.begin(progress)
     if progress:
-        writer.restore(progress)
         say(f"{directory}: going on after {errors.plural(len(writer.records), 'finished shard')}")
-    else:
-        writer.begin()
     encode_files(writer, split, source_files, text, config)
     writer.finish()
     shutil.rmtree(downloads, ignore_errors=True)  # the thread that downloads the next file may still write there

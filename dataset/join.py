@@ -57,10 +57,7 @@ def join(directory: Path) -> None:
         request["parts"] = [record["sha256"] for _, part in parts for record in part["shards"]]
         tokenizer = load(parts[0][0] / "tokenizer.json", name=request["tokenizer"])
         writer = DatasetWriter(directory, request, tokenizer, metadata["val_fraction"], by_tail=False)
-        if progress := read_progress(directory, request, ignore="part-*"):
-            writer.restore(progress)
-        else:
-            writer.begin()
+        writer.begin(read_progress(directory, request, ignore="part-*"))
         for position, tokens in read_tokens(parts, writer.position):
             for record in writer.add(tokens, position):
                 print(f"{record['file']}: {record['tokens']:,} tokens", flush=True)
