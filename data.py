@@ -7,14 +7,14 @@ a pure function of (seed, sequence): no position in the data needs saving, and t
 of ranks.
 """
 
-import contextlib
 import functools
 import itertools
 import os
-import queue
-import threading
+import re
 import time
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -99,10 +99,9 @@ class Mixture:
         The loss of the mixture is the mean, weighted by the shares. Bits per byte is None if a dataset does not know its bytes.
         """
         weights = [share / SHARES for share in self.shares]
-        tokens = sum(len(stream) for stream in self.streams("val"))
-        sizes = [weight * dataset.text_bytes(tokens) for weight, dataset in zip(weights, self.datasets, strict=True)]
+        sizes = [weight * dataset.bytes_per_token for weight, dataset in zip(weights, self.datasets, strict=True)]
         loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-        record = {"val_loss": loss, "val_bpb": loss / float(np.log(2)) * tokens / sum(sizes) if all(sizes) else None}
+        record = {"val_loss": loss, "val_bpb": loss / float(np.log(2)) / sum(sizes) if all(sizes) else None}
         for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
             if len(self.datasets) > 1:
                 record |= {f"val_loss/{name}": loss, f"val_bpb/{name}": dataset.bits_per_byte(loss)}
@@ -113,17 +112,10 @@ def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
     """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
     if os.path.exists(tokens):  # whatever its name looks like
         return [(tokens, Fraction(1))]
-    parts = []
-    for part in tokens.split(","):
-        directory, _, weight = part.strip().rpartition(":")
-        with contextlib.suppress(ValueError, ZeroDivisionError):
-            if "e" in weight.lower() and not 1e-12 < float(weight) < 1e12:  # such an exponent makes an enormous fraction
-                continue
-            if directory and Fraction(weight) > 0:
-                parts.append((directory, Fraction(weight)))
-    if len(parts) == tokens.count(",") + 1:
-        return parts
-    if "," not in tokens:
+    parts = [re.fullmatch(r"\s*(.+):(\d*\.?\d+)\s*", part) for part in tokens.split(",")]
+    if all(part and Fraction(part[2]) for part in parts):
+        return [(part[1], Fraction(part[2])) for part in parts]
+    if len(parts) == 1:
         return [(tokens, Fraction(1))]
     raise UserError(
         f"--tokens={tokens}: each dataset of a mixture needs a weight greater than 0, as in tokens/web:0.8,tokens/code:0.2"
@@ -271,13 +263,9 @@ class Batches:
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Which datasets [count] and windows [count] the sequences first ... first + count - 1 of the run are."""
-        mixed, filled = np.empty((2, count), np.int64), 0
-        while filled < count:
-            block, index = divmod(first + filled, BLOCK)
-            part = mixed_block(block, self.shares, self.seed)[:, index : index + count - filled]
-            mixed[:, filled : filled + part.shape[1]] = part
-            filled += part.shape[1]
-        datasets, windows = mixed
+        blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
+        mixed = np.concatenate([mixed_block(block, self.shares, self.seed) for block in blocks], axis=1)
+        datasets, windows = mixed[:, first % BLOCK :][:, :count]
         for dataset in set(datasets.tolist()):
             mask = datasets == dataset
             own = windows[mask]  # consecutive numbers of sequences, replaced by those of their windows
@@ -293,16 +281,14 @@ class Batches:
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
         """The windows [count] that sequences first ... first + count - 1 of a dataset are."""
         n = self.streams[dataset].num_windows(self.seq_len)
-        out, filled = np.empty(count, dtype=np.int64), 0
-        while filled < count:
-            epoch, index = divmod(first + filled, n)
-            if self.shuffled:
-                part = permuted_block(index // BLOCK, n, self.seed, epoch)[index % BLOCK :][: count - filled]
-            else:
-                part = np.arange(index, min(n, index + count - filled))
-            out[filled : filled + len(part)] = part
-            filled += len(part)
-        return out
+        if not self.shuffled:
+            return np.arange(first, first + count) % n
+        parts, end = [], first + count
+        while first < end:
+            epoch, index = divmod(first, n)
+            parts.append(permuted_block(index // BLOCK, n, self.seed, epoch)[index % BLOCK :][: end - first])
+            first += len(parts[-1])
+        return np.concatenate(parts)
 
     def batch(self, step: int, micro_batch: int) -> np.ndarray:
         """The tokens of a micro-batch of update `step`: int64 [micro_batch_size, seq_len + 1].
@@ -354,47 +340,36 @@ class Prefetcher:
     def __init__(self, batches: Batches, schedule: Iterable[tuple[int, int]], device, depth: int = 4):
         self.device = device
         self.wait_seconds = 0.0  # how long the consumer has waited in all
-        self._queue = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._build, args=(batches, schedule), daemon=True)
-        self._thread.start()
+        self._batches = batches
+        self._pool = ThreadPoolExecutor(1, initializer=self._begin)
+        self._rest = (self._pool.submit(self._build, *place) for place in schedule)
+        self._pending = deque(itertools.islice(self._rest, depth))
 
-    def _build(self, batches: Batches, schedule: Iterable[tuple[int, int]]) -> None:
+    def _begin(self) -> None:
         import torch  # here, because preparing data does not need it
 
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a new thread has device 0, and pinning memory opens a context there
-            for step, micro_batch in schedule:
-                tokens = torch.from_numpy(batches.batch(step, micro_batch))
-                self._put(tokens.pin_memory() if self.device.type == "cuda" else tokens)
-                if self._stop.is_set():
-                    return
-        except BaseException as error:  # every error must reach the training loop instead of ending with the thread
-            self._put(error)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread has device 0, and pinning memory opens a context there
 
-    def _put(self, item) -> None:
-        while not self._stop.is_set():
-            try:
-                return self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+    def _build(self, step: int, micro_batch: int):
+        import torch
+
+        tokens = torch.from_numpy(self._batches.batch(step, micro_batch))
+        return tokens.pin_memory() if self.device.type == "cuda" else tokens
 
     def next(self) -> tuple:
         """The next batch: inputs and targets, each int64 [micro_batch_size, seq_len] on the device."""
         began = time.perf_counter()
-        item = self._queue.get()
+        batch = self._pending.popleft().result()
         self.wait_seconds += time.perf_counter() - began
-        if isinstance(item, BaseException):
-            raise item
+        self._pending.extend(itertools.islice(self._rest, 1))
         # From pinned memory. Other memory may be freed before a device that is not awaited has read it (pytorch#189690).
-        tokens = item.to(self.device, non_blocking=self.device.type == "cuda")
+        tokens = batch.to(self.device, non_blocking=self.device.type == "cuda")
         return tokens[:, :-1], tokens[:, 1:]
 
     def close(self) -> None:
         """Stop the thread."""
-        self._stop.set()
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:

@@ -19,20 +19,17 @@ if __name__ == "__main__":
     errors.begin()
 
 import hashlib
-import io
 import json
-import math
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from msgspec import Meta
 from tqdm import tqdm
 
 from common import cli, errors, files
@@ -49,17 +46,16 @@ from dataset.sources import (
     fetch_ahead,
     hub_files,
     local_files,
-    parse,
+    read_pieces,
     read_units,
 )
-from dataset.tokenizer import Tokenizer, load, resolve
+from dataset.tokenizer import load, resolve
 from dataset.tokens import read_metadata
 from dataset.writer import DatasetWriter, Unfinished, is_finished, read_progress
 from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # how much text train:N learns from
-HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # in the names of such files
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
 
 
@@ -75,18 +71,16 @@ class PrepareConfig:
     By default gpt2, and without a source train:4096."""
     column: str = "text"
     """The column of .parquet files, or the key in .jsonl files, that holds the text."""
-    max_document_bytes: int = 1 << 25
+    max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
     """The longest line of a .jsonl file and the longest row of a .parquet file. Memory grows with it."""
-    val_fraction: float = -1.0
+    val_fraction: Annotated[float, Meta(ge=-1, lt=1)] = -1.0
     """Share of the documents for validation (negative: 0.05; with fewer than 100 documents, the last 0.1 of the text)."""
     max_tokens: str = ""
     """Stop after so many tokens of both splits together, such as 500M or 10B (empty: all text)."""
-    shard_tokens: int = 100_000_000
+    shard_tokens: Annotated[int, Meta(gt=0, lt=1 << 31)] = 100_000_000
     """Tokens of a shard. The last shard of a split is shorter."""
-    workers: int = 0
+    workers: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Threads that encode (0: one per core)."""
-    keep_downloads: bool = False
-    """Keep the files of hf:// in OUT/downloads. Otherwise each one is deleted when it has been read."""
     part: str = ""
     """Make only a part of the dataset, such as 3/64, in OUT/part-0003-of-0064. All machines need the same sources and flags."""
     join: bool = False
@@ -115,28 +109,15 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
         if source.startswith(hub.SCHEME):
             record["revision"] = earlier.get(source, {}).get("revision") or hub.find_commit(source)
             found = hub_files(source, record["revision"], directory / "downloads")
-            describe_files(source, found)
+            span = " to ".join(dict.fromkeys([found[0].name, found[-1].name]))
+            say(f"{source}: {errors.plural(len(found), 'file')}, {sum(file.size for file in found) / 1e6:,.1f} MB: {span}")
         else:
-            found, others = (embedded_corpus(), None) if source == EMBEDDED else local_files(source)
+            found, others = (embedded_corpus(), 0) if source == EMBEDDED else local_files(source)
             if others:
-                kinds = files.shortened(f"{suffix} ({count:,})" for suffix, count in others.most_common())
-                say(f"{source}: skipped {errors.plural(others.total(), 'file')} of other types: {kinds}")
+                say(f"{source}: skipped {errors.plural(others, 'file')} of other types")
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
         all_files += found
     return all_files, records
-
-
-def describe_files(source: str, found: list[SourceFile]) -> None:
-    """Say what is taken of a source on the hub, and whether some of it seems to be meant for validation or tests."""
-    size, names = sum(file.size for file in found), [file.name for file in found]
-    span = " to ".join(dict.fromkeys([names[0], names[-1]]))
-    say(f"{source}: {errors.plural(len(names), 'file')}, {size / 1e6:,.1f} MB: {span}")
-    held_out = [name for name in names if HELD_OUT.search(name)]
-    if 0 < len(held_out) < len(names):
-        say(
-            f"warning: {len(held_out)} of these files seem to be for validation or tests, such as {held_out[0]}; to take only "
-            "the others, give a pattern, as in hf://datasets/OWNER/NAME/data/train-*"
-        )
 
 
 def earlier_sources(directory: Path) -> dict[str, dict]:
@@ -159,20 +140,12 @@ def sample(source_files: list[SourceFile], text: TextFormat) -> Iterator[str]:
     left = SAMPLE_CHARACTERS
     for number, file in enumerate(chosen):
         share = left // (len(chosen) - number)
-        for piece in (piece for _, unit in read_units([fetch(file)], text) for piece in parse(unit)):
-            part = piece.data.decode("utf-8", "replace")[:share]
+        for piece in read_pieces(fetch(file), text):
+            part = piece.text[:share]
             yield part
             share, left = share - len(part), left - len(part)
             if not share:
                 break
-
-
-def make_tokenizer(spec: str, source_files: list[SourceFile], text: TextFormat) -> Tokenizer:
-    """The tokenizer that `spec` names. train:N learns it from the files."""
-    tokenizer = resolve(spec, lambda: sample(source_files, text))
-    if spec.startswith("train:") and tokenizer.vocab_size < int(spec[6:]):
-        say(f"--tokenizer={spec}: there is too little text for more than {tokenizer.vocab_size} tokens")
-    return tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,10 +169,11 @@ def prepare(config: PrepareConfig) -> None:
         "val_fraction": config.val_fraction,
         "shard_tokens": config.shard_tokens,
         "options": options,
+        "units": 2,  # the version of what the position in progress.json counts
     }
     downloads = directory / "downloads"
     if is_finished(directory, request):
-        remove_downloads(downloads, config.keep_downloads)
+        shutil.rmtree(downloads, ignore_errors=True)
         say(f"{directory} already holds this dataset")
         return
     request["listing"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
@@ -215,41 +189,27 @@ def prepare(config: PrepareConfig) -> None:
     if progress:
         tokenizer = load(directory / "tokenizer.json", name=request["tokenizer"])
     else:
-        tokenizer = make_tokenizer(request["tokenizer"], source_files, text)
+        tokenizer = resolve(request["tokenizer"], lambda: sample(source_files, text))
     writer = DatasetWriter(directory, request, tokenizer, split.val_fraction, by_tail=split.boundary is not None)
+    writer.begin(progress)
     if progress:
-        writer.restore(progress)
         say(f"{directory}: going on after {errors.plural(len(writer.records), 'finished shard')}")
-    else:
-        writer.begin()
     encode_files(writer, split, source_files, text, config)
     writer.finish()
-    remove_downloads(downloads, config.keep_downloads)
+    shutil.rmtree(downloads, ignore_errors=True)  # the thread that downloads the next file may still write there
     say(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
-
-
-def remove_downloads(downloads: Path, keep: bool) -> None:
-    """Remove the downloaded files, or only the unfinished ones if the others are to be kept."""
-    if keep:
-        hub.remove_unfinished(downloads)
-    else:
-        shutil.rmtree(downloads, ignore_errors=True)  # the thread that downloads the next file may still write there
 
 
 def read_options(config: PrepareConfig) -> dict:
     """The settings that dataset.json records where they are given. Raises UserError for settings that cannot work."""
-    if not math.isfinite(config.val_fraction) or config.val_fraction == 0 or config.val_fraction >= 1:
-        raise UserError(f"--val_fraction={config.val_fraction} leaves a split empty; more than 0 and less than 1 works, as 0.1")
-    if not 0 < config.shard_tokens < 2**31 or not 0 <= config.workers <= 1024:
-        raise UserError("--shard_tokens must be at least 1 and less than 2^31, --workers at least 0 and at most 1024")
-    if not 0 < config.max_document_bytes <= 2**31:
-        raise UserError("--max_document_bytes must be at least 1 and at most 2^31")
+    if config.val_fraction == 0:
+        raise UserError("--val_fraction=0 leaves a split empty; more than 0 and less than 1 works, as 0.1")
     options = {}
     if config.column != "text":
         options["column"] = config.column
     if config.max_tokens:
         number = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)([KMBT]?)", config.max_tokens.upper())
-        options["max_tokens"] = int(Fraction(number[1]) * MULTIPLES[number[2]]) if number else 0
+        options["max_tokens"] = round(float(number[1]) * MULTIPLES[number[2]]) if number else 0
         if not 2 <= options["max_tokens"] < 1 << 62:
             raise UserError(f"--max_tokens={config.max_tokens} is not a number of tokens such as 500M or 10B")
     return options
@@ -285,34 +245,31 @@ def encode_files(
     writer: DatasetWriter, split: Split, source_files: list[SourceFile], text: TextFormat, config: PrepareConfig
 ) -> None:
     """Encode the text that is not on disk yet, and write its tokens."""
-    start, bar_style = writer.position, {}
-    first = start[0]
-    if not sys.stderr.isatty():  # no moving bar: its text follows the name of each finished shard
-        bar_style = {"file": io.StringIO(), "mininterval": 60, "bar_format": ", {percentage:.0f} %, {remaining} left"}
-    sizes = [file.size for file in source_files]
-    bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, **bar_style)
-
+    start = writer.position
+    first, sizes = start[0], [file.size for file in source_files]
+    bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, disable=None)
     not_utf8: dict[Path, None] = {}
-    left_out = Counter()
+    without_text = 0
 
     def units():
-        for position, unit in read_units(fetch_ahead(source_files[first:], config.keep_downloads), text, first):
+        nonlocal without_text
+        for position, unit in read_units(fetch_ahead(source_files[first:]), text, first):
             if writer.is_full:
                 return
             not_utf8.update(dict.fromkeys(piece.not_utf8 for piece in unit if piece.not_utf8))
+            without_text += sum(not piece.data for piece in unit)
             if position > start:
                 yield position, unit
             else:
                 bar.update(sum(piece.bytes_on_disk for piece in unit))
 
-    for position, size, tokens, without_text in encode_all(writer.tokenizer, split, units(), config.workers or cores()):
+    for position, size, tokens in encode_all(writer.tokenizer, split, units(), config.workers or cores()):
         bar.update(size)
-        left_out += without_text
         for record in writer.add(tokens, position):
-            tqdm.write(f"{record['file']}: {record['tokens']:,} tokens{bar if bar_style else ''}")
+            tqdm.write(f"{record['file']}: {record['tokens']:,} tokens")
     bar.close()
-    for reason, count in sorted(left_out.items()):
-        print(f"{errors.plural(count, 'document')} left out: {reason}")
+    if without_text:
+        say(f"{errors.plural(without_text, 'row')} without a text left out")
     if not_utf8:
         count = errors.plural(len(not_utf8), "file")
         say(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {files.shortened(map(str, not_utf8))}")

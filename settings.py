@@ -6,7 +6,6 @@ answered at once: this file imports neither torch nor numpy.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -298,47 +297,31 @@ def divide(args: list[str]) -> tuple[Path, list[str]]:
 
 
 def read_preset(path: Path) -> Config:
-    """The `Config` in a TOML file with one table a group. Raises one UserError with all its mistakes."""
+    """The `Config` in a TOML file, whose tables are headings. Raises one UserError with all its mistakes."""
     if path.is_dir() or not path.exists():
         presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
-        meant = {preset.stem: f"; perhaps you meant {preset}" for preset in presets}
-        near = [meant[stem] for stem in difflib.get_close_matches(path.stem, meant, n=1)]
-        if (path / "metrics.jsonl").exists():
-            near = [f"; it is a run: --name={path.name} continues it, and {path}/config.toml with another --name repeats it"]
-        raise UserError(f"no preset {path}{''.join(near)}; there are {', '.join(map(str, presets))}")
-    if path.suffix == ".py":
-        raise UserError(f"{path} is Python, which is not executed; docs/from_nanogpt.md has the counterpart of each setting")
+        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}")
     try:
         content = tomllib.loads(files.read_text(path, 1 << 20))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a preset in TOML: {error}") from None
-    except RecursionError:
-        raise UserError(f"{path}: it is nested too deeply") from None
-    groups = {group.name: flat_fields(group.type) for group in dataclasses.fields(Config)}
-    home = {key: table for table, keys in groups.items() for key in keys}
-    kinds, values, mistakes = {}, {}, []
+    flags, values, mistakes = flat_fields(Config), {}, []
     for table, keys in content.items():
-        if table not in groups or not isinstance(keys, dict):
-            mistakes.append(f"[{table}] is not one of the tables {', '.join(f'[{name}]' for name in groups)}")
-            continue
-        for key, value in keys.items():
-            if home.get(key) != table:
-                hint = f"; it belongs in [{home[key]}]" if key in home else cli.suggestion(key, home)
-                mistakes.append(f"unknown key {key} in [{table}]{hint}")
-                continue
-            kinds[key] = groups[table][key].type
-            values[key] = ",".join(map(str, value)) if key == "tokens" and isinstance(value, list) else value
-    found, wrong = read_values(kinds, values, strict=True)
-    mistakes += [f"{key} in [{home[key]}] {mistake}" for key, mistake in wrong.items()]
-    refuse(f"{path}: {mistake}" for mistake in mistakes)
+        for key, value in keys.items() if isinstance(keys, dict) else [(table, keys)]:
+            if key in flags:
+                values[key] = ",".join(map(str, value)) if key == "tokens" and isinstance(value, list) else value
+            else:
+                mistakes.append(f"unknown key {key}{cli.suggestion(key, flags)}")
+    found, wrong = read_values(Config, values, strict=True)
+    refuse(f"{path}: {mistake}" for mistake in [*mistakes, *(f"{key} {mistake}" for key, mistake in wrong.items())])
     return replace(Config(), **found)
 
 
 def from_record(values: dict[str, Any], where: str) -> Config:
     """The `Config` whose settings a run has recorded as `values`. Unknown ones are left out. Raises UserError."""
-    kinds = {name: item.type for name, item in flat_fields(Config).items()}
-    known = {name: value for name, value in (BEFORE | values).items() if name in kinds}
-    found, wrong = read_values(kinds, known, strict=True)
+    flags = flat_fields(Config)
+    known = {name: value for name, value in (BEFORE | values).items() if name in flags}
+    found, wrong = read_values(Config, known, strict=True)
     refuse(f"{where}: settings.{name} {mistake}" for name, mistake in wrong.items())
     config = replace(Config(), **found)
     refuse(f"{where}: {problem}" for problem in problems(config))
@@ -361,8 +344,6 @@ def problems(config: Config) -> Iterator[str]:
         valid = False
     if not valid:
         yield f"--rope_scaling={config.model.rope_scaling} must be four numbers greater than 0, such as Llama 3.1's 8,1,4,8192"
-    if config.model.init_from == "resume":
-        yield "--init_from=resume is nanoGPT's: here the same command again continues a run; leave the flag out"
     if config.run.name in (".", "..") or "/" in config.run.name:
         yield f"--name={config.run.name} must be a plain directory name; --out_dir says where the directory is"
 

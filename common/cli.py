@@ -20,52 +20,23 @@ from msgspec import Meta
 
 from common.errors import LostConsole, UserError, refuse
 
-# What a flag is called in nanoGPT, build-nanogpt and Hugging Face.
-OTHER_NAMES = {
-    "lr": "learning_rate max_lr",
-    "steps": "max_iters max_steps lr_decay_iters",
-    "warmup_steps": "warmup_iters",
-    "grad_clip": "max_grad_norm",
-    "seq_len": "block_size max_seq_len",
-    "micro_batch_size": "batch_size per_device_train_batch_size",
-    "tokens_per_update": "gradient_accumulation_steps total_batch_size",
-    "eval_every": "eval_interval eval_steps",
-    "eval_tokens": "eval_iters",
-    "log_every": "log_interval logging_steps",
-    "tokens": "dataset",
-    "out_dir": "output_dir",
-    "schedule": "decay_lr lr_scheduler_type",
-    "save_every": "save_steps always_save_checkpoint",
-    "name": "run_name wandb_run_name",
-    "wandb": "wandb_log report_to",
-    "prompt": "start",
-}
-# What nanoGPT has flags for and this project has none for.
-NO_FLAGS = {
-    "eval_only": "python evaluate.py runs/NAME does that",
-    "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
-    "backend": "nccl on GPUs and gloo on CPUs are chosen",
-}
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
 
 
 def read_ranks() -> tuple[int, int, int, int]:
     """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torchrun sets, or 0, 1, 0 and 1. Raises UserError."""
-    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
-        there, missing = ("RANK", "WORLD_SIZE")[:: 1 if "RANK" in os.environ else -1]
-        raise UserError(f"the environment has {there} but no {missing}; torchrun sets both, and one process needs neither")
-    values = []
-    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
-        text = os.environ.get(name, str(default))
-        if not (text.isascii() and text.isdecimal() and len(text) < 8):
-            raise UserError(f"the environment variable {name}={text} must be an integer of 0 or more; torchrun sets it")
-        values.append(int(text))
-    rank, size, local_rank, local_size = values
-    for local, value, limit in (("", rank, size), ("LOCAL_", local_rank, local_size)):
-        if value >= limit:
-            raise UserError(f"{local}RANK={value} must be less than {local}WORLD_SIZE={limit}; torchrun sets both")
-    return rank, size, local_rank, local_size
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    with contextlib.suppress(ValueError):
+        rank, size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in defaults.items())
+        both = ("RANK" in os.environ) == ("WORLD_SIZE" in os.environ)
+        if both and 0 <= rank < size < 1 << 20 and 0 <= local_rank < local_size < 1 << 20:
+            return rank, size, local_rank, local_size
+    found = " ".join(f"{name}={os.environ[name]}" for name in defaults if name in os.environ)
+    raise UserError(
+        f"the environment has {found}; torchrun sets RANK and LOCAL_RANK, from 0 on, and WORLD_SIZE and LOCAL_WORLD_SIZE, "
+        "their numbers; one process needs none of these"
+    )
 
 
 def flat_fields(cls) -> dict[str, dataclasses.Field]:
@@ -142,7 +113,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             mistakes.append(f"unknown flag --{name}{suggestion(name, flags)} (--help lists all flags)")
         elif not before.startswith("--") or "=" in before:  # else it is the value of an unknown flag
             mistakes.append(f"unexpected {argument}: a preset or a run stands before all flags, and a flag is --name=value")
-    values, wrong = read_values({name: item.type for name, item in flags.items()}, flat_values(config), strict=False)
+    values, wrong = read_values(cls, flat_values(config), strict=False)
     refuse([*mistakes, *(f"--{name} {mistake}" for name, mistake in wrong.items())])
     return replace(config, **values)
 
@@ -183,12 +154,12 @@ def limits(kind) -> str:
     return "".join(map(limits, get_args(kind)))
 
 
-def read_values(kinds: dict[str, Any], values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """`values` as their `kinds`, both by name, and what is wrong with those that cannot be that."""
-    found, wrong = {}, {}
+def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """`values` as settings of the config dataclass `cls`, by flag name, and what is wrong with those that cannot be that."""
+    kinds, found, wrong = flat_fields(cls), {}, {}
     for name, value in values.items():
         try:
-            found[name] = read_value(kinds[name], value, strict)
+            found[name] = read_value(kinds[name].type, value, strict)
         except ValueError as error:
             wrong[name] = str(error)
     return found, wrong
@@ -201,32 +172,21 @@ def read_value(kind, value, strict: bool):
     """
     text = "".join(value) if isinstance(value, str | tuple) else ""
     if "\0" in text or text != text.encode("utf-8", "replace").decode():
-        encoding = sys.getfilesystemencoding()
-        hint = f" (the locale has {encoding}; with PYTHONUTF8=1 it is UTF-8)" if encoding != "utf-8" else ""
-        raise ValueError(f"must be text in UTF-8 without NUL, not {shown(value)}{hint}")
+        raise ValueError(f"must be text in UTF-8 without NUL, not {value!r}")
     try:
         found = msgspec.convert(value, kind, strict=strict)
     except (msgspec.ValidationError, OverflowError) as error:
         outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
-        raise ValueError(f"must be {limits(kind) if outside else syntax(kind)}, not {shown(value)}") from None
+        raise ValueError(f"must be {limits(kind) if outside else syntax(kind)}, not {value!r}") from None
     if isinstance(found, int) and abs(found) >= 1 << 63:  # what is computed from it stays a float and a few digits
-        raise ValueError(f"must be less than 2^63 in magnitude, not {shown(value)}")
+        raise ValueError(f"must be less than 2^63 in magnitude, not {value!r}")
     return found
 
 
-def shown(value: Any) -> str:
-    """What a setting was given, for an error: not all of something enormous."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; perhaps you meant --lr` where `name` is near to a known name or to one of its OTHER_NAMES, else mostly nothing."""
-    if name in NO_FLAGS:
-        return f"; {NO_FLAGS[name]}"
-    names = {other: ours for ours in known for other in [ours, *OTHER_NAMES.get(ours, "").split()]}
-    near = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
-    return f"; perhaps you meant --{names[near[0]]}" if near else ""
+    """`; perhaps you meant --lr` where `name` is near to a known name, else nothing."""
+    near = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
+    return f"; perhaps you meant --{near[0]}" if near else ""
 
 
 def similar_runs(name: str) -> str:

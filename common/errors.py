@@ -63,18 +63,16 @@ def begin() -> None:
 def interrupt(number: int, frame) -> None:
     """Answer the first Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    while frame:
-        if is_import(frame):
-            with contextlib.suppress(OSError):
-                os.write(2, b"interrupted\n")
-            os._exit(INTERRUPTED)
-        frame = frame.f_back
+    if is_importing(traceback.walk_stack(frame)):
+        with contextlib.suppress(OSError):
+            os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
     raise KeyboardInterrupt
 
 
-def is_import(frame) -> bool:
-    """Whether a module is being imported in this frame."""
-    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+def is_importing(frames: Iterable) -> bool:
+    """Whether a module is being imported in one of these frames of `traceback`."""
+    return any(frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__" for frame, _ in frames)
 
 
 def end_by(kind: type, error: BaseException, trace) -> None:
@@ -88,25 +86,14 @@ def end_by(kind: type, error: BaseException, trace) -> None:
         sys.__excepthook__(kind, error, trace)
 
 
-def import_problem(error: Exception) -> str:
-    """Why an import failed: a package is missing, or refuses a variable of the environment. Empty for other reasons."""
-    trace, importing = error.__traceback__, False
-    while trace:
-        importing, trace = importing or is_import(trace.tb_frame), trace.tb_next
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there"
-    said = str(error).strip()
-    refused = [
-        f"{name}={value}"
-        for name, value in os.environ.items()
-        if importing and name.startswith(("TORCH", "PYTORCH", "MPL")) and (has_word(said, name) or has_word(said, value))
-    ]
-    return f"the environment has {' '.join(refused)}: {said.splitlines()[0]}" if refused else ""
-
-
-def has_word(text: str, word: str) -> bool:
-    """Whether a text has this word, and not only as a part of another."""
-    return bool(word and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text))
+def refused_variables(error: Exception) -> str:
+    """What an import says against variables of the environment that it names, by name or by value. Empty for other errors."""
+    if not is_importing(traceback.walk_tb(error.__traceback__)):
+        return ""
+    said, ours = str(error).strip(), ("TORCH", "PYTORCH", "MPL")
+    variables = [(name, value) for name, value in os.environ.items() if name.startswith(ours) and value]
+    named = [f"{n}={v}" for n, v in variables if re.search(rf"(?<!\w)({re.escape(n)}|{re.escape(v)})(?!\w)", said)]
+    return f"the environment has {' '.join(named)}: {said.splitlines()[0]}" if named else ""
 
 
 class LostConsole(OSError):
@@ -188,8 +175,10 @@ def user_errors():
         if not full and error.filename is None:
             raise
         message, status = f"{error.filename or 'the disk'}: {error.strerror}", 1 if full else 2
+    except ModuleNotFoundError as error:
+        message, status = f"{error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there", 2
     except Exception as error:
-        message, status = import_problem(error), 2
+        message, status = refused_variables(error), 2
         if not message:
             raise
     rank = os.environ.get("RANK", "0")
@@ -206,6 +195,11 @@ def user_errors():
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """What `work()` returns or raises. Raises TimeoutError where it takes longer; its thread is then left behind."""
+    return in_background(work).result(seconds)
+
+
+def in_background(work: Callable[[], Any]):
+    """The Future of `work()`, called in a thread that does not keep the process from ending, as one of an executor would."""
     from concurrent.futures import Future  # here, because --help does not need it
 
     future = Future()
@@ -217,7 +211,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
+    return future
 
 
 def plural(count: int, word: str) -> str:

@@ -19,10 +19,6 @@ from typing import Any, BinaryIO
 from common.errors import UserError
 
 LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
-FILE_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"} | {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFSOCK: "a socket",
-}
 AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # do not wait for the other end of a FIFO
 UNLINKED = AT_ONCE | getattr(os, "O_NOFOLLOW", 0)  # and do not follow a link
 NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none
@@ -51,19 +47,12 @@ def create(path: Path) -> BinaryIO:
 def open_own(path: Path) -> BinaryIO:
     """Open a file that no other program writes, to read and to change, without buffering. It is made if it is not there.
 
-    Raises UserError where it is not a regular file. Of a directory that somebody else has made, a FIFO would stop the program,
+    Raises UserError where it is not a regular file. In a directory that somebody else has made, a FIFO would stop the program,
     and a link would lead to a file outside.
     """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | UNLINKED, 0o666)
-    except OSError as error:
-        if not path.is_symlink() and error.errno != errno.ENXIO:  # a socket
-            raise
-        raise UserError(f"{path} is {kind(path.lstat())}, not a regular file; remove it") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise UserError(f"{path} is {kind(path.lstat())}, not a regular file; remove it")
-    return os.fdopen(descriptor, "r+b", buffering=0)
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise UserError(f"{path} is a symbolic link or not a regular file; remove it")
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | UNLINKED, 0o666), "r+b", buffering=0)
 
 
 @contextmanager
@@ -161,27 +150,20 @@ def open_regular(path: Path, limit: int | None = None, links: bool = True) -> Bi
     Other kinds of file would stop the program: a FIFO waits for a writer, and /dev/zero has no end.
     """
     try:
+        if not links and path.is_symlink():
+            raise UserError(f"{path} is a symbolic link; remove it")
         descriptor = os.open(path, os.O_RDONLY | (AT_ONCE if links else UNLINKED))
     except FileNotFoundError:
-        there = f"only {listing(path.parent)}" if path.parent.is_dir() else "it is not a directory"
-        raise UserError(f"{path.parent} has no {path.name}: {there}") from None
+        raise UserError(f"{path.parent} has no {path.name}") from None
     except OSError as error:
-        if not links and path.is_symlink():
-            raise UserError(f"{path} is a symbolic link, not a regular file; remove it") from None
         raise UserError(f"{path}: {error.strerror}") from None
     status = os.fstat(descriptor)
-    is_regular, size = stat.S_ISREG(status.st_mode), status.st_size
-    if is_regular and (limit is None or size <= limit):
+    if stat.S_ISREG(status.st_mode) and (limit is None or status.st_size <= limit):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    if is_regular:
-        raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
-    raise UserError(f"{path} is {kind(status)}, not a regular file")
-
-
-def kind(status: os.stat_result) -> str:
-    """What a file is that is not a regular one."""
-    return FILE_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+    if stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} has {status.st_size:,} bytes; it may have at most {limit:,}")
+    raise UserError(f"{path} is not a regular file")
 
 
 def require_regular(path: Path) -> Path:

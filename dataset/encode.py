@@ -1,6 +1,6 @@
 """Text to tokens: which split each document goes to, and workers that encode the units of text in parallel."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from dataset.sources import Piece, Position, TextFormat, parse, read_units, split_hash
+from dataset.sources import Piece, Position, TextFormat, read_units, split_hash
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 from dataset.writer import SPLITS
@@ -25,14 +25,14 @@ class Split:
     boundary: int | None = None
     offsets: dict[Position, int] = field(default_factory=dict)  # with a boundary: the first character of each unit
 
-    def parts(self, unit: list[Piece], position: Position, left_out: Counter) -> Iterator[tuple[str, bool, str]]:
-        """The unit at `position` as (split, whether a document starts here, text). Counts what is left out; see `parse`."""
+    def parts(self, unit: list[Piece], position: Position) -> Iterator[tuple[str, bool, str]]:
+        """The unit at `position` as (split, whether a document starts here, text)."""
         offset = self.offsets.get(position, 0)
-        for piece in parse(unit, left_out):
-            text = piece.data.decode("utf-8", "replace")
+        for piece in unit:
+            text = piece.text
             if self.boundary is None:
-                document_hash = split_hash(piece.data) if piece.split_hash is None else piece.split_hash
-                yield "val" if document_hash < self.val_fraction else "train", piece.starts_document, text
+                split = "val" if split_hash(piece.head) < self.val_fraction else "train"
+                yield split, piece.starts_document, text
                 continue
             before = max(0, self.boundary - offset)  # characters of this text that are for training
             if text[:before]:
@@ -52,9 +52,8 @@ def choose_split(paths: Iterable[Path], form: TextFormat, val_fraction: float) -
     documents, characters, offsets = 0, 0, {}
     for position, unit in read_units(paths, form):
         offsets[position] = characters
-        for piece in parse(unit):
-            documents += piece.starts_document
-            characters += len(piece.data.decode("utf-8", "replace"))
+        documents += sum(piece.starts_document for piece in unit)
+        characters += sum(len(piece.text) for piece in unit)
         if documents >= FEW_DOCUMENTS:
             return by_hash(val_fraction)
     if not documents:
@@ -66,19 +65,17 @@ def choose_split(paths: Iterable[Path], form: TextFormat, val_fraction: float) -
     return Split(val_fraction, boundary, offsets)
 
 
-def encode_unit(
-    tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position
-) -> tuple[dict[str, np.ndarray], Counter]:
-    """The tokens of a unit in each split, and how many documents are left out. Each one is preceded by end-of-text."""
+def encode_unit(tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position) -> dict[str, np.ndarray]:
+    """The tokens of a unit in each split. Each document is preceded by end-of-text."""
     dtype = token_dtype(tokenizer.vocab_size)
-    parts, left_out = {name: [np.empty(0, dtype)] for name in SPLITS}, Counter()
-    for name, starts_document, text in split.parts(unit, position, left_out):
+    parts = {name: [np.empty(0, dtype)] for name in SPLITS}
+    for name, starts_document, text in split.parts(unit, position):
         parts[name] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
-    return {name: np.concatenate(arrays) for name, arrays in parts.items()}, left_out
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], workers: int) -> Iterator[tuple]:
-    """Encode units (position, pieces) in parallel. Yields (position, bytes on disk, *what `encode_unit` returns) in order.
+    """Encode units (position, pieces) in parallel. Yields (position, bytes on disk, tokens by split) in order.
 
     A few units per worker are in memory at a time.
     """
@@ -86,7 +83,7 @@ def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], worke
 
     def next_result():
         position, size, future = pending.popleft()
-        return position, size, *future.result()
+        return position, size, future.result()
 
     try:
         for position, unit in units:

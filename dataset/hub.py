@@ -10,10 +10,8 @@ import re
 import shutil
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +19,6 @@ from common import files
 from common.errors import FULL_DISK, UserError
 
 SCHEME = "hf://"
-DEFAULT_ENDPOINT = "https://huggingface.co"
 ADDRESS = re.compile(
     r"hf://datasets/(?P<repository>(?![.-])[\w.-]+/(?![.-])[\w.-]+)(?:@(?P<revision>[^/@]+))?(?:/(?P<path>.*?))?/*"
 )
@@ -93,9 +90,6 @@ def download(file: HubFile) -> None:
     if is_whole(file):
         return
     name = f"{SCHEME}datasets/{file.repository}/{file.path}"
-    file.directory.mkdir(parents=True, exist_ok=True)
-    if file.size > (free := shutil.disk_usage(file.directory).free):
-        raise UserError(f"{name} has {file.size / 1e9:,.1f} GB, and {file.directory} has room for {free / 1e9:,.1f} GB")
     disable_progress_bars()
 
     def fetch():
@@ -106,20 +100,6 @@ def download(file: HubFile) -> None:
             raise OSError("its content does not have the hash that the repository lists")
 
     retry(name, fetch)
-
-
-def in_background(function: Callable, *arguments) -> Future:
-    """Call a function in a thread that does not keep the process from ending, as one of a ThreadPoolExecutor would."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:  # it is raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def remove_unfinished(downloads: Path) -> None:
@@ -156,14 +136,10 @@ def retry(name: str, request: Callable):
 
 def explain(error: Exception, status: int | None) -> str:
     """The reason for an error in one line. It never quotes a URL that was asked for, which may hold a signature."""
-    endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
-    address, set_here = re.sub("[^/]*@", "", endpoint), ""  # without a password
-    if address != DEFAULT_ENDPOINT:
-        set_here = f" (HF_ENDPOINT is {address}; unset, it is {DEFAULT_ENDPOINT})"
     if status in (401, 403):
         return "it does not exist, or you have no access; set HF_TOKEN to a token that may read it"
     if status == 404:
-        return f"there is no such repository, revision or folder{set_here}"
+        return "there is no such repository, revision or folder"
     if status:
         return f"the server answered with HTTP status {status}"
     if is_offline():
@@ -172,8 +148,8 @@ def explain(error: Exception, status: int | None) -> str:
     while first.__cause__ or first.__context__:
         first = first.__cause__ or first.__context__
     if isinstance(first, (socket.gaierror, ConnectionError, TimeoutError)):
-        return f"the hub cannot be reached: {first.strerror or first}{set_here}"
-    return (str(error).strip().partition("\n")[0] or type(error).__name__) + set_here
+        return f"the hub cannot be reached: {first.strerror or first}"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def is_offline() -> bool:

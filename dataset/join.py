@@ -57,10 +57,7 @@ def join(directory: Path) -> None:
         request["parts"] = [record["sha256"] for _, part in parts for record in part["shards"]]
         tokenizer = load(parts[0][0] / "tokenizer.json", name=request["tokenizer"])
         writer = DatasetWriter(directory, request, tokenizer, metadata["val_fraction"], by_tail=False)
-        if progress := read_progress(directory, request, ignore="part-*"):
-            writer.restore(progress)
-        else:
-            writer.begin()
+        writer.begin(read_progress(directory, request, ignore="part-*"))
         for position, tokens in read_tokens(parts, writer.position):
             for record in writer.add(tokens, position):
                 print(f"{record['file']}: {record['tokens']:,} tokens", flush=True)
@@ -75,35 +72,32 @@ def read_parts(directory: Path) -> list[tuple[Path, Metadata]]:
 
     Raises UserError if a part is missing or there twice, or if the parts are not of one dataset.
     """
-    found: dict[str, tuple[Path, Metadata]] = {}
-    for path in sorted(directory.glob("part-*")):
+    paths = sorted(directory.glob("part-*"))
+    if not paths:
+        raise UserError(f"{directory} has no parts; make them with --part=1/N ... --part=N/N, and put them all there")
+    parts = []
+    for path in paths:
         if not (path / "dataset.json").exists():
             raise UserError(f"{path} is not finished; run its command again, or remove it")
-        metadata = read_metadata(path)
-        name = metadata.get("options", {}).get("part")
-        if name is None or "shard_tokens" not in metadata["options"]:
+        parts.append((path, read_metadata(path)))
+        if not {"part", "shard_tokens"} <= parts[-1][1].get("options", {}).keys():
             raise UserError(f"{path} is not a part; move it elsewhere")
-        if name in found:
-            raise UserError(f"{path} and {found[name][0]} are both part {name}; remove one")
-        found[name] = path, metadata
-    if not found:
-        raise UserError(f"{directory} has no parts; make them with --part=1/N ... --part=N/N, and put them all there")
-    first_path, first = next(iter(found.values()))
-    count = int(first["options"]["part"].partition("/")[2])
-    names = [f"{number}/{count}" for number in range(1, count + 1)]
-    for path, metadata in found.values():
+    first_path, first = parts[0]
+    for path, metadata in parts:
         for key in ("source", "listing", "tokenizer", "val_fraction", "options"):
             values = [without_names(m.get(key)) for m in (first, metadata)]
             if values[0] != values[1]:
                 raise UserError(f"{path} does not belong to {first_path}: {key} {values[1]}, not {values[0]}")
     if (directory / "dataset.json").exists():
-        return list(found.values())
-    if missing := [name for name in names if name not in found]:
-        raise UserError(f"{directory} lacks {len(missing)} of {count} parts: {', '.join(missing[:8])}")
-    documents = sum(record["documents"] for _, metadata in found.values() for record in metadata["shards"])
+        return parts
+    found = [metadata["options"]["part"] for _, metadata in parts]
+    count = int(found[0].partition("/")[2])
+    if found != [f"{number}/{count}" for number in range(1, count + 1)]:
+        raise UserError(f"{directory} has the parts {files.shortened(found)}; wanted 1/{count} to {count}/{count}, each once")
+    documents = sum(record["documents"] for _, metadata in parts for record in metadata["shards"])
     if documents < FEW_DOCUMENTS:
         raise UserError(f"{directory}: there are only {documents} documents; prepare fewer than {FEW_DOCUMENTS} without --part")
-    return [found[name] for name in names]
+    return parts
 
 
 def without_names(value):

@@ -3,14 +3,11 @@
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import lzma
 import re
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +15,13 @@ import pyarrow
 import pyarrow.parquet
 
 from common import files
-from common.errors import UserError
+from common.errors import UserError, in_background
 from dataset import hub
 
 UNIT_BYTES = 1 << 20  # how much is read at a time; a worker encodes one unit
 HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
+PIECE_BYTES = 256  # what a document takes in memory besides its text
 PARQUET_ROWS = 16  # how many rows are decoded at a time; each may be as long as the longest document
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME, which is also the form of a path
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
@@ -32,7 +29,6 @@ OPENERS = {
     ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # the older .lzma takes any bytes, and may ask for 4 GB
 }
 HUB_SUFFIXES = (".parquet", ".jsonl", *(f".jsonl{suffix}" for suffix in OPENERS))  # .md is documentation there
-NULL, EMPTY = "null in place of a text", "an empty text"  # why a document is left out
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -57,15 +53,18 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, a part of a long one, or lines of JSON that are not parsed yet."""
+    """A document, or a part of a long one."""
 
     bytes_on_disk: float
-    data: bytes  # UTF-8
-    starts_document: bool = True
-    split_hash: float | None = None  # of the whole document, if this is a part of one
-    lines: tuple[Path, int, str] | None = None  # of lines of JSON: their file, the first one's number, the key of the text
+    data: bytes  # UTF-8; none of a document without a text
+    head: bytes  # how the document begins
+    starts_document: bool
     not_utf8: Path | None = None  # the file, if these bytes of it are not UTF-8
-    is_null: bool = False  # whether there is null in place of a text
+
+    @property
+    def text(self) -> str:
+        """The content. Bytes that are not UTF-8 become U+FFFD."""
+        return self.data.decode("utf-8", "replace")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,7 +74,8 @@ class Piece:
 def embedded_corpus() -> list[SourceFile]:
     """The Python standard library's own source files, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    return listed(root, (path for path in root.rglob("*.py") if not NOT_EMBEDDED & set(path.relative_to(root).parts)))
+    paths = (path for path in root.rglob("*.py") if path.is_file())
+    return listed(root, (path for path in paths if not NOT_EMBEDDED & set(path.relative_to(root).parts)))
 
 
 def text_format(path: Path) -> str:
@@ -84,28 +84,21 @@ def text_format(path: Path) -> str:
     return suffix if suffix in SUFFIXES else ""
 
 
-def local_files(source: str) -> tuple[list[SourceFile], Counter[str]]:
-    """The files of a file or folder on this machine, in order, and how many others it has of each suffix.
-
-    Raises UserError if there are none to read.
-    """
+def local_files(source: str) -> tuple[list[SourceFile], int]:
+    """The files of a file or folder on this machine, in order, and how many it has that are not read. Raises UserError."""
     root = Path(source)
     if not root.exists():
-        name = source.removeprefix("https://huggingface.co/datasets/")
-        hint = f"; perhaps you meant hf://datasets/{name}" if HUB_NAME.fullmatch(name) else ""
-        raise UserError(f"{source}: no such file or folder{hint}")
+        raise UserError(f"{source}: no such file or folder")
     paths = [path for path in (root.rglob("*") if root.is_dir() else [root]) if path.is_file()]
     found = listed(root, filter(text_format, paths))
     if not found:
-        special = "" if root.is_dir() or root.is_file() else "it is no regular file; "
-        raise UserError(f"{source}: {special}wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
-    others = (path.suffixes[-2:] if path.suffix in OPENERS else [path.suffix] for path in paths if not text_format(path))
-    return found, Counter(sorted("".join(suffixes) or "no suffix" for suffixes in others))
+        raise UserError(f"{source}: wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
+    return found, len(paths) - len(found)
 
 
 def listed(root: Path, paths: Iterable[Path]) -> list[SourceFile]:
     """The files among `paths`, which are `root` or under it, in the order of their names."""
-    found = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
+    found = [(path, path.stat()) for path in sorted(paths)]
     return [SourceFile(path, path.relative_to(root).as_posix(), s.st_size, s.st_mtime_ns) for path, s in found]
 
 
@@ -126,32 +119,21 @@ def fetch(file: SourceFile) -> Path:
     return file.path
 
 
-def fetch_ahead(files: list[SourceFile], keep: bool) -> Iterator[Path]:
+def fetch_ahead(files: list[SourceFile]) -> Iterator[Path]:
     """The paths of files in order. While one is read, the next one is downloaded.
 
-    A downloaded file is deleted as soon as the next one is asked for, unless `keep`: at most two are on the disk.
+    A downloaded file is deleted as soon as the next one is asked for: at most two are on the disk. Raises
+    UserError, also for a file on this machine that is not the one that was listed any more.
     """
-
-    def start(file: SourceFile | None) -> Future | None:
-        return hub.in_background(hub.download, file.remote) if file and file.remote else None
-
-    download = start(files[0]) if files else None
-    for file, following in itertools.zip_longest(files, files[1:]):
-        if download:
-            download.result()
-        download = start(following)
-        yield file.path
-        check_unchanged(file)
-        if file.remote and not keep:
-            file.path.unlink()
-
-
-def check_unchanged(file: SourceFile) -> None:
-    """Raise UserError if a file on this machine is not the one that was listed: its text would be of two versions."""
-    if not file.remote:
-        status = file.path.stat()
-        if (status.st_size, status.st_mtime_ns) != (file.size, file.modified):
-            raise UserError(f"{file.path} changed while it was read; remove what was prepared, and prepare it again")
+    fetched = (in_background(functools.partial(fetch, file)) for file in files)
+    following = next(fetched, None)
+    for file in files:
+        path, following = following.result(), next(fetched, None)
+        yield path
+        if file.remote:
+            path.unlink()
+        elif (status := path.stat()).st_size != file.size or status.st_mtime_ns != file.modified:  # its text is of two versions
+            raise UserError(f"{path} changed while it was read; remove what was prepared, and prepare it again")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,26 +197,45 @@ def parquet_documents(path: Path, form: TextFormat) -> Iterator[Piece]:
             for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 if text and len(text) > limit:
                     raise UserError(f"{path}: a row is longer than --max_document_bytes={limit}")
-                yield Piece(row_bytes, text or b"", is_null=text is None)
+                yield document(row_bytes, text or b"")
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: {error}") from None
 
 
+def jsonl_documents(path: Path, form: TextFormat) -> Iterator[Piece]:
+    """The lines of a .jsonl file, one document each. Raises UserError for a line without a text."""
+    first = 1
+    for size, data in read_chunks(path, lambda content: content.rfind(b"\n") + 1, form.max_document_bytes):
+        lines = data.removesuffix(b"\n").split(b"\n")
+        for number, line in enumerate(lines, first):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[form.column]
+                content = b"" if text is None else text.encode("utf-8", "replace")
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                wanted = f'{path}: line {number} is not a JSON object with a string under "{form.column}"'
+                raise UserError(f"{wanted}; --column names another key") from None
+            yield document(size / len(lines), content)
+        first += len(lines)
+
+
+def document(bytes_on_disk: float, data: bytes) -> Piece:
+    """A whole document, or one without a text, which gives no tokens."""
+    return Piece(bytes_on_disk, data, head=data, starts_document=bool(data))
+
+
 def read_pieces(path: Path, form: TextFormat) -> Iterator[Piece]:
-    """Read a file in pieces of at most about UNIT_BYTES (a row of a parquet file is one piece)."""
+    """Read a file in pieces of at most about UNIT_BYTES (a row or line is one piece)."""
     if text_format(path) == ".parquet":
         yield from parquet_documents(path, form)
     elif text_format(path) == ".jsonl":
-        line = 1
-        for size, data in read_chunks(path, lambda content: content.rfind(b"\n") + 1, form.max_document_bytes):
-            yield Piece(size, data, lines=(path, line, form.column))
-            line += data.count(b"\n")
+        yield from jsonl_documents(path, form)
     else:
-        document_hash = None
+        head = b""
         for size, data in read_chunks(path, end_of_words, form.max_document_bytes):
-            is_first = document_hash is None
-            document_hash = split_hash(data) if is_first else document_hash
-            yield Piece(size, data, is_first, document_hash, not_utf8=None if is_utf8(data) else path)
+            head = head or data
+            yield Piece(size, data, head, data is head, None if is_utf8(data) else path)
 
 
 def is_utf8(data: bytes) -> bool:
@@ -261,7 +262,7 @@ def read_units(paths: Iterable[Path], form: TextFormat, first_file: int = 0) -> 
             counted_from, number = index, 0
         for piece in read_pieces(path, form):
             unit.append(piece)
-            filled += len(piece.data)
+            filled += len(piece.data) + PIECE_BYTES
             if filled >= UNIT_BYTES:
                 yield (counted_from, number), unit
                 unit, filled, number = [], 0, number + 1
@@ -270,35 +271,6 @@ def read_units(paths: Iterable[Path], form: TextFormat, first_file: int = 0) -> 
             unit, filled = [], 0
     if unit:
         yield (counted_from, number), unit
-
-
-def parse(unit: list[Piece], left_out: Counter | None = None) -> Iterator[Piece]:
-    """The pieces of a unit that hold text, with lines of JSON parsed. Raises UserError for a line without a text.
-
-    left_out: counts the documents that have none, by what is in its place.
-    """
-    left_out = Counter() if left_out is None else left_out
-    for piece in unit:
-        if piece.lines is None:
-            if piece.data:
-                yield piece
-            elif piece.starts_document:
-                left_out[NULL if piece.is_null else EMPTY] += 1
-            continue
-        path, first, column = piece.lines
-        for number, line in enumerate(piece.data.split(b"\n"), first):
-            try:
-                if not line.strip():
-                    continue
-                if text := json.loads(line)[column]:
-                    yield Piece(0, text.encode("utf-8", "replace"))
-                elif text is None or text == "":
-                    left_out[NULL if text is None else EMPTY] += 1
-                else:
-                    raise TypeError("no string")
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                wanted = f'{path}: line {number} is not a JSON object with a string under "{column}"'
-                raise UserError(f"{wanted}; --column names another key") from None
 
 
 def split_hash(data: bytes) -> float:

@@ -107,9 +107,7 @@ class Tokenizer:
             try:
                 return self.fast.encode_to_numpy(text, disallowed_special=())
             except ValueError:  # a run of a million spaces exhausts the look-ahead of tiktoken's regex engine
-                if (
-                    max((len(run[0]) for run in re.finditer(r"\s+", text)), default=0) > LONGEST_RUN
-                ):  # the other library takes n^2 time
+                if max(map(len, re.findall(r"\s+", text)), default=0) > LONGEST_RUN:  # the other library takes n^2 time
                     raise UserError(
                         f"{self.name} cannot encode a text with more than {LONGEST_RUN:,} characters of white space in a row; "
                         "take it out, or use --tokenizer=train:N, which has another pattern"
@@ -153,9 +151,6 @@ def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer
         return load(spec)
     if spec.endswith(".tiktoken"):
         return load_ranks(Path(spec))
-    near = f"{spec}/tokenizer.json"
-    if Path(near).is_file():
-        raise UserError(f"--tokenizer={spec} is a directory; perhaps you meant {near}")
     raise UserError(f"--tokenizer={spec} is none of train:N, bytes, {', '.join(NAMED)}, a tokenizer.json and a .tiktoken file")
 
 

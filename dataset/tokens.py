@@ -2,17 +2,16 @@
 
 import bisect
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-import struct
 import tokenize
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired, Required, TypedDict
+from typing import Annotated, BinaryIO, Literal, NotRequired, Required, TypedDict
 
 import numpy as np
 from msgspec import Meta
@@ -25,7 +24,7 @@ HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 GPT2_VOCAB_SIZE = 50257  # foreign shards do not say their vocabulary; theirs is GPT-2's
 RESTORE = "restore the file, and the same command goes on"
-SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split, and samples a larger one
+SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ class Shard:
     """
 
     path: Path
-    descriptor: int
+    file: BinaryIO
     dtype: np.dtype
     offset: int  # bytes in front of the tokens
     count: int
@@ -118,20 +117,17 @@ class Shard:
     def __len__(self) -> int:
         return self.count
 
-    def __del__(self):
-        os.close(self.descriptor)
-
     def __getitem__(self, key: slice) -> np.ndarray:
         start, stop, _ = key.indices(self.count)
         size, at = max(0, stop - start) * self.dtype.itemsize, self.offset + start * self.dtype.itemsize
         data = b""
         try:
-            while len(data) < size and (part := os.pread(self.descriptor, size - len(data), at + len(data))):
+            while len(data) < size and (part := os.pread(self.file.fileno(), size - len(data), at + len(data))):
                 data = data + part if data else part
         except OSError as error:
             raise RunError(f"{self.path}: {error.strerror} at byte {at + len(data)}; {RESTORE}") from None
         if len(data) < size:
-            held = os.fstat(self.descriptor).st_size
+            held = os.fstat(self.file.fileno()).st_size
             raise RunError(f"{self.path} was truncated to {held} bytes since it was opened; {RESTORE}")
         return np.frombuffer(data, self.dtype)
 
@@ -142,27 +138,27 @@ def open_shard(path: Path) -> Shard:
     Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
     """
     try:
-        with files.open_regular(path) as file:
-            if path.suffix == ".npy":
-                tokens = np.lib.format.open_memmap(path, mode="r")
-                if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-                    raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
-                return Shard(path, os.dup(file.fileno()), tokens.dtype, tokens.offset, len(tokens))
-            size, header = os.fstat(file.fileno()).st_size, file.read(HEADER_INTS * 4)
-            magic, version, count = struct.unpack_from("<3i", header) if len(header) == HEADER_INTS * 4 else (0, 0, 0)
-            dtype = MAGICS.get((magic, version))
-            if dtype is None:
-                counted = count > 0 and size - len(header) in (2 * count, 4 * count)
-                if counted or magic in {known for known, _ in MAGICS}:
-                    wanted = " or ".join(f"{known} and {its_version}" for known, its_version in MAGICS)
-                    raise UserError(f"{path}: llm.c's header, with magic {magic} and version {version}; wanted {wanted}")
-                if size % 2 or not size:
-                    raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
-                return Shard(path, os.dup(file.fileno()), np.dtype("<u2"), 0, size // 2)
-            wanted = len(header) + count * dtype.itemsize
-            if size != wanted:
-                raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
-            return Shard(path, os.dup(file.fileno()), dtype, len(header), count)
+        file = files.open_regular(path)
+        if path.suffix == ".npy":
+            tokens = np.lib.format.open_memmap(path, mode="r")
+            if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+                raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
+            return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
+        size, header = os.fstat(file.fileno()).st_size, file.read(HEADER_INTS * 4)
+        magic, version, count = np.frombuffer(header.ljust(12, b"\0"), "<i4", 3).tolist()
+        dtype = MAGICS.get((magic, version))
+        if dtype is None:
+            counted = count > 0 and size - len(header) in (2 * count, 4 * count)
+            if counted or magic in {known for known, _ in MAGICS}:
+                wanted = " or ".join(f"{known} and {its_version}" for known, its_version in MAGICS)
+                raise UserError(f"{path}: llm.c's header, with magic {magic} and version {version}; wanted {wanted}")
+            if size % 2 or not size:
+                raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
+            return Shard(path, file, np.dtype("<u2"), 0, size // 2)
+        wanted = HEADER_INTS * 4 + count * dtype.itemsize
+        if size != wanted:
+            raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
+        return Shard(path, file, dtype, HEADER_INTS * 4, count)
     except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise UserError(f"{path}: {error}") from None  # numpy parses the header of a .npy as Python, and fails in as many ways
 
@@ -178,12 +174,6 @@ def open_shards(paths: list[Path]) -> list[Shard]:
     return [open_shard(path) for path in paths]
 
 
-def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """An integer type for the tokens of all `dtypes`."""
-    found = np.result_type(np.uint16, *dtypes)
-    return found if found.kind in "ui" else np.dtype(np.int64)  # numpy joins int64 and uint64 in a float
-
-
 @dataclass(frozen=True)
 class Stream:
     """The shards of one split as one stream of tokens."""
@@ -191,12 +181,11 @@ class Stream:
     paths: list[Path]
     shards: list[Shard]
     vocab_size: int
-    starts: list[int] = field(init=False)  # [shards + 1] position of each shard's first token
-    dtype: np.dtype = field(init=False)  # holds the tokens of every shard
 
-    def __post_init__(self):
-        object.__setattr__(self, "dtype", widest({shard.dtype for shard in self.shards}))
-        object.__setattr__(self, "starts", list(itertools.accumulate(map(len, self.shards), initial=0)))
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The position of each shard's first token, and of the end: [shards + 1]."""
+        return list(itertools.accumulate(map(len, self.shards), initial=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -238,7 +227,7 @@ class Stream:
         """The largest token id. Raises UserError if one is outside the vocabulary; `where` names the tokens in the message."""
         if not len(tokens):
             return 0
-        lowest, highest = int(tokens.min()) if tokens.dtype.kind == "i" else 0, int(tokens.max())
+        lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
             raise UserError(
                 f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}; "
@@ -247,18 +236,13 @@ class Stream:
         return highest
 
     def check_ids(self) -> int:
-        """Check every token id of a small split and a sample of a large one. Each batch is checked again when it is read.
+        """Check the ids of a small split, and those at the beginnings of a large one's shards. Batches are checked when read.
 
         Returns the largest id seen.
         """
-        share, largest = max(1, SCAN_TOKENS // max(1, len(self.shards))), 0
-        for path, shard in zip(self.paths, self.shards, strict=True):
-            if len(shard) <= share:
-                largest = max(largest, self.check(shard[:], str(path)))
-            else:
-                for start in np.linspace(0, len(shard) - 1024, num=min(64, share // 1024), dtype=np.int64):
-                    largest = max(largest, self.check(shard[start : start + 1024], str(path)))
-        return largest
+        share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
+        shards = zip(self.paths, self.shards, strict=True)
+        return max((self.check(shard[:share], str(path)) for path, shard in shards), default=0)
 
 
 def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
@@ -266,7 +250,7 @@ def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray
 
     windows [k]: each is of the stream whose number in `streams` is in `numbers` [k]. Raises UserError for a bad token.
     """
-    out = np.empty((len(windows), seq_len + 1), widest(stream.dtype for stream in streams))
+    out = np.empty((len(windows), seq_len + 1), np.int64)
     rows = list(zip(out, numbers.tolist(), windows.tolist(), strict=True))
     for row, number, window in rows:
         streams[number].read(window * seq_len, row)
@@ -275,7 +259,7 @@ def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray
     except UserError:
         for row, number, window in rows:
             streams[number].check(row, f"window {window} of {streams[number].paths[0].parent}")
-    return out.astype(np.int64)
+    return out
 
 
 @dataclass(frozen=True)
@@ -296,14 +280,14 @@ class Dataset:
         path = self.directory / "tokenizer.json"
         return path if path.exists() else None
 
-    def text_bytes(self, tokens: int) -> float:
-        """How many bytes of text that many validation tokens stand for. 0 if the number of bytes is unknown."""
-        return tokens * self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text for which a validation token stands on average. 0 if the directory does not say."""
+        return self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a validation `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
-        size = self.bytes_of_text.get("val")
-        return loss / float(np.log(2)) * len(self.splits["val"]) / size if size else None
+        return loss / float(np.log(2)) / self.bytes_per_token if self.bytes_per_token else None
 
 
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
@@ -315,11 +299,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     directory = Path(directory)
     if (directory / "dataset.json").exists():
         return _open_own(directory)
-    if directory.is_file():
-        raise UserError(f"--tokens={directory} is a file; give the directory that it is in")
     if not directory.is_dir():
-        if (Path("tokens") / directory.name).is_dir():
-            raise UserError(f"--tokens={directory} does not exist; perhaps you meant tokens/{directory.name}")
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
         raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")

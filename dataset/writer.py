@@ -128,8 +128,13 @@ class DatasetWriter:
         """Whether no more tokens fit into either split."""
         return all(writer.total == writer.max_tokens for writer in self.splits.values())
 
-    def begin(self) -> None:
-        """Make the directory, or remove what an unfinished run of another request has left in it."""
+    def begin(self, progress: Progress | None) -> None:
+        """Go on where an earlier run ended, or make the directory without what one of another request has left in it."""
+        if progress:
+            self.position = tuple(progress["position"])
+            for split, writer in self.splits.items():
+                writer.restore(**progress["splits"][split])
+            return
         self.directory.mkdir(parents=True, exist_ok=True)
         for pattern in ("*_*.bin", "*.partial", "tokenizer.json"):
             for path in self.directory.glob(pattern):
@@ -137,12 +142,6 @@ class DatasetWriter:
         files.remove_unfinished(self.directory)
         self.save()
         self.tokenizer.save(self.directory / "tokenizer.json")
-
-    def restore(self, progress: Progress) -> None:
-        """Go on where an earlier run ended."""
-        self.position = tuple(progress["position"])
-        for split, writer in self.splits.items():
-            writer.restore(**progress["splits"][split])
 
     def add(self, tokens: dict[str, np.ndarray], position: Position) -> list[dict]:
         """Append the tokens of the unit at `position`, by split. Returns the records of the shards that they completed."""
@@ -222,17 +221,9 @@ def is_finished(directory: Path, request: dict) -> bool:
     }
     keys = [key for key in found | wanted if found.get(key) != wanted.get(key)]
     if keys:
-        differences = "; ".join(f"{key} {shown(found.get(key))}, not {shown(wanted.get(key))}" for key in keys)
-        raise UserError(f"{directory} holds another dataset: {differences}; choose another --out, or remove it")
+        raise UserError(f"{directory} holds another dataset: {', '.join(keys)} differ; choose another --out, or remove it")
     remove_progress(directory)  # in case a kill has left it
     return True
-
-
-def shown(value) -> str:
-    """A value of a dataset's request as an error shows it."""
-    if not isinstance(value, list):
-        return str(value)
-    return " + ".join(" ".join(f"{name}={part}" for name, part in record.items()) for record in value)
 
 
 def remove_progress(directory: Path) -> None:

@@ -80,7 +80,7 @@ def rewrite(made, name, edit):
     [
         (lambda d: flip(d / "train_000001.bin", 1500), "train_000001.bin: "),
         (lambda d: flip(d / "train_000001.bin", 4 * 255), "train_000001.bin: sha256 is"),
-        (lambda d: (d / "train_000001.bin").unlink(), "train_000001.bin: "),
+        (lambda d: (d / "train_000001.bin").unlink(), "has no train_000001.bin"),
         (lambda d: (d / "val_000000.bin").write_bytes(b""), "val_000000.bin: 0 bytes"),
         (lambda d: rewrite(d, "train_000001.bin", lambda t: t.__setitem__(700, 400)), "token 400 is outside the vocabulary"),
         (lambda d: rewrite(d, "train_000000.bin", lambda t: t.__setitem__(0, 5)), "train_000000.bin: documents is"),
@@ -102,7 +102,7 @@ def rewrite(made, name, edit):
             lambda d: change(d, lambda m: [row.pop("documents") for row in m["shards"]]),
             "dataset.json: Object missing required field `documents` - at `$.shards[0]`",
         ),
-        (lambda d: (d / "tokenizer.json").unlink(), "has no tokenizer.json: only dataset.json"),
+        (lambda d: (d / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda d: tokenizer.resolve("bytes").save(d / "tokenizer.json"), "tokenizer.json: sha256 is"),
     ],
 )

@@ -45,7 +45,7 @@ def damage(content, chance):
 
 def read_text(path):
     form = sources.TextFormat(max_document_bytes=1 << 22)
-    return [list(sources.parse(unit)) for _, unit in sources.read_units([path], form)]
+    return [unit for _, unit in sources.read_units([path], form)]
 
 
 def use(found):

@@ -345,13 +345,6 @@ def test_a_mixture_without_weights_is_refused(tokens):
         data.open_mixture(tokens)
 
 
-def test_a_dataset_without_its_folder_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tokens" / "mine").mkdir(parents=True)
-    with pytest.raises(UserError, match="--tokens=mine does not exist; perhaps you meant tokens/mine"):
-        data.open_mixture("mine")
-
-
 def test_datasets_that_do_not_go_together_are_refused(tmp_path):
     for name, vocab_size in (("a", 300), ("b", 301), ("c", 300)):
         make(tmp_path / name, vocab_size)
@@ -360,7 +353,7 @@ def test_datasets_that_do_not_go_together_are_refused(tmp_path):
         with pytest.raises(UserError, match=rf"/a and {tmp_path}/{other} were made with different tokenizers"):
             data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/{other}:1")
     with pytest.raises(UserError, match="a weight is too small"):
-        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/a:1e-9")
+        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/a:0.000000001")
     with pytest.raises(UserError, match="nothing does not exist; make it with: python prepare_data.py"):
         data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/nothing:1")
     make(tmp_path / "short", train=(5,))

@@ -13,9 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common.errors import UserError
 from conftest import ROOT, environment, execute
-from dataset import hub
 from hub_server import HubServer
 
 TOKEN = "hf_TopSecretToken"
@@ -118,9 +116,6 @@ def test_at_most_two_files_are_on_the_disk_and_none_afterwards(server, tmp_path,
     server.misbehave = watch
     prepare(server, tmp_path, SOURCE, "out", "--shard_tokens=500000")
     assert 1 <= most <= 2 and content(tmp_path / "out") == whole
-    prepare(server, tmp_path, SOURCE, "kept", "--shard_tokens=500000", "--keep_downloads=true")
-    kept = {str(p.relative_to(tmp_path / "kept/downloads")) for p in (tmp_path / "kept/downloads").rglob("*") if p.is_file()}
-    assert kept == {f"owner/name/{name}" for name in contents() if name != "README.md"}
 
 
 def test_killed_three_times_on_a_server_that_fails_one_request_in_five(server, tmp_path, whole):
@@ -213,16 +208,16 @@ def test_a_server_that_drops_every_request_is_said_in_one_line(server, tmp_path)
     _, errors = prepare(server, tmp_path, SOURCE, "out", status=2)
     *tries, last = errors.splitlines()
     assert len(tries) == 4 and all("; trying again in " in line for line in tries)
-    assert last.startswith(f"error: {SOURCE}: ") and f"(HF_ENDPOINT is {server.url()}; unset" in last
+    assert last.startswith(f"error: {SOURCE}: ")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("endpoint", "said"),
     [
-        ("http://127.0.0.1:9", "the hub cannot be reached: Connection refused (HF_ENDPOINT is http://127.0.0.1:9; unset"),
-        ("https://me:secret@nowhere.invalid", "(HF_ENDPOINT is https://nowhere.invalid; unset, it is https://huggingface.co)"),
-        ("huggingface.co", "missing an 'http://' or 'https://' protocol. (HF_ENDPOINT is huggingface.co; unset, it is"),
+        ("http://127.0.0.1:9", "the hub cannot be reached: Connection refused"),
+        ("https://me:secret@nowhere.invalid", "the hub cannot be reached: "),
+        ("huggingface.co", "missing an 'http://' or 'https://' protocol."),
     ],
 )
 def test_an_endpoint_that_is_no_hub_is_said_in_one_line(tmp_path, endpoint, said):
@@ -291,13 +286,12 @@ def test_a_single_file_and_a_revision_can_be_named(server, tmp_path):
         ("", ["test-0", "train-0", "train-1", "more"]),
     ],
 )
-def test_a_pattern_takes_some_of_the_files_and_what_is_for_tests_is_named(server, tmp_path, pattern, files):
+def test_a_pattern_takes_some_of_the_files(server, tmp_path, pattern, files):
     lines = {name: json.dumps({"text": f"{name} {'x' * 200}"}).encode() + b"\n" for name in ("test-0", "train-0", "train-1")}
     split = {f"data/{name}.jsonl": line for name, line in lines.items()}
     server.commit_files("owner/split", split | {"zoo/deep/more.jsonl": lines["train-0"], "README.md": b"documentation"})
     out, _ = prepare(server, tmp_path, f"hf://datasets/owner/split{pattern}", "out")
     assert f": {len(files)} files, 0.0 MB: data/{files[0]}.jsonl to " in out
-    assert ("1 of these files seem to be for validation or tests, such as data/test-0.jsonl" in out) == ("test-0" in files)
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["source"][0]["files"] == len(files)
 
 
@@ -326,8 +320,3 @@ def test_a_path_that_leads_out_of_the_repository_is_refused(server, tmp_path):
     server.commit_files("owner/evil", {"../a.jsonl": b'{"text": "one"}'})
     _, errors = prepare(server, tmp_path, "hf://datasets/owner/evil", "out", status=2)
     assert errors == "error: hf://datasets/owner/evil: the repository lists ../a.jsonl, which leads out of it\n"
-
-
-def test_a_file_larger_than_the_disk_is_refused_before_it_is_downloaded(tmp_path):
-    with pytest.raises(UserError, match="a.jsonl has 1,000,000,000.0 GB, and "):
-        hub.download(hub.HubFile("owner/name", "a" * 40, "a.jsonl", 10**18, "b" * 40, tmp_path))

@@ -269,7 +269,7 @@ def test_another_column_is_read(here):
     one, two = make("a.jsonl", out="one", column="body"), make("b.parquet", out="two", column="body")
     assert one.documents("train") == two.documents("train") and len(one.documents("train")) > 100
     assert one.metadata["options"] == {"column": "body"}
-    with pytest.raises(errors.UserError, match="--column body, not None"):
+    with pytest.raises(errors.UserError, match="another dataset: --column differ"):
         make("a.jsonl", out="one")
 
 
@@ -310,14 +310,14 @@ def test_the_command_says_what_each_split_got(here, capsys):
         assert line == f"{split}: {len(made.tokens(split)):,} tokens in {documents} document{'s' * (documents > 1)}"
 
 
-def test_files_of_other_types_are_counted_by_their_suffix(here):
+def test_files_of_other_types_are_counted(here):
     (here / "text" / "sub").mkdir(parents=True)
     write_lines(here / "text" / "sub" / "a.jsonl")
     for name in ("1.png", "2.png", "sub/3.png", "b.zip", "c.csv.gz", "LICENSE", ".hidden"):
         (here / "text" / name).write_bytes(b"no text")
     command = [sys.executable, ROOT / "prepare_data.py", "--out=out", "--tokenizer=bytes"]
     out = execute([*command, "text"], cwd=here).stdout.splitlines()
-    assert out[0] == "text: skipped 7 files of other types: .png (3), no suffix (2), .csv.gz (1), .zip (1)"
+    assert out[0] == "text: skipped 7 files of other types"
     out = execute([*command, "text/sub/a.jsonl", "--out=one"], cwd=here).stdout
     assert "skipped" not in out
 
@@ -428,8 +428,8 @@ def test_a_bad_line_far_in_is_named_by_a_worker(here):
 )
 def test_a_bad_flag_is_refused(here, flags):
     write_lines(here / "a.jsonl")
-    with pytest.raises(errors.UserError, match=f"--{next(iter(flags))}"):
-        make("a.jsonl", **flags)
+    flags = [f"--{name}={value}" for name, value in flags.items()]
+    assert flags[0].partition("=")[0] in run("a.jsonl", "--tokenizer=bytes", "--out=out", *flags, status=2).stderr
     assert not (here / "out").exists()
 
 
@@ -441,7 +441,7 @@ def test_bad_input_ends_in_two_lines_and_status_2(here):
 @pytest.mark.parametrize("text", ["more words\n" * 9, "less\n"], ids=["growing", "shrinking"])
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, text):
     (tmp_path / "a.txt").write_text("some words\n" * 5)
-    paths = sources.fetch_ahead(sources.local_files(str(tmp_path))[0], keep=False)
+    paths = sources.fetch_ahead(sources.local_files(str(tmp_path))[0])
     next(paths).write_text(text)
     with pytest.raises(errors.UserError, match=r"a\.txt changed while it was read"):
         next(paths)
@@ -454,11 +454,11 @@ def test_documents_without_a_text_are_counted(here, capsys):
     made = make(path)
     assert sum(row["documents"] for row in made.metadata["shards"]) == len(DOCUMENTS)
     said = capsys.readouterr().out
-    assert "3 documents left out: null in place of a text\n" in said and "1 document left out: an empty text\n" in said
+    assert "4 rows without a text left out\n" in said
     pyarrow.parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None, None, ""]}), here / "b.parquet")
     make("b.parquet", out="rows")
     said = capsys.readouterr().out
-    assert "2 documents left out: null in place of a text\n" in said and "1 document left out: an empty text\n" in said
+    assert "3 rows without a text left out\n" in said
 
 
 @pytest.mark.parametrize("value", ["0", "false", "[]", "{}", "7"])

@@ -57,17 +57,15 @@ def test_booleans(word, value):
     "args, said",
     [
         (["--warmup_step=1"], "perhaps you meant --warmup_steps"),
-        (["--max-iter=1"], "perhaps you meant --steps"),
-        (["--blocksize", "1"], "perhaps you meant --seq_len"),
+        (["--Seqlen", "1"], "perhaps you meant --seq_len"),
         (["--lr=fast"], "--lr must be NUMBER, not 'fast'"),
         (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
         (["--min_lr=-inf"], "--min_lr must be at least -1,000 and at most 1,000"),
         (["--lr=1" + "0" * 400], "--lr must be NUMBER, not '1000"),
         (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
         (["config"], "no preset config; there are config/gpt2_124m.toml, "),
-        (["laptop"], "no preset laptop; perhaps you meant config/laptop.toml; there are config/gpt2_124m.toml, "),
-        (["gpt2_124.toml"], "perhaps you meant config/gpt2_124m.toml"),
-        (["train.py"], "train.py is Python, which is not executed; docs/from_nanogpt.md"),
+        (["laptop"], "no preset laptop; there are config/gpt2_124m.toml, "),
+        (["train.py"], "train.py is not a preset in TOML"),
         (
             ["--n_embd=256", "--n_head=5"],
             "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need heads of an even width); "
@@ -87,7 +85,6 @@ def test_booleans(word, value):
         (["--skip_steps=1-1000000000000"], "at most 1,000,000 in all"),
         (["--wandb_artifact"], "--wandb_artifact needs --wandb=online or --wandb=offline"),
         (["--name=a/b"], "--out_dir"),
-        (["--init_from=resume"], "the same command again continues a run"),
     ],
 )
 def test_bad_input_is_refused_naming_flag_and_fix(args, said):
@@ -110,15 +107,13 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     "text, said",
     [
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
-        ("[optimizer]\nlr = 1\n", r"\[optimizer\] is not one of"),
-        ("[model]\nlr = 1\n", r"key lr in \[model\].*it belongs in \[optim\]"),
-        ("lr = 1\n", r"\[lr\] is not one of"),
-        ('[optim]\nlr = "1"\n', r"mine.toml: lr in \[optim\] must be NUMBER, not '1'"),
-        ("[optim]\nlr = true\n", r"lr in \[optim\] must be NUMBER, not True"),
-        ("[train]\nsteps = 10.0\n", r"steps in \[train\] must be INTEGER, not 10.0"),
-        ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size in \[train\] must be INTEGER|auto"),
-        ("[model]\ntie_embeddings = 1\n", r"tie_embeddings in \[model\] must be true|false, not 1"),
-        ("[data]\ntokens = 1\n", r"tokens in \[data\] must be TEXT, not 1"),
+        ("lrr = 1\n", "unknown key lrr; perhaps you meant --lr"),
+        ('[optim]\nlr = "1"\n', r"mine.toml: lr must be NUMBER, not '1'"),
+        ("[optim]\nlr = true\n", r"lr must be NUMBER, not True"),
+        ("[train]\nsteps = 10.0\n", r"steps must be INTEGER, not 10.0"),
+        ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size must be INTEGER|auto"),
+        ("[model]\ntie_embeddings = 1\n", r"tie_embeddings must be true|false, not 1"),
+        ("[data]\ntokens = 1\n", r"tokens must be TEXT, not 1"),
         ("[optim\n", "mine.toml"),
     ],
 )
@@ -129,10 +124,10 @@ def test_bad_presets_are_refused(tmp_path, text, said):
 
 
 def test_all_mistakes_of_a_preset_are_told_at_once(tmp_path):
-    (tmp_path / "mine.toml").write_text('[optim]\nlrr = 1\nbeta1 = "x"\n[modl]\n[train]\nsteps = 0.5\n')
+    (tmp_path / "mine.toml").write_text('[optim]\nlrr = 1\nbeta1 = "x"\n[modl]\nx = 1\n[train]\nsteps = 0.5\n')
     with pytest.raises(UserError) as error:
         load(str(tmp_path / "mine.toml"))
-    assert all(word in str(error.value) for word in ("key lrr in [optim]", "beta1 in [optim]", "[modl]", "steps in [train]"))
+    assert all(word in str(error.value) for word in ("key lrr;", "beta1 must", "key x", "steps must"))
 
 
 def test_whole_numbers_serve_as_floats_and_words_beside_numbers(tmp_path):
@@ -241,13 +236,13 @@ ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
 
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8"}, ASCII], ids=["utf-8", "ascii"])
 def test_a_refused_command_tells_all_mistakes_on_any_terminal(environment):
-    refused = run("--lrr=1", "--sed", "2", "--lerning-rate=3", "--steps=many", "--lr", "--wandb=on", "x", **environment)
+    refused = run("--lrr=1", "--sed", "2", "--weight-decy=3", "--steps=many", "--lr", "--wandb=on", "x", **environment)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.splitlines() == [
         "error: --lr needs a value, as in --lr=NUMBER",
         "       unknown flag --lrr; perhaps you meant --lr (--help lists all flags)",
         "       unknown flag --sed; perhaps you meant --seed (--help lists all flags)",
-        "       unknown flag --lerning-rate; perhaps you meant --lr (--help lists all flags)",
+        "       unknown flag --weight-decy; perhaps you meant --weight_decay (--help lists all flags)",
         "       unexpected x: a preset or a run stands before all flags, and a flag is --name=value",
         "       --steps must be INTEGER, not 'many'",
         "       --wandb must be off|offline|online, not 'on'",
@@ -400,11 +395,6 @@ def test_a_working_directory_that_is_gone_is_an_error(tmp_path):
     for script in ("train", "plot"):
         done = shell(tmp_path, f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} {ROOT / script}.py x")
         assert (done.returncode, done.stderr) == (2, "error: the working directory was removed; go to one that is there\n")
-
-
-def test_text_that_the_locale_cannot_read_is_said_to_be_the_locale_s_fault(tmp_path):
-    done = shell(tmp_path, f"LC_ALL=C PYTHONUTF8=0 {sys.executable} {ROOT / 'plot.py'} \u00e9")
-    assert done.returncode == 2 and "the locale has ascii; with PYTHONUTF8=1 it is UTF-8" in done.stderr
 
 
 # A module that swallows what is raised while it is imported, as some do.
