@@ -19,6 +19,7 @@ if __name__ == "__main__":
     errors.begin()
 
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -56,6 +57,7 @@ from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # how much text train:N learns from
+HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # in the names of such files
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
 
 
@@ -111,6 +113,12 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
             found = hub_files(source, record["revision"], directory / "downloads")
             span = " to ".join(dict.fromkeys([found[0].name, found[-1].name]))
             say(f"{source}: {errors.plural(len(found), 'file')}, {sum(file.size for file in found) / 1e6:,.1f} MB: {span}")
+            held_out = [file.name for file in found if HELD_OUT.search(file.name)]
+            if 0 < len(held_out) < len(found):
+                say(
+                    f"warning: {len(held_out)} of these files seem to be for validation or tests, such as {held_out[0]}; to "
+                    "take only the others, give a pattern, as in hf://datasets/OWNER/NAME/data/train-*"
+                )
         else:
             found, others = (embedded_corpus(), 0) if source == EMBEDDED else local_files(source)
             if others:
@@ -247,7 +255,9 @@ def encode_files(
     """Encode the text that is not on disk yet, and write its tokens."""
     start = writer.position
     first, sizes = start[0], [file.size for file in source_files]
-    bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, disable=None)
+    # Without a terminal no bar moves: its text follows the name of each finished shard.
+    style = {} if sys.stderr.isatty() else {"file": io.StringIO(), "bar_format": ", {percentage:.0f} %, {remaining} left"}
+    bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, **style)
     not_utf8: dict[Path, None] = {}
     without_text = 0
 
@@ -266,7 +276,7 @@ def encode_files(
     for position, size, tokens in encode_all(writer.tokenizer, split, units(), config.workers or cores()):
         bar.update(size)
         for record in writer.add(tokens, position):
-            tqdm.write(f"{record['file']}: {record['tokens']:,} tokens")
+            tqdm.write(f"{record['file']}: {record['tokens']:,} tokens{bar if style else ''}")
     bar.close()
     if without_text:
         say(f"{errors.plural(without_text, 'row')} without a text left out")

@@ -20,6 +20,32 @@ from msgspec import Meta
 
 from common.errors import LostConsole, UserError, refuse
 
+# What a flag is called in nanoGPT, build-nanogpt and Hugging Face.
+OTHER_NAMES = {
+    "lr": "learning_rate max_lr",
+    "steps": "max_iters max_steps lr_decay_iters",
+    "warmup_steps": "warmup_iters",
+    "grad_clip": "max_grad_norm",
+    "seq_len": "block_size max_seq_len",
+    "micro_batch_size": "batch_size per_device_train_batch_size",
+    "tokens_per_update": "gradient_accumulation_steps total_batch_size",
+    "eval_every": "eval_interval eval_steps",
+    "eval_tokens": "eval_iters",
+    "log_every": "log_interval logging_steps",
+    "tokens": "dataset",
+    "out_dir": "output_dir",
+    "schedule": "decay_lr lr_scheduler_type",
+    "save_every": "save_steps always_save_checkpoint",
+    "name": "run_name wandb_run_name",
+    "wandb": "wandb_log report_to",
+    "prompt": "start",
+}
+# What nanoGPT has flags for and this project has none for.
+NO_FLAGS = {
+    "eval_only": "python evaluate.py runs/NAME does that",
+    "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
+    "backend": "nccl on GPUs and gloo on CPUs are chosen",
+}
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
 
@@ -184,9 +210,12 @@ def read_value(kind, value, strict: bool):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; perhaps you meant --lr` where `name` is near to a known name, else nothing."""
-    near = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
-    return f"; perhaps you meant --{near[0]}" if near else ""
+    """`; perhaps you meant --lr` where `name` is near to a known name or to one of its OTHER_NAMES, else mostly nothing."""
+    if name in NO_FLAGS:
+        return f"; {NO_FLAGS[name]}"
+    names = {other: ours for ours in known for other in [ours, *OTHER_NAMES.get(ours, "").split()]}
+    near = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
+    return f"; perhaps you meant --{names[near[0]]}" if near else ""
 
 
 def similar_runs(name: str) -> str:

@@ -286,12 +286,13 @@ def test_a_single_file_and_a_revision_can_be_named(server, tmp_path):
         ("", ["test-0", "train-0", "train-1", "more"]),
     ],
 )
-def test_a_pattern_takes_some_of_the_files(server, tmp_path, pattern, files):
+def test_a_pattern_takes_some_of_the_files_and_what_is_for_tests_is_named(server, tmp_path, pattern, files):
     lines = {name: json.dumps({"text": f"{name} {'x' * 200}"}).encode() + b"\n" for name in ("test-0", "train-0", "train-1")}
     split = {f"data/{name}.jsonl": line for name, line in lines.items()}
     server.commit_files("owner/split", split | {"zoo/deep/more.jsonl": lines["train-0"], "README.md": b"documentation"})
     out, _ = prepare(server, tmp_path, f"hf://datasets/owner/split{pattern}", "out")
     assert f": {len(files)} files, 0.0 MB: data/{files[0]}.jsonl to " in out
+    assert ("1 of these files seem to be for validation or tests, such as data/test-0.jsonl" in out) == ("test-0" in files)
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["source"][0]["files"] == len(files)
 
 

@@ -57,7 +57,8 @@ def test_booleans(word, value):
     "args, said",
     [
         (["--warmup_step=1"], "perhaps you meant --warmup_steps"),
-        (["--Seqlen", "1"], "perhaps you meant --seq_len"),
+        (["--max-iter=1"], "perhaps you meant --steps"),
+        (["--blocksize", "1"], "perhaps you meant --seq_len"),
         (["--lr=fast"], "--lr must be NUMBER, not 'fast'"),
         (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
         (["--min_lr=-inf"], "--min_lr must be at least -1,000 and at most 1,000"),
