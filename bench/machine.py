@@ -7,6 +7,7 @@ machine they are from.
 import contextlib
 import gc
 import importlib.metadata
+import itertools
 import json
 import math
 import multiprocessing
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,16 @@ class Options:
     """Dataset; the embedded corpus is prepared if it is not there."""
     out: str = str(RESULTS)
     """Directory of the results."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The flags of a benchmark that holds predictions against measurements, in many settings."""
+
+    only: str = ""
+    """Only the settings whose name contains this. Nothing is written."""
+    out: str = str(RESULTS)
+    """Directory of the result."""
 
 
 def command_line(description: str, options: type, main: Callable, arguments: list[str] | None = None) -> NoReturn:
@@ -283,6 +294,18 @@ def run_until(step: int, preset: str, **flags) -> list[dict]:
             kill(process)
 
 
+def ready(config, steps: int) -> tuple:
+    """A run and its prefetcher, ready for `steps` updates as train.py makes them."""
+    import data
+    import train
+
+    run = train.prepare(config, train.join(config))
+    upcoming = itertools.product(range(steps), run.world.share(run.config.micro_batches))
+    prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
+    train.warm_up(run)
+    return run, prefetcher
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run has left
 
@@ -387,6 +410,23 @@ def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
     record = {"command": [f"bench/{Path(sys.argv[0]).name}", *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
     return path
+
+
+def hold_against(name: str, rows: Iterable[dict], config: Predictions, most: float) -> int:
+    """Show each of `rows` (a setting, what was measured, what was predicted) as it comes, and publish all as NAME.json.
+
+    Returns 1 if a prediction is off by more than the share `most`.
+    """
+    found = []
+    for row in rows:
+        found.append(row | {"error": row["predicted"] / row["measured"] - 1})
+        seen = "{setting:<50} {measured:<10.4g} predicted {predicted:<10.4g} {error:+.1%}"
+        print(seen.format_map(found[-1]), flush=True)
+    worst = max(abs(row["error"]) for row in found)
+    if not config.only:
+        print(write(name, {"largest_error": worst, "settings": found}, Path(config.out)))
+    print(f"largest error of {len(found)} predictions: {worst:.1%}")
+    return int(worst > most)
 
 
 def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
