@@ -462,8 +462,8 @@ def ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """The rows as text in columns. The first column is flush left, the others flush right."""
-    cells = [[str(cell) for cell in row] for row in [head, *rows]]
+    """The rows as text in columns, numbers to four digits. The first column is flush left, the others flush right."""
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
     return "\n".join("  ".join(line) for line in lines)

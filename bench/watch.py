@@ -17,12 +17,12 @@ class Watch(TorchDispatchMode):
     """A context that counts operations by `names`, and the bytes `alive` on devices of a type, with their `peak`.
 
     `waits` has the operations for which the host waits: those on a fake tensor that give a number, which is then 1, and copies.
-    `names`, `peak` and `waits` may be reset at any time.
+    `names`, `peak` and `waits` may be reset at any time. fake: count fake tensors, too. DTensor makes some to learn shapes.
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, fake: bool = False):
         super().__init__()
-        self.device = device
+        self.device, self.fake = device, fake
         self.sizes, self.refs, self.alive, self.peak, self.peak_at = {}, {}, 0, 0, ""
         self.names, self.waits = Counter(), []
 
@@ -50,7 +50,7 @@ class Watch(TorchDispatchMode):
         if name in WAITING or (moved and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))):
             self.waits.append(f"{name} {'to '.join(sorted(devices))}")
         for tensor in tensors:
-            if tensor.device.type == self.device:
+            if tensor.device.type == self.device and (self.fake or not isinstance(tensor, FakeTensor)):
                 self.note(tensor.untyped_storage())
         if self.alive > self.peak:
             self.peak, self.peak_at = self.alive, name
