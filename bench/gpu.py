@@ -150,10 +150,8 @@ def speed_of(bench: Bench, shape: str) -> str:
     shares = f"{flops / bench.peak():.1%} of the fastest matrix product"
     shares += f", {flops / datasheet:.1%} of the datasheet's peak" if datasheet else ""
     others = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
-    more = f"Micro-batches of {run['micro_batch_size']}, {run['data_wait_ms']:.2g} ms of waiting for data"
-    return (
-        f"{rates[best]:,.0f} tokens/s, {best}: {shares}. {more}, first update after {run['first_update_s']:.0f} s. ({others})"
-    )
+    more = f"micro-batches of {run['micro_batch_size']}, first update after {run['first_update_s']:.0f} s"
+    return f"{rates[best]:,.0f} tokens/s, {best}, {more}: {shares}. ({others})"
 
 
 def exact_worlds(bench: Bench) -> str:

@@ -101,10 +101,10 @@ def test_what_was_measured_is_saved_at_once_and_what_failed_is_tried_once(bench)
         tries.append(folder)
         raise RunError("out of memory")
 
-    bench.measure("first", lambda folder: 1, (), 60)
+    bench.measure("first", lambda folder: 1, 60)
     for _ in range(2):
         with pytest.raises(RunError, match="out of memory"):
-            bench.measure("second", failing, (), 60)
+            bench.measure("second", failing, 60)
     assert len(tries) == 1 and saved == [["first"]]
 
 
