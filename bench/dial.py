@@ -68,17 +68,15 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class DialConfig:
+class DialConfig(machine.Options):
     parts: str = "depth,batch,architecture"
     """Which curves."""
-    tokens: str = "tokens/python"
     runs: str = "runs/dial"
     """Where the runs are kept."""
     jobs: int = 2
     """Runs at a time, on a core each."""
     name: str = "dial"
     """Of the results."""
-    out: str = str(machine.RESULTS)
 
 
 def main(config: DialConfig) -> None:

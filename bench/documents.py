@@ -29,27 +29,21 @@ LENGTH = dict(tokens_per_update=8192, seq_len=256, eval_every=0, save_every=0)
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(machine.Out):
     seeds: str = "1,2,3"
     steps: int = 100
     """Updates of each run."""
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 @dataclass(frozen=True)
-class TimeConfig:
+class TimeConfig(machine.Out):
     rounds: int = 2
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 @dataclass(frozen=True)
-class CutsConfig:
+class CutsConfig(machine.Out):
     wikitext: str = ""
     """A file of WikiText, whose articles and paragraphs are counted, too."""
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 def losses(config: LossConfig) -> None:

@@ -21,7 +21,7 @@ COLUMNS = ["strategy", "ranks", "update_ms", "exposed_ms", "sent_mb", "weights_m
 
 
 @dataclass(frozen=True)
-class StrategiesConfig:
+class StrategiesConfig(machine.Out):
     strategies: str = ",".join(STRATEGIES)
     ranks: str = "1,2,4"
     rounds: int = 3
@@ -32,8 +32,6 @@ class StrategiesConfig:
     """Micro-batches of an update, over all ranks."""
     name: str = "grad_sync"
     """Name of the result files."""
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 def strategies(config: StrategiesConfig) -> None:

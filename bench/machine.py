@@ -57,23 +57,27 @@ TINY_RUN |= dict(eval_every=0, eval_tokens=640, save_every=0)
 
 
 @dataclass(frozen=True)
-class Options:
-    """The flags of most benchmarks."""
+class Out:
+    """The flag of all benchmarks."""
 
-    tokens: str = "tokens/python"
-    """Dataset; the embedded corpus is prepared if it is not there."""
     out: str = str(RESULTS)
     """Directory of the results."""
 
 
 @dataclass(frozen=True)
-class Predictions:
+class Options(Out):
+    """The flags of most benchmarks."""
+
+    tokens: str = "tokens/python"
+    """Dataset; the embedded corpus is prepared if it is not there."""
+
+
+@dataclass(frozen=True)
+class Predictions(Out):
     """The flags of a benchmark that holds predictions against measurements, in many settings."""
 
     only: str = ""
     """Only the settings whose name contains this. Nothing is written."""
-    out: str = str(RESULTS)
-    """Directory of the result."""
 
 
 def command_line(description: str, options: type, main: Callable, arguments: list[str] | None = None) -> NoReturn:
@@ -120,22 +124,15 @@ def environment(**more: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in of_a_rank} | more
 
 
-def start(ranks: int = 1, stderr=subprocess.DEVNULL, **flags) -> subprocess.Popen:
+def start(ranks: int = 1, **flags) -> subprocess.Popen:
     """Start train.py in the background. What it prints is in its train.log."""
-    streams = dict(stdout=subprocess.DEVNULL, stderr=stderr)
-    one_thread = environment(OMP_NUM_THREADS="1")
-    return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=one_thread, text=True, **streams)
+    env, quiet = environment(OMP_NUM_THREADS="1"), subprocess.DEVNULL
+    return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=env, stdout=quiet, stderr=quiet)
 
 
 def run(ranks: int = 1, **flags) -> None:
-    """Run train.py to its end. Raises RunError with its error output if it fails."""
-    process = start(ranks, stderr=subprocess.PIPE, **flags)
-    try:
-        _, errors = process.communicate()
-    finally:
-        kill(process)
-    if process.returncode:
-        raise RunError(f"exit status {process.returncode} of {' '.join(process.args)}\n{errors}")
+    """Run train.py to its end. Raises RunError with its last output if it fails."""
+    timed(command(ranks, **flags)[1:], ROOT, OMP_NUM_THREADS="1")
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -261,14 +258,18 @@ def all_cores() -> dict[str, str]:
     return {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
 
 
-def timed(command: list, cwd: Path) -> float:
+def timed(command: list, cwd: Path, **variables: str) -> float:
     """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=all_cores(), capture_output=True, text=True)
-    seconds = time.perf_counter() - began
-    if done.returncode:
-        raise RunError(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    return seconds
+    began, arguments = time.perf_counter(), [sys.executable, *map(str, command)]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(arguments, cwd=cwd, env=all_cores() | variables, **streams)
+    try:
+        output, _ = process.communicate()
+    finally:
+        kill(process)
+    if process.returncode:
+        raise RunError(f"{shlex.join(arguments[1:])} ended with {process.returncode}:\n{output[-2000:]}")
+    return time.perf_counter() - began
 
 
 def run_until(step: int, preset: str, **flags) -> list[dict]:
@@ -379,27 +380,17 @@ def acted_as() -> Processor:
 
 def describe() -> dict:
     """This machine, its load, and the versions of what runs on it."""
-    gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
-    return {
-        "machine": {
-            "cpu": cpu_name(),
-            "instructions": acted_as(),
-            "cores": cores(),
-            "memory_gib": round(memory_bytes() / 2**30, 1),
-            "gpus": gpus,
-        },
-        "versions": {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}", **versions},
-        "commit": output_of(["git", "describe", "--always", "--dirty"]),
-        "load": [round(load, 2) for load in os.getloadavg()],
-    }
+    gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    host = {"cpu": cpu_name(), "instructions": acted_as(), "cores": cores(), "memory_gib": round(memory_bytes() / 2**30, 1)}
+    versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    versions |= {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
+    commit, load = output_of("git", "describe", "--always", "--dirty"), [round(load, 2) for load in os.getloadavg()]
+    return {"machine": host | {"gpus": gpus}, "versions": versions, "commit": commit, "load": load}
 
 
-def output_of(command: list[str]) -> str:
+def output_of(*command: str) -> str:
     """What a command prints, or nothing if it is not installed."""
-    if not shutil.which(command[0]):
-        return ""
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
 
 
 def write(name: str, result: dict, directory: Path = RESULTS) -> Path:

@@ -81,11 +81,9 @@ def two_updates(config: settings.Config) -> dict:
 
 
 @dataclass(frozen=True)
-class RanksConfig:
+class RanksConfig(machine.Out):
     ranks: int = 4
     n_layer: int = 8
-    out: str = str(machine.RESULTS)
-    """Directory of the result."""
 
 
 def of_ranks(config: RanksConfig) -> int:
@@ -121,10 +119,8 @@ def resident_after(config: settings.Config) -> int:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(machine.Out):
     preset: str = "config/llama_1.3b.toml"
-    out: str = str(machine.RESULTS)
-    """Directory of the result."""
 
 
 def llama(config: LlamaConfig) -> int:
