@@ -35,7 +35,6 @@ class Curve:
 
     optimizer: str
     depth: int
-    width: int = 0  # 0: by the depth
     tokens: int = 1 << 19
     batch: int = 2048
     seeds: tuple[int, ...] = (1,)
@@ -43,7 +42,7 @@ class Curve:
 
     def flags(self) -> dict:
         """The flags of train.py, without the rate."""
-        width = self.width or PER_DEPTH * self.depth
+        width = PER_DEPTH * self.depth
         length = dict(tokens_per_update=self.batch, steps=self.tokens // self.batch)
         length["warmup_steps"] = length["steps"] * 3 // 10
         shape = dict(architecture=self.architecture, n_layer=self.depth, n_embd=width, n_head=max(1, width // HEAD))
@@ -69,17 +68,15 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class DialConfig:
+class DialConfig(machine.Options):
     parts: str = "depth,batch,architecture"
     """Which curves."""
-    tokens: str = "tokens/python"
     runs: str = "runs/dial"
     """Where the runs are kept."""
     jobs: int = 2
     """Runs at a time, on a core each."""
     name: str = "dial"
     """Of the results."""
-    out: str = str(machine.RESULTS)
 
 
 def main(config: DialConfig) -> None:
@@ -92,9 +89,7 @@ def main(config: DialConfig) -> None:
     rows = [{"part": part, **dataclasses.asdict(c), **found} for (c, part), found in zip(wanted.items(), swept, strict=True)]
     result = {"flags": BASE, "curves": rows, "factors": {o: factors([r for r in rows if r["optimizer"] == o]) for o in BOTH}}
     keys = ["part", "optimizer", "depth", "width", "tokens", "batch", "best_rate", "dial", "nanochat", "best_loss", "dial_loss"]
-    print(
-        machine.table(keys, [[f"{row[key]:.4g}" if isinstance(row[key], float) else row[key] for key in keys] for row in rows])
-    )
+    print(machine.table(keys, [[row[key] for key in keys] for row in rows]))
     print(json.dumps(result["factors"], indent=1))
     print(machine.write(config.name, result, Path(config.out)))
     draw([row for row in rows if row["part"] in ("depth", "text")], Path(config.out) / f"{config.name}.png")
@@ -104,12 +99,15 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
     """Losses by rate, from three rates on until the best is inside; the best rate, and the losses there and at the dial's."""
     rates = curve.rates(vocab_size)
     middle = 1e-3 * 2 ** round(math.log2(rates["dial"] / 1e-3))
-    losses = {rate: train(config, curve, rate) for rate in (middle, middle / 2, middle * 2)}
+    losses = {}
+
+    def try_out(*rates: float) -> None:
+        losses.update((rate, [train(config, curve, rate, seed) for seed in curve.seeds]) for rate in rates)
+
+    try_out(middle, middle / 2, middle * 2)
     while (best := min(losses, key=lambda rate: sum(losses[rate]))) in (min(losses), max(losses)) and len(losses) < 9:
-        rate = best / 2 if best == min(losses) else best * 2
-        losses[rate] = train(config, curve, rate)
-    for rate in (best / 2**0.5, best * 2**0.5):
-        losses[rate] = train(config, curve, rate)
+        try_out(best / 2 if best == min(losses) else best * 2)
+    try_out(best / 2**0.5, best * 2**0.5)
     means = {rate: float(np.mean(losses[rate])) for rate in sorted(losses)}
     near = [rate for rate in means if best / 2 <= rate <= best * 2 or means[rate] < means[best] + 0.05]
     parabola = np.polynomial.Polynomial.fit(np.log2(near), [means[rate] for rate in near], 2)
@@ -118,18 +116,12 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
     inside = math.log2(near[0]) <= at_dial <= math.log2(near[-1])
     dial_loss = parabola(at_dial) if inside else np.interp(at_dial, np.log2(list(means)), list(means.values()))
     found = {"width": curve.flags()["n_embd"], "best_rate": 2**place, "best_loss": float(parabola(place)), **rates}
-    shown = {rate: round(mean, 4) for rate, mean in means.items()}
-    print(curve, shown, f"best {2**place:.3g}, dial {rates['dial']:.3g}", flush=True)
+    print(curve, f"best {2**place:.3g}, dial {rates['dial']:.3g}", flush=True)
     return found | {"dial_loss": float(dial_loss), "losses": {f"{rate:g}": losses[rate] for rate in means}}
 
 
-def train(config: DialConfig, curve: Curve, rate: float) -> list[float]:
-    """The validation loss of a run with each seed; infinity if it diverged."""
-    return [train_once(config, curve, rate, seed) for seed in curve.seeds]
-
-
-def train_once(config: DialConfig, curve: Curve, rate: float, seed: int) -> float:
-    """The validation loss of a run."""
+def train(config: DialConfig, curve: Curve, rate: float, seed: int) -> float:
+    """The validation loss of a run; infinity if it diverged."""
     flags = curve.flags()
     name = f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}-s{seed}-lr{rate:g}"
     name += "" if curve.architecture == "qwen3" else f"-{curve.architecture}"

@@ -6,9 +6,13 @@ python bench/documents.py cuts    # the documents that windows cut, as they are 
 """
 
 import ast
+import contextlib
+import functools
+import itertools
 import json
 import shutil
 import statistics
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,39 +24,26 @@ import machine  # puts the project's folder on the path
 from dataset import tokens as dataset_tokens
 from dataset.sources import embedded_corpus
 
-MODEL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=192, optimizer="muon", lr=7e-3)
-MODEL |= dict(compile="off", save_every=0, eval_every=0)
-ATTENDS = ("window", "document")
+MODEL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=192, optimizer="muon", lr=7e-3, compile="off")
+LENGTH = dict(tokens_per_update=8192, seq_len=256, eval_every=0, save_every=0)
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(machine.Out):
     seeds: str = "1,2,3"
     steps: int = 100
     """Updates of each run."""
-    tokens_per_update: int = 8192
-    seq_len: int = 256
-    threads: int = 0
-    """CPU threads of a run (0: all cores)."""
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 @dataclass(frozen=True)
-class TimeConfig:
-    seq_lens: str = "256,1024,4096"
+class TimeConfig(machine.Out):
     rounds: int = 2
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 @dataclass(frozen=True)
-class CutsConfig:
+class CutsConfig(machine.Out):
     wikitext: str = ""
     """A file of WikiText, whose articles and paragraphs are counted, too."""
-    seq_lens: str = "256,1024"
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 def losses(config: LossConfig) -> None:
@@ -62,81 +53,75 @@ def losses(config: LossConfig) -> None:
     loss is with the attention that its run was trained with. The functions are also packed: best-fit, so that no document of
     at most seq_len tokens is cut; their validation split is not, so that all losses are of the same windows.
     """
-    seeds, result = config.seeds.split(","), {}
     with machine.workspace() as folder:
-        prepare(folder / "functions", write_functions(folder / "functions.jsonl"))
+        prepare(folder / "functions", functions(folder))
         prepare(folder / "files")
-        filled = pack_dataset(folder / "functions", folder / "packed", config.seq_len)
-        contenders = {f"{text}, {attend}": (folder / text, attend) for text in ("functions", "files") for attend in ATTENDS}
-        contenders["packed functions, document"] = (folder / "packed", "document")
-        flags = {name: getattr(config, name) for name in ("steps", "tokens_per_update", "seq_len", "threads")}
-        found = {name: [] for name in contenders}
-        for seed in seeds:
-            for name, (tokens, attend) in contenders.items():
-                found[name].append(train(folder, "run", tokens=tokens, attend=attend, seed=seed, **flags)[-1]["val_loss"])
+        filled = pack_dataset(folder / "functions", folder / "packed", LENGTH["seq_len"])
+
+        def val_loss(text: str, attend: str, seed: str) -> float:
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            flags = MODEL | LENGTH | dict(steps=config.steps, attend=attend, seed=seed, tokens=folder / text)
+            machine.timed(machine.arguments("train.py", **flags, out_dir=folder, name="run"), machine.ROOT)
+            return machine.metrics(folder / "run")[-1]["val_loss"]
+
+        pairs = [(text, attend) for text in ("functions", "files") for attend in ("window", "document")]
+        found = {", ".join(pair): [] for pair in [*pairs, ("packed", "document")]}
+        for seed in config.seeds.split(","):
+            for name in found:
+                found[name].append(val_loss(*name.split(", "), seed))
                 print(f"seed {seed}  {name:<28} {found[name][-1]:.4f}", flush=True)
-    for name, other in [("functions, document", "functions, window"), ("files, document", "files, window")]:
-        result[f"{name} - {other}"] = differences(found[name], found[other])
-    result["packed - functions, document"] = differences(found["packed functions, document"], found["functions, document"])
-    result = {"flags": MODEL | flags, "validation loss": found, "differences": result, "share of padding, packed": 1 - filled}
-    print(json.dumps(result["differences"], indent=1))
-    print(machine.write("documents_loss", result, Path(config.out)))
+    result = {}
+    for one, other in [
+        ("functions, document", "functions, window"),
+        ("files, document", "files, window"),
+        ("packed, document", "functions, document"),
+    ]:
+        each = np.subtract(found[one], found[other])
+        error = each.std(ddof=1) / len(each) ** 0.5 if len(each) > 1 else None
+        result[f"{one} - {other}"] = {"mean": each.mean(), "standard error": error, "all": [*each]}
+    print(json.dumps(result, indent=1))
+    result = {"validation loss": found, "differences": result, "share of padding, packed": 1 - filled}
+    print(machine.write("documents_loss", {"flags": MODEL | LENGTH} | result, Path(config.out)))
 
 
 def times(config: TimeConfig) -> None:
     """Measure the time of an update with --attend=window and --attend=document for several context lengths, in turns."""
     costs = {}
     with machine.workspace() as folder:
-        prepare(folder / "functions", write_functions(folder / "functions.jsonl"))
-        for seq_len in map(int, config.seq_lens.split(",")):
-            flags = dict(tokens=folder / "functions", seq_len=seq_len, steps=12, tokens_per_update=8192, log_every=1)
-            flags |= dict(eval_tokens=seq_len, micro_batch_size=max(1, 4096 // seq_len))
+        prepare(folder / "functions", functions(folder))
+        for seq_len in (256, 1024, 4096):
+            flags = MODEL | LENGTH | dict(seq_len=seq_len, micro_batch_size=4096 // seq_len, tokens=folder / "functions")
 
             def update(attend: str, flags=flags) -> float:
-                found = train(folder, "timed", attend=attend, **flags)
-                return statistics.median(r["step_ms"] for r in found if "step_ms" in r)
+                return statistics.median(record["step_ms"] for record in machine.run_until(12, "", attend=attend, **flags)[1:])
 
-            measured = machine.in_turns(config.rounds, {f"{seq_len}, {a}, ms": lambda a=a: update(a) for a in ATTENDS})
-            window, document = measured.values()
+            contenders = {attend: functools.partial(update, attend) for attend in ("window", "document")}
+            measured = machine.in_turns(config.rounds, contenders)
             costs[seq_len] = {name: machine.spread(values) for name, values in measured.items()}
-            costs[seq_len]["document / window"] = machine.ratio(document, window)
+            costs[seq_len]["document / window"] = times = machine.ratio(measured["document"], measured["window"])
+            print(f"context {seq_len}: an update takes {times:.2f} times as long within documents", flush=True)
     print(machine.write("documents_time", {"flags": MODEL, "milliseconds of an update": costs}, Path(config.out)))
-    for seq_len, row in costs.items():
-        print(f"context {seq_len}: an update takes {row['document / window']:.2f} times as long within documents")
 
 
 def cuts(config: CutsConfig) -> None:
     """Count the documents that windows cut, as they are and by best-fit packing (Ding et al. 2024), which pads instead."""
     rows = {}
     with machine.workspace() as folder:
-        sources = {"functions of Python": write_functions(folder / "functions.jsonl"), "files of Python": ""}
+        sources = {"functions of Python": functions(folder), "files of Python": ""}
         if config.wikitext:
             text = Path(config.wikitext).read_text().split("\n")
-            starts = [i for i, line in enumerate(text) if line[:3] == " = " != line[2:5]] + [len(text)]
-            articles = ["\n".join(text[a:b]) for a, b in zip([0, *starts[:-1]], starts, strict=True)]
-            for name, parts in {"articles": articles, "paragraphs": [line for line in text if len(line) > 1]}.items():
-                path = folder / f"{name}.jsonl"
-                path.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts if part.strip()))
-                sources[f"{name} of WikiText"] = str(path)
+            starts = [0, *(i for i, line in enumerate(text) if line[:3] == " = " != line[2:5]), len(text)]
+            articles = ("\n".join(text[first:end]) for first, end in itertools.pairwise(starts))
+            sources["articles of WikiText"] = write_documents(folder / "articles.jsonl", articles)
+            sources["paragraphs of WikiText"] = write_documents(folder / "paragraphs.jsonl", text)
         for name, source in sources.items():
             prepare(folder / name, source)
             lengths = document_lengths(read_train(folder / name)[0])
-            for seq_len in map(int, config.seq_lens.split(",")):
-                rows[f"{name}, {seq_len}"] = {"documents": len(lengths), "mean length": lengths.mean()} | count(
-                    lengths, seq_len
-                )
+            for seq_len in (256, 1024):
+                row = {"documents": len(lengths), "mean length": lengths.mean()} | count(lengths, seq_len)
+                rows[f"{name}, {seq_len}"] = row
     print(json.dumps(rows, indent=1))
     print(machine.write("documents_cuts", {"texts": rows}, Path(config.out)))
-
-
-def differences(a: list[float], b: list[float]) -> dict:
-    """The differences of runs of the same seeds, with their mean and its standard error."""
-    each = np.subtract(a, b)
-    return {
-        "mean": each.mean(),
-        "standard error": each.std(ddof=1) / len(each) ** 0.5 if len(each) > 1 else None,
-        "all": [*each],
-    }
 
 
 def document_lengths(tokens: np.ndarray, eot: int = 0) -> np.ndarray:
@@ -202,36 +187,31 @@ def pack_dataset(source: Path, out: Path, seq_len: int) -> float:
     return len(tokens) / packed.size
 
 
-def write_functions(path: Path) -> str:
+def functions(folder: Path) -> str:
     """Write each function and class of the standard library as a document of a JSON-lines file. Returns its path."""
-    with path.open("w") as file:
+
+    def parts() -> Iterator[str]:
         for source in embedded_corpus():
             text = Path(source.path).read_text(encoding="utf-8", errors="replace")
-            try:
-                nodes = ast.parse(text).body
-            except SyntaxError:
-                continue
             lines = text.splitlines(keepends=True)
-            for node in nodes:
-                if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    parts = [n for n in node.body if isinstance(n, ast.FunctionDef)] or [node]
-                    for part in parts:
-                        file.write(json.dumps({"text": "".join(lines[part.lineno - 1 : part.end_lineno])}) + "\n")
+            with contextlib.suppress(SyntaxError):
+                for node in ast.parse(text).body:
+                    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                        for part in [inner for inner in node.body if isinstance(inner, ast.FunctionDef)] or [node]:
+                            yield "".join(lines[part.lineno - 1 : part.end_lineno])
+
+    return write_documents(folder / "functions.jsonl", parts())
+
+
+def write_documents(path: Path, texts: Iterable[str]) -> str:
+    """Write a JSON-lines file of the texts that are more than white space. Returns its path."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()))
     return str(path)
 
 
 def prepare(out: Path, source: str = "") -> None:
     """Make a dataset of `source`, or of the embedded corpus."""
-    machine.timed(
-        [machine.ROOT / "prepare_data.py", *filter(None, [source]), f"--out={out}", "--tokenizer=train:4096"], machine.ROOT
-    )
-
-
-def train(folder: Path, name: str, **flags) -> list[dict]:
-    """Train from the beginning. Returns the run's records."""
-    shutil.rmtree(folder / name, ignore_errors=True)
-    machine.timed(machine.arguments(machine.ROOT / "train.py", **MODEL, **flags, out_dir=folder, name=name), machine.ROOT)
-    return machine.metrics(folder / name)
+    machine.timed(["prepare_data.py", *filter(None, [source]), f"--out={out}", "--tokenizer=train:4096"], machine.ROOT)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,18 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-import weakref
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.append(str(Path(__file__).parent.parent))
+import machine  # puts the project's folder on the path
 
-import machine
+# isort: split
 import settings
-from common import cli, errors
+from hardware import footprint
 
 MEMORY = 80e9  # of the GPU for which the micro-batch is chosen
 VOCAB = {"laptop": 4096, "shakespeare_char": 257}  # the others: GPT-2's
@@ -55,8 +53,6 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 """
-WAIT = "aten::_local_scalar_dense cuda"
-WAITING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}  # their results' sizes are numbers
 # Strategy, copies of the weights, ranks. AdamW takes all; Muon, whose share of the memory is small, some.
 WORLDS = [("ddp", 1, 1), ("ddp", 1, 8), ("ddp", 1, 512), ("zero1", 1, 8), ("fsdp", 1, 8), ("fsdp", 1, 64), ("fsdp", 1, 512)]
 WORLDS += [("fsdp", 2, 8), ("fsdp", 8, 64), ("fsdp", 64, 512)]
@@ -64,28 +60,16 @@ MUON = [("ddp", 1, 1), ("ddp", 1, 8), ("zero1", 1, 8), ("fsdp", 1, 8), ("fsdp", 
 
 
 @dataclass(frozen=True)
-class FakeConfig:
-    only: str = ""
-    """Only the rows whose name contains this."""
+class FakeConfig(machine.Predictions):
     processes: int = 4
-    out: str = str(machine.RESULTS)
-    """Directory of the result."""
 
 
 def main(config: FakeConfig) -> int:
-    """Run all settings; print, write. Returns 1 if a prediction is more than 10 % off."""
-    rows = [case for case in cases() if config.only in case[0]]
+    """Run all settings. Returns 1 if a prediction is more than 10 % off."""
+    chosen = [case for case in cases() if config.only in case[0]]
     with ProcessPoolExecutor(config.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = []
-        for row in pool.map(measure, *zip(*rows, strict=True)):
-            del row["operations"]  # of all the same, and many
-            results.append(row)
-            print(line(row), flush=True)
-    worst = max(abs(row["difference"]) for row in results)
-    if not config.only:
-        print(machine.write("fake_gpu", {"largest_difference": worst, "settings": results}, Path(config.out)))
-    print(f"largest difference of {len(results)}: {worst:.1%}")
-    return int(worst > 0.1)
+        rows = pool.map(measure, *zip(*chosen, strict=True))
+        return machine.hold_against("fake_gpu", rows, config, most=0.1)
 
 
 def cases():
@@ -102,8 +86,6 @@ def cases():
 
 def resolved(preset: str, ranks: int, **flags):
     """The `Config` of a preset as a GPU would have it, with two micro-batches for each rank."""
-    from hardware import footprint
-
     changes = dict(device="cuda", dtype="bfloat16", compile="off", muon_dtype="bfloat16", threads=1) | flags
     config = settings.replace(settings.read_preset(machine.ROOT / "config" / f"{preset}.toml"), **changes)
     model = settings.resolve_model(config.model, VOCAB.get(preset, 50257))
@@ -115,31 +97,15 @@ def resolved(preset: str, ranks: int, **flags):
     return settings.replace(config, tokens_per_update=2 * ranks * config.train.micro_batch_size * model.seq_len)
 
 
-def measure(name: str, preset: str, ranks: int, flags: dict) -> dict:
-    """Two updates of rank 0 beside the prediction."""
-    from hardware import footprint
-
+def measure(setting: str, preset: str, ranks: int, flags: dict) -> dict:
+    """The bytes of rank 0 at the peak of two updates, those predicted, and what the host waited for in the second."""
     if "torch" not in sys.modules:
         answer_for_cuda()
-    began = time.perf_counter()
     config = resolved(preset, ranks, **flags)
-    seen = updates(config, ranks)
-    parts = footprint.of_rank(config, ranks, "cuda")
-    predicted = sum(parts.values())
-    moments = {moment: sum(sizes.values()) for moment, sizes in footprint.moments(config, ranks, "cuda").items()}
-    row = {"setting": name, "ranks": ranks, "flags": flags, "micro_batch_size": config.train.micro_batch_size}
-    row |= {"fake": seen.peak, "predicted": predicted, "difference": predicted / seen.peak - 1}
-    row |= {"at": seen.peak_at, "waits": seen.waits, "operations": sorted(seen.names), "moments": moments, "parts": parts}
-    return row | {"seconds": round(time.perf_counter() - began, 1)}
-
-
-def line(row: dict) -> str:
-    """A row of the table."""
-    gb = {key: row[key] / 1e9 for key in ("fake", "predicted")}
-    return (
-        f"{row['setting']:<42} {row['micro_batch_size']:>4} sequences  fake {gb['fake']:8.3f} GB  "
-        f"footprint {gb['predicted']:8.3f}  {row['difference']:+7.1%}  waits {row['waits'].count(WAIT)}"
-    )
+    seen, parts = updates(config, ranks), footprint.of_rank(config, ranks, "cuda")
+    row = {"setting": setting, "ranks": ranks, "flags": flags, "micro_batch_size": config.train.micro_batch_size}
+    row |= {"measured": seen.peak, "predicted": sum(parts.values()), "parts": parts}
+    return row | {"at": seen.peak_at, "waits": seen.waits, "operations": sorted(seen.names)}
 
 
 def answer_for_cuda() -> None:
@@ -154,17 +120,18 @@ def answer_for_cuda() -> None:
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
-def updates(config, ranks: int, count: int = 2):
-    """Build the model on rank 0 of `ranks` and update it. Returns the `Watch` of the last update, which saw all."""
+def updates(config, ranks: int):
+    """Build the model on rank 0 of `ranks` and update it twice. Returns a `Watch` of both, with the second's waits."""
     import torch
 
     import train
     from checkpoints.checkpoint import TrainState
     from checkpoints.lookup import Start
     from parallel.world import World
+    from watch import Watch
 
     shape = (config.train.micro_batch_size, config.model.seq_len)
-    watch = watching()
+    watch = Watch("cuda", fake=True)
     with fake_gpu(ranks), watch, mock.patch("data.make_batches"):
         world = World(0, ranks, 0, min(ranks, 8), torch.device("cuda", 0))
         run = train.build(config, world, mock.Mock(document_token=lambda attend: None), Start(TrainState()))
@@ -174,8 +141,8 @@ def updates(config, ranks: int, count: int = 2):
             # It would lay its buckets out anew, in an order that rank 0 sends; a fake rank sends none. Its logger reads clocks.
             run.engine.model.reducer = mock.Mock(wraps=run.engine.model.reducer, _rebuild_buckets=lambda: False)
             run.engine.model.logger = mock.Mock()
-        for _ in range(count):
-            watch.begin()
+        for _ in range(2):
+            watch.waits = []
             train.update(run, SimpleNamespace(next=tokens))
     return watch
 
@@ -264,72 +231,5 @@ def move_buffers(module, device):
     return module
 
 
-def watching():
-    """A mode that sees every operation: names, what waits for the GPU, and the bytes alive there."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    class Watch(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.sizes, self.refs, self.alive, self.peak, self.peak_at = {}, {}, 0, 0, ""
-            self.names, self.waits = set(), []
-
-        def begin(self):
-            """Forget what the last update did, but for the bytes at the peak."""
-            self.waits = []
-
-        def __enter__(self):
-            self.resize = torch.UntypedStorage.resize_
-            torch.UntypedStorage.resize_ = lambda storage, size: (self.resize(storage, size), self.note(storage))[0]
-            return super().__enter__()
-
-        def __exit__(self, *exception):
-            torch.UntypedStorage.resize_ = self.resize
-            return super().__exit__(*exception)
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if any(issubclass(kind, DTensor) for kind in types):
-                return NotImplemented  # it calls again with the tensor that it has on this rank
-            kwargs, name = kwargs or {}, function.name()
-            self.names.add(name)
-            devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-            if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
-                self.waits.append(f"{name} {'cuda' if 'cuda' in devices else 'cpu'}")
-                return 1.0
-            out = function(*args, **kwargs)
-            tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            moved = len(devices | {x.device.type for x in tensors}) > 1 and "copy" in name
-            if name in WAITING or (moved and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))):
-                self.waits.append(f"{name} {'to '.join(sorted(devices))}")
-            for tensor in tensors:
-                if tensor.device.type == "cuda":
-                    self.note(tensor.untyped_storage())
-            if self.alive > self.peak:
-                self.peak, self.peak_at = self.alive, name
-            return out
-
-        def note(self, storage):
-            """Count the storage as large as it is now."""
-            key = storage._cdata
-            if key not in self.refs:
-                self.refs[key] = weakref.ref(storage, functools.partial(self.drop, key))
-                self.sizes[key] = 0
-            self.alive += storage.nbytes() - self.sizes[key]
-            self.sizes[key] = storage.nbytes()
-
-        def drop(self, key, ref):
-            """Count the storage no more."""
-            if self.refs.get(key) is ref:
-                self.alive -= self.sizes.pop(key)
-                del self.refs[key]
-
-    return Watch()
-
-
 if __name__ == "__main__":
-    with errors.user_errors():
-        raise SystemExit(main(cli.parse(FakeConfig, sys.argv[1:], __doc__)))
+    machine.command_line(__doc__, FakeConfig, main)

@@ -2,15 +2,15 @@
 
 python bench/gpu.py --minutes=9 --ask='exact|nanoGPT' --nanogpt=PATH
 
-A question takes about a minute. When the minutes are over, the same command goes on: what gpu.json has for the same GPUs and
-torch is not measured again, unless a file that it depends on has changed since. Needs no network; tyro and wandb may be
-missing. --tiny=true goes through every question on a CPU with models of thirty thousand parameters and writes nothing to
-bench/results: it tries out this script and measures nothing.
+A question takes about a minute. When the minutes are over, the same command goes on: what gpu.json has for the same GPUs, torch
+and trainer is not measured again. Needs no network; tyro and wandb may be missing. --tiny=true rehearses all questions on a CPU
+with models of thirty thousand parameters. It measures nothing and writes nothing to bench/results.
 
 Exit status: 0 all is answered and as it should be, 1 something is not, 2 no GPU, 75 questions are left.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib.util
 import json
@@ -33,18 +33,17 @@ from common.errors import EX_TEMPFAIL, RunError, UserError
 from common.files import publish_text
 from hardware import footprint
 
-SHAPES = ("gpt2_124m", "llama_1.3b")
 TOKENS_PER_UPDATE = 131072  # the presets' own would only repeat the same micro-batches
-UPDATES, SECONDS = 14, 20.0  # of a run that is timed: so many updates, or those of so many seconds
-LIMIT, LIMIT_OF_A_BILLION = 90.0, 90.0  # seconds of a run, and those that a billion parameters add
+UPDATES = 14  # of a run that is timed
+LIMITS = {"gpt2_124m": 100.0, "llama_1.3b": 210.0, "laptop": 90.0}  # seconds of a run; a large model takes longer to compile
+LIMIT = 90.0  # seconds of a single operation
 LEAST_MINUTES = 4
 SMALL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=256, tokens_per_update=16384, lr=1e-3)
-SMALL |= dict(threads=1, optimizer="adamw")
+SMALL |= dict(threads=1, optimizer="adamw", micro_batch_size=2)
 # What --tiny makes of every model.
 TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, d_ff=64, tokens_per_update=256, compile="off", threads=1)
 # What the speed of a model is tried with, beside the preset's own settings.
 WAYS = ({}, {"deterministic": False}, {"activation_checkpointing": True})
-TRAINER = ("train.py", "model.py", "kernels.py", "optim.py", "data.py", "hardware/device.py", "parallel", "config")
 
 
 class OutOfTime(Exception):
@@ -56,13 +55,6 @@ class Impossible(Exception):
 
 
 @dataclass
-class Answer:
-    verdict: str
-    figures: dict = field(default_factory=dict)
-    passed: bool = True  # False: a promise is broken, or the question could not be answered
-
-
-@dataclass
 class Bench:
     """What the questions measure with. What was measured before is taken from the record."""
 
@@ -71,268 +63,202 @@ class Bench:
     device: str
     tiny: bool
     deadline: float
-    ranks: int  # as many as there are GPUs
     nanogpt: str
     save: Callable[[], None]  # publishes the record
     failures: dict[str, RunError] = field(default_factory=dict)  # not tried again before the next start
 
-    def measure(self, name: str, run: Callable[[Path], object], files: tuple[str, ...], limit: float):
+    def measure(self, name: str, run: Callable[[Path], object], limit: float):
         """The measurement `name`, made by `run` in an empty folder within `limit` seconds unless the record has it.
 
-        files: on which it depends. Raises OutOfTime if too few minutes are left, RunError if it fails.
+        Raises OutOfTime if too few minutes are left, RunError if it fails.
         """
         if name in self.failures:
             raise self.failures[name]
-        known, code = self.record["measurements"].get(name), code_digest(files)
-        if known is None or known["code"] != code:
+        known = self.record["measurements"].get(name)
+        if known is None or known["code"] != code_digest():
             if time.monotonic() + limit > self.deadline:
                 raise OutOfTime
             folder = self.folder / str(len(list(self.folder.iterdir())))
             folder.mkdir()
             try:
-                known = self.record["measurements"][name] = {"code": code, "value": run(folder)}
+                known = self.record["measurements"][name] = {"code": code_digest(), "value": run(folder)}
             except RunError as error:
                 self.failures[name] = error
                 raise
             self.save()
         return known["value"]
 
-    def operation(self, name: str, function: Callable, *arguments):
+    def operation(self, name: str, function: Callable, *arguments, limit: float = LIMIT):
         """The measurement `name`: a function in a fork."""
-        run = lambda folder: machine.in_forks(function, *arguments, folder=folder, limit=LIMIT)[0]  # noqa: E731
-        return self.measure(name, run, ("kernels.py",), LIMIT)
+        return self.measure(name, lambda at: machine.in_forks(function, *arguments, folder=at, limit=limit)[0], limit)
 
     def config(self, preset: str, **changes) -> settings.Config:
         """A preset on this device and the made tokens."""
         flags = {"tokens": str(self.folder.parent / "tokens"), "device": self.device, "log_every": 1, "resume": "auto"}
         flags |= {"tokens_per_update": TOKENS_PER_UPDATE, "schedule": "constant", "warmup_steps": 0}
-        preset = settings.read_preset(machine.ROOT / f"config/{preset}.toml")
-        return settings.replace(preset, **(flags | (TINY if self.tiny else {}) | changes))
+        flags |= (SMALL if preset == "laptop" else {}) | (TINY if self.tiny else {}) | changes
+        return settings.replace(settings.read_preset(machine.ROOT / f"config/{preset}.toml"), **flags)
 
     def model(self, shape: str) -> settings.ModelConfig:
         """The resolved shape of a preset."""
         return settings.resolve_model(self.config(shape).model, 512 if self.tiny else 50257)
 
+    def peak(self) -> float:
+        """FLOP/s of the fastest matrix product."""
+        return self.operation("matrix product", gpu_probe.matmul_peak, self.device)
+
     def limit(self, shape: str) -> float:
-        """Seconds after which a run is given up: a large model takes longer to make and to compile, and a CPU to compile."""
-        billions = sum(footprint.parameters(self.model(shape)).values()) / 1e9
-        return (3 if self.tiny else 1) * (LIMIT + LIMIT_OF_A_BILLION * billions)
+        """Seconds after which a run is given up: a CPU takes longer."""
+        return (3 if self.tiny else 1) * LIMITS[shape]
 
-    def train(self, shape: str, ranks: int = 1, updates: int = 0, turn: int = 0, apart: bool = False, **changes) -> dict:
-        """Updates of a preset, timed. See `gpu_probe.training`. turn: measures the same again. apart: no joined products."""
-        config, limit = self.config(shape, **changes), self.limit(shape)
-        updates = updates or (6 if self.tiny else UPDATES)
-        words = [shape, f"W={ranks}", *(f"{key}={value}" for key, value in changes.items()), f"turn {turn}" if turn else ""]
-        words += ["apart"] * apart
-        variables = self.shared(ranks) | ({gpu_probe.APART: "1"} if apart else {})
+    def train(self, shape: str, updates: int = UPDATES, turn: int = 1, **changes) -> dict:
+        """Updates of a preset, timed. See `gpu_probe.training`. turn: another one measures the same again."""
+        config, limit, updates = self.config(shape, **changes), self.limit(shape), 6 if self.tiny else updates
+        name = " ".join([shape, *(f"{key}={value}" for key, value in changes.items()), f"turn {turn}"])
+        return self.measure(f"training {name}", lambda at: gpu_probe.training(config, at, limit, updates), limit)
 
-        def run(folder: Path) -> dict:
-            return gpu_probe.training(config, ranks, folder, limit, updates, SECONDS, variables)
-
-        return self.measure(f"training {' '.join(filter(None, words))}", run, TRAINER, limit)
-
-    def digests(self, name: str, ranks: int, kill_after: int = 0, **changes) -> dict:
+    def digests(self, name: str, ranks: int = 1, kill_after: int = 0, **changes) -> dict:
         """The sha256 of the files at the end of a small run. See `gpu_probe.digests`."""
-        config = self.config("laptop", **(SMALL | {"steps": 12, "save_every": 4} | (TINY if self.tiny else {}) | changes))
-        limit = self.limit(SHAPES[0])
-
-        def run(folder: Path) -> dict:
-            return gpu_probe.digests(config, ranks, folder, limit, self.shared(ranks), kill_after)
-
-        return self.measure(f"sha256 {name} W={ranks}", run, (*TRAINER, "checkpoints"), (2 if kill_after else 1) * limit)
-
-    def shared(self, ranks: int) -> dict:
-        """The environment variables of ranks: more ranks than GPUs share them, through gloo."""
-        return {"LOCKSTEP_SHARE_GPU": "1"} if ranks > self.ranks else {}
-
-    def needs_gpu(self) -> None:
-        """Raise Impossible on a CPU."""
-        if self.device != "cuda":
-            raise Impossible("it needs a GPU")
+        config, limit = self.config("laptop", steps=12, save_every=4, **changes), self.limit("laptop")
+        run = lambda at: gpu_probe.digests(config, ranks, at, limit, kill_after)  # noqa: E731
+        return self.measure(f"sha256 {name} W={ranks}", run, (2 if kill_after else 1) * limit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The questions. Each looks at measurements and says in words what follows.
+# The questions. Each says in words what follows from measurements, and raises RunError where a promise is broken.
 
 
-def fastest_product(bench: Bench) -> Answer:
+def fastest_product(bench: Bench) -> str:
     """What the hardware reaches, against which everything else is held."""
-    from speed import matmul_peak
-
-    measured = bench.operation("fastest matrix product", matmul_peak, "bfloat16", bench.device)
-    datasheet = bench.record["facts"]["datasheet_flops"]
-    share = f"{measured / datasheet:.0%} of the datasheet's {datasheet / 1e12:.0f}" if datasheet else "no datasheet is known"
-    return Answer(f"{measured / 1e12:.4g} TFLOP/s in bfloat16: {share}.", {"flops": measured, "datasheet": datasheet})
+    peak, datasheet = bench.peak(), bench.record["datasheet_flops"]
+    share = f"{peak / datasheet:.0%} of the datasheet's {datasheet / 1e12:.0f}" if datasheet else "no datasheet is known"
+    return f"{peak / 1e12:.4g} TFLOP/s in bfloat16: {share}."
 
 
-def speed_of(bench: Bench, shape: str) -> Answer:
+def speed_of(bench: Bench, shape: str) -> str:
     """Tokens/s and MFU, with the settings that are fastest."""
     runs = {}
     for way in WAYS:
+        name = " ".join(f"--{key}={str(value).lower()}" for key, value in way.items()) or "as it is"
         try:
-            runs[" ".join(f"--{key}={str(value).lower()}" for key, value in way.items()) or "as it is"] = bench.train(
-                shape, **way
-            )
-        except RunError:  # out of memory; with the settings of the preset itself it is a failure
-            if not way:
-                raise
-    rates = {way: tokens_per_second(run) for way, run in runs.items()}
-    best, peak = max(rates, key=rates.get), fastest_product(bench).figures
-    flops = rates[best] * footprint.flops_per_token(bench.model(shape))
-    figures = {"tokens/s": rates, "MFU of the matmul": flops / peak["flops"]}
-    figures["MFU of the datasheet"] = peak["datasheet"] and flops / peak["datasheet"]
-    shares = f"{figures['MFU of the matmul']:.1%} of the fastest matrix product"
-    if peak["datasheet"]:
-        shares = f"{figures['MFU of the datasheet']:.1%} of the datasheet's peak, {shares}"
-    others = ", ".join(f"{way} {rate:,.0f}" for way, rate in rates.items())
-    size, wait = runs[best]["micro_batch_size"], runs[best]["data_wait_ms"]
-    more = (
-        f"micro-batches of {size}, {wait:.2g} ms of waiting for data, first update after {runs[best]['first_update_s']:.0f} s"
-    )
-    return Answer(f"{rates[best]:,.0f} tokens/s, {best}, {more}: {shares}. ({others})", figures)
+            runs[name] = bench.train(shape, **way)
+        except RunError as error:  # out of memory
+            print(f"{shape}, {name}: {error}", flush=True)
+    rates = {name: tokens_per_second(run) for name, run in runs.items()}
+    best, datasheet = max(rates, key=rates.get), bench.record["datasheet_flops"]
+    run, flops = runs[best], rates[best] * footprint.flops_per_token(bench.model(shape))
+    shares = f"{flops / bench.peak():.1%} of the fastest matrix product"
+    shares += f", {flops / datasheet:.1%} of the datasheet's peak" if datasheet else ""
+    others = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+    more = f"micro-batches of {run['micro_batch_size']}, first update after {run['first_update_s']:.0f} s"
+    return f"{rates[best]:,.0f} tokens/s, {best}, {more}: {shares}. ({others})"
 
 
-def exact_worlds(bench: Bench) -> Answer:
+def exact_worlds(bench: Bench) -> str:
     """Whether --strategy=exact gives the same bits on any number of ranks."""
-    micro = 2 if bench.tiny else 8
-    runs = {ranks: bench.digests("exact", ranks, strategy="exact", micro_batch_size=micro) for ranks in (1, 2, 3, 4)}
-    digests = {str(ranks): run["sha256"] for ranks, run in runs.items()}
-    passed = len({json.dumps(digest) for digest in digests.values()}) == 1
-    numbers = ", ".join(digests)
-    verdict = f"One sha256 on {numbers} ranks." if passed else f"BROKEN: different weights on {numbers} ranks."
-    return Answer(verdict, digests, passed)
+    runs = {str(ranks): bench.digests("exact", ranks, strategy="exact")["sha256"] for ranks in (1, 2, 3, 4)}
+    if len({json.dumps(digest) for digest in runs.values()}) > 1:
+        raise RunError(f"different weights on {', '.join(runs)} ranks: {runs}")
+    return f"One sha256 on {', '.join(runs)} ranks."
 
 
-def resume(bench: Bench) -> Answer:
+def resume(bench: Bench) -> str:
     """Whether a killed and resumed run ends with the same bits."""
-    micro = {"micro_batch_size": 1 if bench.tiny else 4}
-    undisturbed = bench.digests("undisturbed", bench.ranks, **micro)
-    resumed = bench.digests("killed and resumed", bench.ranks, kill_after=7, **micro)
+    undisturbed, resumed = bench.digests("undisturbed"), bench.digests("killed and resumed", kill_after=7)
     if not resumed["resumed"]:
-        return Answer("The killed run began anew: it had no checkpoint.", {}, passed=False)
-    passed = undisturbed["sha256"] == resumed["sha256"]
-    verdict = "The resumed run is the same, bit for bit." if passed else "The resumed run is NOT the same."
-    return Answer(verdict, {"sha256": undisturbed["sha256"], "resumed": resumed["sha256"]}, passed)
+        raise RunError("the killed run began anew: it had no checkpoint")
+    if undisturbed["sha256"] != resumed["sha256"]:
+        raise RunError("the resumed run is not the same")
+    return "The resumed run is the same, bit for bit."
 
 
-def against_nanogpt(bench: Bench) -> Answer:
+def against_nanogpt(bench: Bench) -> str:
     """Tokens/s of GPT-2's 124 million parameters beside nanoGPT's train.py, in turns, with the same batch."""
     from speed import nanogpt_steps
 
-    if not bench.nanogpt:
-        raise Impossible("it needs a checkout of nanoGPT, --nanogpt=PATH")
-    bench.needs_gpu()
-    model, size = bench.model("gpt2_124m"), bench.train("gpt2_124m")["micro_batch_size"]
-    steps = TOKENS_PER_UPDATE // (size * model.seq_len)
-    flags = [f"--{key}={getattr(model, key)}" for key in ("n_layer", "n_head", "n_embd")] + [f"--batch_size={size}"]
-    flags += [f"--block_size={model.seq_len}", f"--gradient_accumulation_steps={steps}", "--device=cuda", "--compile=True"]
-    flags += [f"--dataset={bench.folder.parent / 'words'}", "--dropout=0.0", f"--out_dir={bench.folder.parent / 'nanogpt'}"]
-    limit, rates = bench.limit("gpt2_124m"), {"ours": [], "nanoGPT": []}
+    if bench.device == "cpu" or not bench.nanogpt:
+        raise Impossible("it needs a GPU and a checkout of nanoGPT, --nanogpt=PATH")
+    data, shape = bench.folder.parent / "words", "gpt2_124m"
+    data.mkdir(exist_ok=True)
+    for split in ("train", "val"):  # as nanoGPT reads them, without the header
+        (data / f"{split}.bin").write_bytes((data.parent / f"tokens/made_{split}_000000.bin").read_bytes()[1024:])
+    model, size = bench.model(shape), bench.train(shape)["micro_batch_size"]
+    flags = dict(n_layer=model.n_layer, n_head=model.n_head, n_embd=model.n_embd, batch_size=size, block_size=model.seq_len)
+    flags |= dict(gradient_accumulation_steps=TOKENS_PER_UPDATE // (size * model.seq_len), device="cuda", compile=True)
+    flags |= dict(dropout=0.0, dataset=data, out_dir=data)
+    ours, theirs = [], []
     for turn in (1, 2, 3):
-        ours = bench.train("gpt2_124m", turn=turn, micro_batch_size=size)
-        run = lambda _: nanogpt_steps(Path(bench.nanogpt), UPDATES, flags)  # noqa: E731
-        theirs = bench.measure(f"nanoGPT, turn {turn}", run, (), limit)
-        rates["ours"].append(tokens_per_second(ours))
-        rates["nanoGPT"].append(1000 * TOKENS_PER_UPDATE / statistics.median(theirs[gpu_probe.FIRST_UPDATES :]))
-    times = machine.ratio(rates["ours"], rates["nanoGPT"])
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    words = f"{medians['ours']:,.0f} tokens/s, nanoGPT {medians['nanoGPT']:,.0f}, micro-batches of {size}: {times:.2f} times."
-    return Answer(words, {"tokens/s": rates, "ratio": times})
+        ours.append(tokens_per_second(bench.train(shape, turn=turn, micro_batch_size=size)))
+        run = lambda _: nanogpt_steps(Path(bench.nanogpt), UPDATES, machine.arguments("", **flags)[1:])  # noqa: E731
+        steps = bench.measure(f"nanoGPT, turn {turn}", run, bench.limit(shape))
+        theirs.append(1000 * TOKENS_PER_UPDATE / statistics.median(steps[gpu_probe.UNTIMED :]))
+    medians = f"{statistics.median(ours):,.0f} tokens/s, nanoGPT {statistics.median(theirs):,.0f}"
+    return f"{medians}, micro-batches of {size}: {machine.ratio(ours, theirs):.2f} times."
 
 
-def change(bench: Bench, shape: str, words: str, **changes) -> Answer:
+def change(bench: Bench, shape: str, **changes) -> str:
     """What other settings cost or gain on one rank, with the same micro-batches."""
     if changes.get("fp8") and not (bench.device == "cuda" and importlib.util.find_spec("torchao")):
         raise Impossible("it needs a GPU and torchao")
     base = bench.train(shape)
     changed = bench.train(shape, micro_batch_size=base["micro_batch_size"], **changes)
-    cost = 1 - tokens_per_second(changed) / tokens_per_second(base)
-    least = max(0.002, noise(base), noise(changed))
-    said = f"{words} costs {cost:.1%}" if cost > 0 else f"{words} gains {-cost:.1%}"
-    if abs(cost) <= least:
-        said = f"{words} costs nothing that can be measured (less than {least:.1%})"
-    memory = f", and {changed['memory_gb']:.3g} GB instead of {base['memory_gb']:.3g}"
-    return Answer(f"{said}{memory}.", {"cost": cost})
+    times = tokens_per_second(base) / tokens_per_second(changed)
+    memory = f"{changed['memory_gb']:.3g} GB instead of {base['memory_gb']:.3g}"
+    return f"An update takes {times:.3f} times as long, and {memory}."
 
 
-def learns_alike(bench: Bench, first: dict, second: dict, most: float) -> Answer:
-    """Whether a small model learns the same with other settings."""
-    if "cuda" in second.values():
-        bench.needs_gpu()
-    small = {key: value for key, value in SMALL.items() if not (bench.tiny and key in TINY)} | {"micro_batch_size": 2}
-    updates = 20 if bench.tiny else 60
-    losses = [bench.train("laptop", updates=updates, **small | changes)["losses"] for changes in (first, second)]
+def learns_as_on_a_cpu(bench: Bench) -> str:
+    """Whether a small model learns the same in float32 on this device and on a CPU."""
+    flags = dict(updates=60, dtype="float32", compile="off")
+    losses = [bench.train("laptop", **flags, device=device)["losses"] for device in ("cpu", bench.device)]
     difference = max(abs(a - b) / a for a, b in zip(*losses, strict=False))
     learned = losses[0][0] - losses[0][-1]
-    passed = difference < most and learned > 0.1
-    words = f"the same within {most:.1%}" if passed else f"NOT the same within {most:.1%}"
-    names = " and ".join(",".join(map(str, changes.values())) for changes in (first, second))
-    verdict = f"While the loss fell by {learned:.2f}, {names} differed by at most {difference:.3%}: {words}."
-    return Answer(verdict, {"difference": difference, "learned": learned}, passed)
+    words = f"while the loss fell by {learned:.2f}, the two differed by at most {difference:.3%}"
+    if difference > 0.005 or learned < 0.1:
+        raise RunError(words)
+    return f"Yes: {words}."
 
 
-def attention(bench: Bench, shape: str) -> Answer:
+def attention(bench: Bench, shape: str) -> str:
     """Which attention kernel is fastest, and which of those that give the same bits: cuDNN's, FlashAttention 2 or 3?"""
-    model = bench.model(shape)
-    arguments = model, max(1, (64 if bench.tiny else 32768) // model.seq_len), bench.device
-    times = {
-        name: bench.operation(
-            f"attention {shape} {name}", gpu_probe.attention_kernels, *arguments, same, 0.02 if bench.tiny else 0.5
-        )
-        for name, same in (("deterministic", True), ("free", False))
-    }
-    own = times["deterministic"]["the trainer's"]
-    best = {name: min((ms, kernel) for kernel, ms in kernels.items() if ms is not None) for name, kernels in times.items()}
-    ms, kernel = best["deterministic"]
-    if own <= 1.05 * ms:
-        verdict = f"The trainer's kernel ({own:.3g} ms) is the fastest deterministic one"
-    else:
-        verdict = f"{kernel} takes {ms:.3g} ms, the trainer's kernel {own:.3g}: use {kernel}"
-    absent = ", ".join(name for name, ms in times["free"].items() if ms is None)
-    fastest = f"the fastest of all is {best['free'][1]} with {best['free'][0]:.3g} ms"
-    return Answer(f"{verdict}; {fastest}{f'; not offered here: {absent}' if absent else ''}.", times)
+    model, seconds, times = bench.model(shape), 0.02 if bench.tiny else 0.5, []
+    arguments = model, max(1, (64 if bench.tiny else 32768) // model.seq_len), bench.device, seconds
+    for name, same in (("deterministic", True), ("free", False)):
+        times.append(bench.operation(f"attention {shape} {name}", gpu_probe.attention_kernels, *arguments, same))
+    rows = [[kernel, times[0][kernel], ms] for kernel, ms in times[1].items()]
+    return "None: not offered.\n" + machine.table(["kernel", "ms, the same bits every time", "ms, free"], rows)
 
 
-def profile(bench: Bench, shape: str) -> Answer:
+def profile(bench: Bench, shape: str) -> str:
     """What takes the time of an update."""
-    limit, config = bench.limit(shape), bench.config(shape)
-    found = bench.measure(f"profile {shape}", lambda folder: gpu_probe.profile(config, folder, limit), TRAINER, limit)
-    rows = [[name, f"{ms:.2f}", f"{ms / found['ms']:.1%}", count] for name, ms, count in found["rows"]]
-    return Answer(f"{found['ms']:.1f} ms in all.\n{machine.table(['operation', 'ms', 'share', 'calls'], rows)}", found)
+    config, out = bench.config(shape), str(bench.folder / f"profile {shape}")
+    return bench.operation(f"profile {shape}", gpu_probe.profile, config, out, limit=bench.limit(shape))
 
 
-def memory(bench: Bench, shape: str) -> Answer:
-    """Peak memory against the estimate by which --micro_batch_size=auto chooses."""
-    bench.needs_gpu()  # a CPU's is that of the whole process
+def memory(bench: Bench, shape: str) -> str:
+    """Peak memory (on a CPU that of the whole process) against the estimate by which --micro_batch_size=auto chooses."""
     run = bench.train(shape)
     estimate, held = run["estimated_gb"], run["memory_gb"]
-    error = estimate / held - 1
-    right = "right within 10 %" if abs(error) <= 0.1 else f"{abs(error):.0%} too {'high' if error > 0 else 'low'}, mend it"
-    words = f"{held:.3g} GB were held and {estimate:.3g} GB estimated: the estimate is {right}."
-    return Answer(words, {"peak memory GB": held, "estimated GB": estimate})
+    return f"{held:.3g} GB were held and {estimate:.3g} GB estimated, {estimate / held - 1:+.1%}."
 
 
-def questions() -> Iterator[tuple[str, Callable[[Bench], Answer]]]:
+def questions() -> Iterator[tuple[str, Callable[[Bench], str]]]:
     """All questions, the most important first."""
 
-    def of_each(title: str, ask: Callable, *arguments, **changes):
-        for shape in SHAPES:
-            yield f"{shape}: {title}", lambda bench, shape=shape: ask(bench, shape, *arguments, **changes)
+    def of_each(title: str, ask: Callable, **changes):
+        for shape in ("gpt2_124m", "llama_1.3b"):
+            yield f"{shape}: {title}", functools.partial(ask, shape=shape, **changes)
 
-    halves = [{"dtype": dtype} for dtype in ("float32", "bfloat16")]
-    devices = [{"dtype": "float32", "compile": "off", "device": name} for name in ("cpu", "cuda")]
     yield "How fast is the fastest matrix product?", fastest_product
     yield from of_each("how fast does it train at its best settings?", speed_of)
     yield "Is --strategy=exact one sha256 on 1 to 4 processes?", exact_worlds
     yield "Is a killed and resumed run the same?", resume
     yield "gpt2_124m: how fast is it beside nanoGPT?", against_nanogpt
-    yield from of_each("what does --strategy=exact cost?", change, "--strategy=exact", strategy="exact")
-    yield from of_each("what does compiling gain?", change, "--compile=off", compile="off")
-    yield "Does a small model learn in float32 as on a CPU?", lambda bench: learns_alike(bench, *devices, most=0.005)
-    yield "Is bfloat16 as good as float32?", lambda bench: learns_alike(bench, *halves, most=0.02)
-    yield from of_each("what does --fp8=true gain?", change, "--fp8=true", fp8=True)
+    yield from of_each("what does --strategy=exact cost?", change, strategy="exact")
+    yield from of_each("what does --compile=off cost?", change, compile="off")
+    yield "Does a small model learn in float32 as on a CPU?", learns_as_on_a_cpu
+    yield from of_each("what does --fp8=true gain?", change, fp8=True)
     yield from of_each("which attention kernel?", attention)
-    yield from of_each("what do joined products gain?", change, "computing q, k, v and gate, up apart", apart=True)
     yield from of_each("what takes the time of an update?", profile)
     yield from of_each("is the memory that which was estimated?", memory)
 
@@ -340,13 +266,6 @@ def questions() -> Iterator[tuple[str, Callable[[Bench], Answer]]]:
 def tokens_per_second(run: dict) -> float:
     """Of a timed run, by its median update."""
     return 1000 * run["tokens_per_update"] / statistics.median(run["update_ms"])
-
-
-def noise(run: dict) -> float:
-    """Half the distance of the quartiles of a run's update times, as a share of the median."""
-    times = run["update_ms"]
-    low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-    return (high - low) / 2 / median
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,33 +278,29 @@ def main(args: list[str]) -> int:
     for name in gpu_probe.import_trainer():
         print(f"{name} is not installed: going on without it", flush=True)
     with machine.workspace() as folder:
-        work, device = folder / "work", "cpu" if options.tiny else "cuda"
+        work, tiny = folder / "work", options.tiny == "true"
         work.mkdir()
-        facts = machine.in_forks(gpu_probe.facts, device, folder=folder, limit=LIMIT)[0]
-        if not facts["gpus"] and not options.tiny:
+        device = "cpu" if tiny else "cuda"
+        facts = machine.in_forks(gpu_probe.facts, folder=folder, limit=LIMIT)[0]
+        if not facts["gpus"] and not tiny:
             raise UserError("no CUDA device: these questions need a GPU and its torch; --tiny=true tries them on a CPU")
-        out = Path(options.out) if options.out else folder / "results" if options.tiny else machine.RESULTS
-        out.mkdir(parents=True, exist_ok=True)
-        known = next((path for path in (out / "gpu.json", Path(options.record)) if path.is_file()), None)
+        out = Path(options.out or (work if tiny else machine.RESULTS), "gpu.json")
+        known = next((path for path in (out, machine.RESULTS / "gpu.json") if path.is_file()), None)
         records = json.loads(known.read_text()) if known else {}
-        key = f"{len(facts['gpus'])} x {(facts['gpus'] or ['CPU'])[0]}, torch {facts['torch']}"
+        key = f"{'a CPU' if tiny else ' and '.join(facts['gpus'])}, torch {facts['torch']}"
         record = records.setdefault(key, {"measurements": {}, "answers": {}})
-        record |= {"facts": facts} | machine.describe()
-        machine.make_tokens(folder / "tokens", 400_000 if options.tiny else 20_000_000, 512 if options.tiny else 50257)
-        (folder / "words").mkdir()
-        for split in ("train", "val"):  # as nanoGPT reads them, without the header
-            content = (folder / f"tokens/made_{split}_000000.bin").read_bytes()
-            (folder / f"words/{split}.bin").write_bytes(content[1024:])
+        record |= facts | machine.describe()
+        machine.make_tokens(folder / "tokens", *((400_000, 512) if tiny else (20_000_000, 50257)))
 
         def save() -> None:
-            publish_text(out / "gpu.json", json.dumps(records, indent=1) + "\n")
+            out.parent.mkdir(parents=True, exist_ok=True)
+            publish_text(out, json.dumps(records, indent=1) + "\n")
 
         deadline = time.monotonic() + 60 * options.minutes
-        ranks = max(1, len(facts["gpus"]))
-        bench = Bench(record, work, device, options.tiny, deadline, ranks, options.nanogpt, save)
+        bench = Bench(record, work, device, tiny, deadline, options.nanogpt, save)
         listed = {title: ask for title, ask in questions() if re.search(options.ask, title)}
         left = ask_all(bench, listed)
-    print(f"{len(listed) - left} of {len(listed)} questions are answered{'' if options.tiny else f', in {out}'}")
+    print(f"{len(listed) - left} of {len(listed)} questions are answered{'' if tiny else f', in {out}'}")
     if left:
         print("the same command goes on")
         return EX_TEMPFAIL
@@ -394,50 +309,47 @@ def main(args: list[str]) -> int:
 
 def parse(args: list[str]) -> argparse.Namespace:
     """The flags. By argparse, because tyro may be missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    style = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, **style)
     parser.add_argument("--minutes", type=float, default=60.0, help="start no measurement that may take longer than this")
     parser.add_argument("--ask", default="", metavar="REGEX", help="only the questions whose title has this in it")
     parser.add_argument("--tiny", choices=("true", "false"), default="false", help="try all questions on a CPU")
     parser.add_argument("--nanogpt", default="", metavar="PATH", help="a checkout of nanoGPT, to compare with")
-    parser.add_argument("--record", default=str(machine.RESULTS / "gpu.json"), help="what was measured before")
-    parser.add_argument("--out", default="", help="directory of gpu.json and gpu.md (bench/results)")
+    parser.add_argument("--out", default="", help="directory of gpu.json (bench/results)")
     options = parser.parse_args(args)
-    options.tiny = options.tiny == "true"
     if options.minutes < LEAST_MINUTES:
         raise UserError(f"--minutes={options.minutes:g} must be at least {LEAST_MINUTES}, which one measurement may take")
     return options
 
 
-def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], Answer]]) -> int:
+def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], str]]) -> int:
     """Ask all of them. What is known costs no time. Returns how many questions are left for want of time."""
     left = 0
     for title, ask in listed.items():
+        passed = True
         try:
-            answer = ask(bench)
+            verdict = ask(bench)
         except OutOfTime:
             left += 1
             continue
         except Impossible as reason:
-            answer = Answer(f"Impossible here: {reason}.")
+            verdict = f"Impossible here: {reason}."
         except Exception as error:  # one question must not take the others with it
             if not isinstance(error, RunError):
                 traceback.print_exc()
-            answer = Answer(f"Could not be measured: {error}", passed=False)
-        bench.record["answers"][title] = vars(answer)
+            verdict, passed = f"FAILED: {error}", False
+        bench.record["answers"][title] = {"verdict": verdict, "passed": passed}
         bench.save()
-        print(f"{title}\n    {answer.verdict}", flush=True)
+        print(f"{title}\n    {verdict}", flush=True)
     return left
 
 
-def code_digest(files: tuple[str, ...]) -> str:
-    """Eight digits that change with these files and the files in these folders."""
-    digest = hashlib.sha256()
-    for path in (machine.ROOT / name for name in files):
-        for file in sorted(path.glob("*.[pt]*")) if path.is_dir() else [path]:
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:8]
+@functools.cache
+def code_digest() -> str:
+    """Eight digits that change with the trainer."""
+    folders = ("checkpoints", "config", "hardware", "parallel")
+    files = [*machine.ROOT.glob("*.py"), *(path for folder in folders for path in (machine.ROOT / folder).glob("*.[pt]*"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:8]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""What bench/gpu.py measures, each in a process of its own: training by the trainer itself, and single operations.
+"""What bench/gpu.py measures, each in a fork, which can be killed: training by the trainer itself, and single operations.
 
-A process of its own cannot disturb the next measurement, and can be killed when its time is over. It is a fork of one that has
-imported torch but not touched a GPU.
+The forks are of a process that has imported torch but not touched a GPU.
 """
 
 import importlib.util
-import json
 import os
-import statistics
 import sys
 import time
 import types
@@ -16,16 +13,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
+
+# isort: split
 import settings
 from common import errors
 from hardware import footprint
 from settings import Config, ModelConfig
 
-FIRST_UPDATES = 2  # not counted: memory is allocated, and clocks rise
-FEWEST_UPDATES = 4  # without which a run has measured nothing
-PROFILED = 4  # the update of which a profile is made
-LINES = 15  # of a profile
-APART = "LOCKSTEP_APART"  # the environment variable that tells a fork to multiply by each weight alone
+UNTIMED = 2  # updates in which memory is allocated, and clocks rise
+FEWEST, SECONDS = 4, 20.0  # the updates that a run is timed for at least, and those of so many seconds
 
 
 def import_trainer() -> list[str]:
@@ -42,22 +38,21 @@ def import_trainer() -> list[str]:
 # Training
 
 
-def train_in_forks(config: Config, ranks: int, folder: Path, limit: float, enough, variables: dict):
-    """Run the trainer as FOLDER/run until `enough(seconds since its first update, records of its updates)`, which kills it.
+def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False):
+    """Run the trainer as FOLDER/run until `enough(the records of its updates)`, or for `limit` seconds; then kill it.
 
-    Returns the seconds until the first update, the records and the wait statuses. variables: of the environment.
+    Returns the records and the wait statuses.
     """
-    began, first = time.monotonic(), None
+    own = dict(out_dir=str(folder), name="run", async_save=False, eval_every=0, eval_tokens=config.model.seq_len)
+    config = settings.replace(config, **own)
 
     def work() -> int:
-        os.environ.update(variables)
-        import kernels
+        import torch
+
         import train
 
-        if APART in variables:
-            kernels.joins = lambda x, layers: False
-
-        profile_one(train, folder / "profile")
+        if ranks > torch.cuda.device_count():
+            os.environ["LOCKSTEP_SHARE_GPU"] = "1"
         with errors.user_errors():
             return train.main(config)
 
@@ -65,87 +60,43 @@ def train_in_forks(config: Config, ranks: int, folder: Path, limit: float, enoug
         there = (folder / "run/metrics.jsonl").exists()
         return [record for record in machine.metrics(folder / "run") if "loss" in record] if there else []
 
-    def is_enough() -> bool:
-        nonlocal first
-        records = updates()
-        first = first or (time.monotonic() if records else None)
-        return bool(records) and enough(time.monotonic() - first, records)
-
-    statuses = machine.run_forks(ranks, work, folder / "forks", limit, is_enough)
-    return first and first - began, updates(), statuses
+    statuses = machine.run_forks(ranks, work, folder / "forks", limit, lambda: enough(updates()))
+    return updates(), statuses
 
 
-def profile_one(train, path: Path) -> None:
-    """Let the trainer profile one update if the file `path` is there, and write what took most time into it."""
-    update = train.update
+def training(config: Config, folder: Path, limit: float, updates: int) -> dict:
+    """Train for `updates`, or at least FEWEST of them and SECONDS after the first. Saves nothing.
 
-    def profiled(run, prefetcher):
-        if not path.exists() or run.state.step != PROFILED:
-            return update(run, prefetcher)
-        from torch import cuda, profiler
-
-        on_gpu = run.world.device.type == "cuda"
-        with profiler.profile() as profile:
-            result = update(run, prefetcher)
-            if on_gpu:
-                cuda.synchronize()
-        key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        events = [event for event in profile.key_averages() if (event.device_type.name != "CPU") == on_gpu]  # kernels, or calls
-        events.sort(key=lambda event: -getattr(event, key))
-        rows = [[event.key[:60], getattr(event, key) / 1000, event.count] for event in events]
-        path.write_text(json.dumps({"rows": rows[:LINES], "ms": sum(ms for _, ms, _ in rows)}))
-        return result
-
-    train.update = profiled
-
-
-def training(config: Config, ranks: int, folder: Path, limit: float, updates: int, seconds: float, variables: dict) -> dict:
-    """Train for `updates`, or at least FEWEST_UPDATES and `seconds` after the first; then kill the run, which saves nothing.
-
-    Returns the milliseconds of each update, the seconds until the first, memory, data wait, losses and what was chosen.
+    Returns the milliseconds of each update, the seconds until the first, memory, losses and what was chosen.
     """
 
-    def enough(since: float, records: list[dict]) -> bool:
-        return len(records) >= updates or (len(records) >= FEWEST_UPDATES and since > seconds)
+    def enough(records: list[dict]) -> bool:
+        seconds = records[-1]["time"] - records[0]["time"] if records else 0.0
+        return len(records) >= updates or (len(records) >= FEWEST and seconds > SECONDS)
 
-    config = settings.replace(config, out_dir=str(folder), name="run", steps=10**6, eval_every=0, save_every=0)
-    first, records, statuses = train_in_forks(config, ranks, folder, limit, enough, variables)
-    if len(records) < min(updates, FEWEST_UPDATES):
+    config, began = settings.replace(config, steps=10**6, save_every=0), time.time()
+    records, statuses = train(config, 1, folder, limit, enough)
+    if len(records) < min(updates, FEWEST):
         raise machine.failure(folder / "forks", statuses, limit)
     resolved = settings.read_preset(folder / "run/config.toml")
     return {
-        "first_update_s": first,
-        "update_ms": [record["step_ms"] for record in records[FIRST_UPDATES:]],
-        "data_wait_ms": statistics.median(record["data_wait_ms"] for record in records[FIRST_UPDATES:]),
+        "first_update_s": records[0]["time"] - began,
+        "update_ms": [record["step_ms"] for record in records[UNTIMED:]],
         "memory_gb": max(record["memory_gb"] for record in records),
+        "estimated_gb": sum(footprint.of_rank(resolved, 1, resolved.train.device).values()) / 1e9,
         "losses": [record["loss"] for record in records],
-        "estimated_gb": sum(footprint.of_rank(resolved, ranks, resolved.train.device).values()) / 1e9,
         "tokens_per_update": resolved.train.tokens_per_update,
         "micro_batch_size": resolved.train.micro_batch_size,
     }
 
 
-def profile(config: Config, folder: Path, limit: float) -> dict:
-    """What takes the time of one update: the operations that take most, with milliseconds and calls, and the sum of all."""
-    path = folder / "profile"
-    path.touch()
-    config = settings.replace(config, out_dir=str(folder), name="run", steps=10**6, eval_every=0, save_every=0)
-    statuses = train_in_forks(config, 1, folder, limit, lambda since, records: len(records) > PROFILED + 1, {})[2]
-    if not path.read_text():
-        raise machine.failure(folder / "forks", statuses, limit)
-    return json.loads(path.read_text())
-
-
-def digests(config: Config, ranks: int, folder: Path, limit: float, variables: dict, kill_after: int = 0) -> dict:
+def digests(config: Config, ranks: int, folder: Path, limit: float, kill_after: int = 0) -> dict:
     """The sha256 of weights and optimizer state at the end of a run. kill_after: kill the run once after so many updates."""
-    own = dict(out_dir=str(folder), name="run", async_save=False, eval_every=0, eval_tokens=config.model.seq_len)
-    config = settings.replace(config, **own)
     if kill_after:
-        enough = lambda since, records: len(records) >= kill_after  # noqa: E731
-        _, records, statuses = train_in_forks(config, ranks, folder, limit, enough, variables)
+        records, statuses = train(config, ranks, folder, limit, lambda records: len(records) >= kill_after)
         if len(records) < kill_after:
             raise machine.failure(folder / "forks", statuses, limit)
-    statuses = train_in_forks(config, ranks, folder, limit, lambda since, records: False, variables)[2]
+    _, statuses = train(config, ranks, folder, limit)
     if any(statuses):
         raise machine.failure(folder / "forks", statuses, limit)
     resumed = "loaded the weights and optimizer state" in (folder / "run/train.log").read_text()
@@ -153,44 +104,39 @@ def digests(config: Config, ranks: int, folder: Path, limit: float, variables: d
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Single operations, each in a fork
+# Single operations
 
 
-def facts(device_name: str) -> dict:
-    """The GPUs, what their datasheet says, and the versions that matter to speed."""
+def facts() -> dict:
+    """The GPUs, the FLOP/s that their datasheet says, and the versions that matter to speed."""
     import torch
 
     from hardware import device
 
-    found = {"gpus": [], "datasheet_flops": None, "torch": torch.__version__, "cuda": torch.version.cuda}
-    if device_name == "cuda" and torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["datasheet_flops"] = device.datasheet_flops(found["gpus"][0])
-        found["memory_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
-        found["cudnn"] = torch.backends.cudnn.version()
-    return found
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return {"gpus": gpus, "datasheet_flops": device.datasheet_flops(gpus[0]) if gpus else None} | versions
 
 
-def milliseconds(work: Callable[[], object], device_name: str, seconds: float) -> float:
-    """The median time of a call of `work`, several of which are queued before the device is awaited."""
+def milliseconds(work: Callable[[], object], seconds: float) -> float:
+    """The median time of a call of `work`, measured for so long. Several calls are queued before a GPU is awaited."""
+    from torch.utils.benchmark import Timer
+
+    return 1000 * Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=seconds).median
+
+
+def matmul_peak(device_name: str) -> float:
+    """FLOP/s of products of two square bfloat16 matrices of the best size, sustained for a second, as training must."""
     import torch
 
-    wait = torch.cuda.synchronize if device_name == "cuda" else lambda: None
-
-    def timed(count: int) -> float:
-        wait()
-        began = time.perf_counter()
-        for _ in range(count):
-            work()
-        wait()
-        return (time.perf_counter() - began) / count
-
-    timed(2)  # compiles, and chooses kernels
-    count = max(1, min(100, int(seconds / 5 / timed(1))))
-    return 1000 * statistics.median(timed(count) for _ in range(5))
+    best = 0.0
+    for size in (1024, 2048) if device_name == "cpu" else (4096, 8192, 16384):
+        a, b = (torch.randn(size, size, device=device_name, dtype=torch.bfloat16) for _ in range(2))
+        best = max(best, 2000 * size**3 / milliseconds(lambda a=a, b=b: a @ b, seconds=1))
+    return best
 
 
-def attention_kernels(model: ModelConfig, sequences: int, device_name: str, deterministic: bool, seconds: float) -> dict:
+def attention_kernels(model: ModelConfig, sequences: int, device_name: str, seconds: float, deterministic: bool) -> dict:
     """Milliseconds of forward and backward of causal attention by each kernel, and by the trainer. None: not offered."""
     import torch
     import torch.nn.functional as F
@@ -201,18 +147,15 @@ def attention_kernels(model: ModelConfig, sequences: int, device_name: str, dete
 
     if deterministic:
         device.make_deterministic(torch.device(device_name), integers_only=False)
-    q, k, v = (
-        torch.randn(
-            sequences, heads, model.seq_len, model.head_dim, device=device_name, dtype=torch.bfloat16, requires_grad=True
-        )
-        for heads in (model.n_head, model.n_kv_head, model.n_kv_head)
-    )
+    kind = dict(device=device_name, dtype=torch.bfloat16, requires_grad=True)
+    heads = (model.n_head, model.n_kv_head, model.n_kv_head)
+    q, k, v = (torch.randn(sequences, count, model.seq_len, model.head_dim, **kind) for count in heads)
     grad = torch.randn_like(q)
 
     def measure(context, function) -> float | None:
         try:
             with context:
-                return milliseconds(lambda: torch.autograd.grad(function(), (q, k, v), grad), device_name, seconds)
+                return milliseconds(lambda: torch.autograd.grad(function(), (q, k, v), grad), seconds)
         except RuntimeError:  # this kernel is not for this device, these shapes or deterministic mode
             return None
 
@@ -228,3 +171,21 @@ def attention_kernels(model: ModelConfig, sequences: int, device_name: str, dete
     except Exception:  # an older torch, another GPU, or no such package: each raises another kind
         results["FLASH_ATTENTION 3"] = None
     return results
+
+
+def profile(config: Config, folder: str) -> str:
+    """What takes the time of one update: torch's table of the operations that take most."""
+    from torch import cuda, profiler
+
+    import train
+
+    run, prefetcher = machine.ready(settings.replace(config, out_dir=folder, name="run", steps=10**6), FEWEST + 1)
+    for _ in range(FEWEST):
+        train.update(run, prefetcher)
+    on_gpu = run.world.device.type == "cuda"
+    with profiler.profile() as seen:
+        train.update(run, prefetcher)
+        if on_gpu:
+            cuda.synchronize()
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    return seen.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60)

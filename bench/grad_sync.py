@@ -4,6 +4,7 @@ python bench/grad_sync.py strategies|exact [--flag=value ...]
 """
 
 import functools
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from common import cli
 STRATEGIES = ["ddp", "zero1", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
 FLAGS = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=128, vocab_size=4096, micro_batch_size=4)
 FLAGS |= dict(lr=1e-4, device="cpu", dtype="float32", compile="off")
-HEAD = ["strategy", "ranks", "update ms", "exposed ms", "sent MB", "weights MB", "state MB", "largest difference"]
+COLUMNS = ["strategy", "ranks", "update_ms", "exposed_ms", "sent_mb", "weights_mb", "state_mb", "largest_difference"]
 
 
 @dataclass(frozen=True)
-class StrategiesConfig:
+class StrategiesConfig(machine.Out):
     strategies: str = ",".join(STRATEGIES)
     ranks: str = "1,2,4"
     rounds: int = 3
@@ -31,8 +32,6 @@ class StrategiesConfig:
     """Micro-batches of an update, over all ranks."""
     name: str = "grad_sync"
     """Name of the result files."""
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 def strategies(config: StrategiesConfig) -> None:
@@ -45,25 +44,23 @@ def strategies(config: StrategiesConfig) -> None:
     from safetensors.torch import load_file
 
     machine.prepare_to_fork()
-    pairs = [(s, int(w)) for w in config.ranks.split(",") for s in config.strategies.split(",")]
-    results: dict[tuple, list[dict]] = {pair: [] for pair in pairs}
+    pairs = [(strategy, int(ranks)) for ranks in config.ranks.split(",") for strategy in config.strategies.split(",")]
+    results = {pair: [] for pair in pairs}
     with machine.workspace() as folder:
-        for number, (strategy, ranks) in enumerate(pairs * config.rounds, 1):
+        for strategy, ranks in pairs * config.rounds:
             weights = folder / f"{strategy}-{ranks}.safetensors"
             result = machine.in_forks(measure, config, strategy, str(weights), ranks=ranks, folder=folder)[0]
             own, one = load_file(weights), load_file(folder / "ddp-1.safetensors")
             result["largest_difference"] = max((own[name] - one[name]).abs().max().item() for name in one)
             results[strategy, ranks].append(result)
-            print(f"{number}/{config.rounds * len(pairs)}  {strategy} on {ranks}: {result['update_ms']:.0f} ms", flush=True)
+            print(f"{strategy} on {ranks}: {result['update_ms']:.0f} ms", flush=True)
     rows = []
     for (strategy, ranks), each in results.items():
         medians = {key: statistics.median(result[key] for result in each) for key in each[0]}
-        times = [round(result["update_ms"], 1) for result in each]
-        rows.append({"strategy": strategy, "ranks": ranks, **medians, "update_ms_each": times})
+        rows.append({"strategy": strategy, "ranks": ranks, **medians, "update_ms_each": [row["update_ms"] for row in each]})
     path = machine.write(config.name, {"rows": rows}, Path(config.out))
     draw(rows, path.with_suffix(".png"))
-    formats = ["{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.1e}"]
-    print(machine.table(HEAD, [[f.format(v) for f, v in zip(formats, row.values(), strict=False)] for row in rows]))
+    print(machine.table(COLUMNS, [[row[key] for key in COLUMNS] for row in rows]))
 
 
 def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
@@ -93,42 +90,39 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
             loss = engine.model(tokens[micro_batch, :, :-1], tokens[micro_batch, :, 1:])
             (loss / engine.loss_divisor).backward()
 
-    def step() -> None:
+    def update() -> None:
         engine.clip(1.0)
         optimizers.step()
         engine.drop_gradients()
 
-    def update() -> None:
-        accumulate(True)
-        step()
-
-    def timed(function, *arguments) -> float:
+    def timed(*works) -> list[float]:
+        """Milliseconds of each of `works`, one after the other."""
         world.barrier()
-        began = time.perf_counter()
-        function(*arguments)
-        return 1000 * (time.perf_counter() - began)
+        times = [time.perf_counter()]
+        for work in works:
+            work()
+            times.append(time.perf_counter())
+        return [1000 * (end - began) for began, end in itertools.pairwise(times)]
 
+    synced, alone = functools.partial(accumulate, True), functools.partial(accumulate, False)
     for _ in range(2):
-        update()
-    before, full, parts = loopback_bytes(), [], []
-    updates = [timed(update) for _ in range(config.updates)]
+        timed(synced, update)
+    before = loopback_bytes()
+    updates = [timed(synced, update) for _ in range(config.updates)]
     sent = (loopback_bytes() - before) / config.updates / world.size
-    for _ in range(config.updates):
-        full.append(timed(accumulate, True))
-        step()
     weights = engine.gather(engine.parameters, dict.fromkeys(engine.parameters, 0))
     if world.is_master:
         save_file(weights, weights_file)
-    for _ in range(config.updates):
-        parts.append(timed(accumulate, False))
-        engine.drop_gradients()
+    without = [timed(alone, engine.drop_gradients)[0] for _ in range(config.updates)]
     state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
-    exposed = statistics.median(full) - statistics.median(parts)
-    result = {"update_ms": statistics.median(updates), "exposed_ms": exposed, "sent_mb": sent / 1e6}
-    result["weights_mb"] = sum(local(p).numel() * 4 for p in module.parameters()) / 1e6
-    result["state_mb"] = sum(value.nbytes for value in state) / 1e6
     world.barrier()
-    return result
+    return {
+        "update_ms": statistics.median(map(sum, updates)),
+        "exposed_ms": statistics.median(part for part, _ in updates) - statistics.median(without),
+        "sent_mb": sent / 1e6,
+        "weights_mb": sum(local(parameter).nbytes for parameter in module.parameters()) / 1e6,
+        "state_mb": sum(value.nbytes for value in state) / 1e6,
+    }
 
 
 def local(tensor):
@@ -152,15 +146,15 @@ def draw(rows: list[dict], path: Path) -> None:
     for i, ranks in enumerate(counts):
         mine = [row for row in rows if row["ranks"] == ranks]
         at = [names.index(row["strategy"]) + (i - (len(counts) - 1) / 2) * 0.27 for row in mine]
-        times, exposed = [row["update_ms"] for row in mine], [max(0.0, row["exposed_ms"]) for row in mine]
-        bars = axes.bar(at, times, width=0.25, label=f"{ranks} rank" + "s" * (ranks > 1), color=f"C{i}")
-        below = [time - part for time, part in zip(times, exposed, strict=True)]
-        axes.bar(at, exposed, bottom=below, width=0.25, color="none", hatch="////")
+        exposed = [max(0.0, row["exposed_ms"]) for row in mine]
+        bars = axes.bar(at, [row["update_ms"] for row in mine], width=0.25, label=f"{ranks} ranks")
         axes.bar_label(bars, fmt="%.0f", fontsize=7)
+        below = [row["update_ms"] - part for row, part in zip(mine, exposed, strict=True)]
+        axes.bar(at, exposed, bottom=below, width=0.25, color="none", hatch="////")
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel("ms per update of the same global batch")
     axes.set_title("Time of an update; hatched: the part that communication adds", fontsize=10)
-    axes.set_ylim(top=1.1 * max(r["update_ms"] for r in rows))  # room for the numbers on the bars
+    axes.margins(y=0.1)  # room for the numbers on the bars
     axes.legend()
     figure.savefig(path, dpi=130)
 
@@ -185,22 +179,18 @@ def exact(config: ExactConfig) -> None:
     cores.
     """
     machine.prepare_tokens(config.tokens)
-    fixed = dict(preset="config/laptop.toml", steps=config.steps, micro_batch_size=4, compile="on", tokens=config.tokens)
-    fixed |= dict(warmup_steps=0, threads=1, eval_every=0, eval_tokens=1024, save_every=0, log_every=1)
+    flags = dict(micro_batch_size=4, compile="on", tokens=config.tokens, warmup_steps=0, threads=1)
 
     def step_ms(strategy: str, ranks: int) -> float:
-        name = f"{strategy}-{ranks}-{time.monotonic_ns()}"
-        machine.run(ranks, strategy=strategy, out_dir=runs, name=name, **fixed)
-        return statistics.median(line["step_ms"] for line in machine.metrics(runs / name)[3:] if "step_ms" in line)
+        records = machine.run_until(config.steps, "config/laptop.toml", ranks=ranks, strategy=strategy, **flags)
+        return statistics.median(record["step_ms"] for record in records[3:])
 
-    pairs = [(ranks, strategy) for ranks in (1, 2) for strategy in ("ddp", "exact")]
-    with machine.workspace() as runs:
-        contenders = {f"W={ranks} {strategy}": functools.partial(step_ms, strategy, ranks) for ranks, strategy in pairs}
-        times = machine.in_turns(config.rounds, contenders)
-    result = {str(ranks): {s: times[f"W={ranks} {s}"] for s in ("ddp", "exact")} for ranks in (1, 2)}
-    print(machine.write("exact_cost", {"settings": fixed, "step_ms": result}, Path(config.out)))
-    for ranks, row in result.items():
-        print(f"W={ranks}: exact / ddp = {machine.ratio(row['exact'], row['ddp']):.3f}")
+    result = {}
+    for ranks in (1, 2):
+        contenders = {strategy: functools.partial(step_ms, strategy, ranks) for strategy in ("ddp", "exact")}
+        result[ranks] = machine.in_turns(config.rounds, contenders)
+        print(f"W={ranks}: exact / ddp = {machine.ratio(result[ranks]['exact'], result[ranks]['ddp']):.3f}", flush=True)
+    print(machine.write("exact_cost", {"settings": flags, "step_ms": result}, Path(config.out)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ machine they are from.
 import contextlib
 import gc
 import importlib.metadata
+import itertools
 import json
 import math
 import multiprocessing
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +57,27 @@ TINY_RUN |= dict(eval_every=0, eval_tokens=640, save_every=0)
 
 
 @dataclass(frozen=True)
-class Options:
+class Out:
+    """The flag of all benchmarks."""
+
+    out: str = str(RESULTS)
+    """Directory of the results."""
+
+
+@dataclass(frozen=True)
+class Options(Out):
     """The flags of most benchmarks."""
 
     tokens: str = "tokens/python"
     """Dataset; the embedded corpus is prepared if it is not there."""
-    out: str = str(RESULTS)
-    """Directory of the results."""
+
+
+@dataclass(frozen=True)
+class Predictions(Out):
+    """The flags of a benchmark that holds predictions against measurements, in many settings."""
+
+    only: str = ""
+    """Only the settings whose name contains this. Nothing is written."""
 
 
 def command_line(description: str, options: type, main: Callable, arguments: list[str] | None = None) -> NoReturn:
@@ -109,22 +124,15 @@ def environment(**more: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in of_a_rank} | more
 
 
-def start(ranks: int = 1, stderr=subprocess.DEVNULL, **flags) -> subprocess.Popen:
+def start(ranks: int = 1, **flags) -> subprocess.Popen:
     """Start train.py in the background. What it prints is in its train.log."""
-    streams = dict(stdout=subprocess.DEVNULL, stderr=stderr)
-    one_thread = environment(OMP_NUM_THREADS="1")
-    return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=one_thread, text=True, **streams)
+    env, quiet = environment(OMP_NUM_THREADS="1"), subprocess.DEVNULL
+    return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=env, stdout=quiet, stderr=quiet)
 
 
 def run(ranks: int = 1, **flags) -> None:
-    """Run train.py to its end. Raises RunError with its error output if it fails."""
-    process = start(ranks, stderr=subprocess.PIPE, **flags)
-    try:
-        _, errors = process.communicate()
-    finally:
-        kill(process)
-    if process.returncode:
-        raise RunError(f"exit status {process.returncode} of {' '.join(process.args)}\n{errors}")
+    """Run train.py to its end. Raises RunError with its last output if it fails."""
+    timed(command(ranks, **flags)[1:], ROOT, OMP_NUM_THREADS="1")
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -250,14 +258,18 @@ def all_cores() -> dict[str, str]:
     return {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
 
 
-def timed(command: list, cwd: Path) -> float:
+def timed(command: list, cwd: Path, **variables: str) -> float:
     """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=all_cores(), capture_output=True, text=True)
-    seconds = time.perf_counter() - began
-    if done.returncode:
-        raise RunError(f"{shlex.join(map(str, command))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    return seconds
+    began, arguments = time.perf_counter(), [sys.executable, *map(str, command)]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(arguments, cwd=cwd, env=all_cores() | variables, **streams)
+    try:
+        output, _ = process.communicate()
+    finally:
+        kill(process)
+    if process.returncode:
+        raise RunError(f"{shlex.join(arguments[1:])} ended with {process.returncode}:\n{output[-2000:]}")
+    return time.perf_counter() - began
 
 
 def run_until(step: int, preset: str, **flags) -> list[dict]:
@@ -281,6 +293,18 @@ def run_until(step: int, preset: str, **flags) -> list[dict]:
                 time.sleep(0.25)  # reading the file disturbs the measurement
         finally:
             kill(process)
+
+
+def ready(config, steps: int) -> tuple:
+    """A run and its prefetcher, ready for `steps` updates as train.py makes them."""
+    import data
+    import train
+
+    run = train.prepare(config, train.join(config))
+    upcoming = itertools.product(range(steps), run.world.share(run.config.micro_batches))
+    prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
+    train.warm_up(run)
+    return run, prefetcher
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -356,27 +380,17 @@ def acted_as() -> Processor:
 
 def describe() -> dict:
     """This machine, its load, and the versions of what runs on it."""
-    gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
-    return {
-        "machine": {
-            "cpu": cpu_name(),
-            "instructions": acted_as(),
-            "cores": cores(),
-            "memory_gib": round(memory_bytes() / 2**30, 1),
-            "gpus": gpus,
-        },
-        "versions": {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}", **versions},
-        "commit": output_of(["git", "describe", "--always", "--dirty"]),
-        "load": [round(load, 2) for load in os.getloadavg()],
-    }
+    gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    host = {"cpu": cpu_name(), "instructions": acted_as(), "cores": cores(), "memory_gib": round(memory_bytes() / 2**30, 1)}
+    versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    versions |= {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
+    commit, load = output_of("git", "describe", "--always", "--dirty"), [round(load, 2) for load in os.getloadavg()]
+    return {"machine": host | {"gpus": gpus}, "versions": versions, "commit": commit, "load": load}
 
 
-def output_of(command: list[str]) -> str:
+def output_of(*command: str) -> str:
     """What a command prints, or nothing if it is not installed."""
-    if not shutil.which(command[0]):
-        return ""
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
 
 
 def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
@@ -387,6 +401,23 @@ def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
     record = {"command": [f"bench/{Path(sys.argv[0]).name}", *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
     return path
+
+
+def hold_against(name: str, rows: Iterable[dict], config: Predictions, most: float) -> int:
+    """Show each of `rows` (a setting, what was measured, what was predicted) as it comes, and publish all as NAME.json.
+
+    Returns 1 if a prediction is off by more than the share `most`.
+    """
+    found = []
+    for row in rows:
+        found.append(row | {"error": row["predicted"] / row["measured"] - 1})
+        seen = "{setting:<50} {measured:<10.4g} predicted {predicted:<10.4g} {error:+.1%}"
+        print(seen.format_map(found[-1]), flush=True)
+    worst = max(abs(row["error"]) for row in found)
+    if not config.only:
+        print(write(name, {"largest_error": worst, "settings": found}, Path(config.out)))
+    print(f"largest error of {len(found)} predictions: {worst:.1%}")
+    return int(worst > most)
 
 
 def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
@@ -422,8 +453,8 @@ def ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """The rows as text in columns. The first column is flush left, the others flush right."""
-    cells = [[str(cell) for cell in row] for row in [head, *rows]]
+    """The rows as text in columns, numbers to four digits. The first column is flush left, the others flush right."""
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
     return "\n".join("  ".join(line) for line in lines)

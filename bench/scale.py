@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import time
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,12 +28,12 @@ import machine  # puts the project's folder on the path
 # isort: split
 import numpy as np
 
+import data
 import settings
 from common import cli
 from hardware import footprint, gpus
 from memory import BASE
 from planning import plan
-from settings import PlanConfig
 
 TOKENS = 15 * 10**12
 LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
@@ -61,25 +61,19 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class ScaleConfig:
+class ScaleConfig(machine.Predictions):
     part: Literal["all", "sampler", "startup", "scaling", "step_time"] = "all"
-    only: str = ""
-    """Of step_time only the settings whose name contains this."""
     steps: int = 10
     """Steps of each run of step_time, the first four of which do not count."""
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 def main(config: ScaleConfig) -> int:
     """Measure the parts; print, write."""
     if config.part == "step_time":
-        return step_time(config)
-    result = {}
-    for name, measure in {"sampler": sampler, "startup": startup, "scaling": scaling}.items():
-        if config.part in ("all", name):
-            result[name] = machine.in_fresh_process(measure)
-            print(flush=True)
+        return machine.hold_against("step_time", step_times(config), config, most=0.25)
+    parts = {"sampler": sampler, "startup": startup, "scaling": scaling}
+    chosen = {name: part for name, part in parts.items() if config.part in ("all", name)}
+    result = {name: machine.in_fresh_process(measure) for name, measure in chosen.items()}
     if config.part == "all":
         print(machine.write("scale", result, Path(config.out)))
     return 0
@@ -91,8 +85,6 @@ def main(config: ScaleConfig) -> int:
 
 def sampler() -> list[dict]:
     """Time and shares of the sampler on many ranks."""
-    import data
-
     rows = []
     with machine.workspace() as folder:
         for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 1024, 16384])]:
@@ -103,11 +95,11 @@ def sampler() -> list[dict]:
             # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens an update.
             batches = data.Batches(mixture.streams("train"), mixture.shares, 8192, 16384, 1, seed=1)
             in_epoch = batches.streams[0].num_windows(batches.seq_len) // batches.sequences_per_update
-            for size in sizes:
+            for ranks in sizes:
                 # The first update of a run, one in the middle of an epoch, and the one that crosses into the second epoch.
-                right = all(shares_are_right(batches, size, step) for step in (0, in_epoch // 2, in_epoch))
-                times = microseconds(batches, size, in_epoch)
-                rows.append({"tokens": tokens, "ranks": size, "right": right, "open s": opened, **times})
+                right = all(shares_are_right(batches, ranks, step) for step in (0, in_epoch // 2, in_epoch))
+                times = microseconds(batches, ranks, in_epoch)
+                rows.append({"tokens": tokens, "ranks": ranks, "right": right, "open s": opened} | times)
                 print(rows[-1], flush=True)
     return rows
 
@@ -142,8 +134,6 @@ def shares_are_right(batches, size: int, step: int) -> bool:
 
 def microseconds(batches, size: int, in_epoch: int) -> dict:
     """Of a rank's micro-batch: of the first one at a new place of the run, and of another one there."""
-    import data
-
     new, again = [], []
     for step in np.random.default_rng(0).integers(in_epoch, size=50).tolist():
         data.permuted_block.cache_clear()
@@ -159,9 +149,9 @@ def microseconds(batches, size: int, in_epoch: int) -> dict:
 # One rank of 1,024
 
 
-def startup(size: int = 1024) -> list[dict]:
-    """Build and step one rank of `size` in each way to share the model out."""
-    return [one_rank(size, copies) for copies in (1, 16)]
+def startup() -> list[dict]:
+    """Build rank 0 of 1,024 and update it, with one copy of the weights and with 16."""
+    return [one_rank(1024, copies) for copies in (1, 16)]
 
 
 def one_rank(size: int, copies: int) -> dict:
@@ -172,40 +162,37 @@ def one_rank(size: int, copies: int) -> dict:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import optim
-    from model import GPT
+    from model import without_values
     from parallel.sharded import FullyShard
     from parallel.world import World
+    from watch import Watch
 
-    flags = dict(strategy="fsdp", micro_batch_size=1, activation_checkpointing=True)
-    flags |= dict(dtype="bfloat16", compile="on", device="cuda")
-    config = settings.replace(
-        settings.Config(), **LLAMA_70B, **flags, replicate=copies, tokens_per_update=size * LLAMA_70B["seq_len"]
-    )
+    flags = dict(LLAMA_70B, strategy="fsdp", replicate=copies, micro_batch_size=1, activation_checkpointing=True)
+    flags |= dict(dtype="bfloat16", compile="on", device="cuda", tokens_per_update=size * LLAMA_70B["seq_len"])
+    config = settings.replace(settings.Config(), **flags)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     world = World(0, size, 0, 8, torch.device("cpu"))
     began = time.perf_counter()
-    with torch.device("meta"):
-        module = GPT(config.model)
+    module = without_values(config.model)
     model = FullyShard(module, torch.bfloat16, world, copies)
     built = time.perf_counter() - began
-    weights = sum(p.to_local().numel() * p.element_size() for p in module.parameters())
-    with FakeTensorMode(allow_non_fake_inputs=True), collectives() as counted:
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch("cpu") as watch:
         module.to_empty(device="cpu")
         tokens = torch.zeros(1, config.model.seq_len, dtype=torch.long)
         model(tokens, tokens).backward()
-        gradients = sum(p.grad.to_local().numel() * 4 for p in module.parameters())
         optimizer = optim.build(module, config.optim)
         optimizer.step()
-        state = sum(value.to_local().numel() * 4 for _, _, value in optimizer.state() if hasattr(value, "to_local"))
+        own = {"weights": [*module.parameters()], "gradients": [parameter.grad for parameter in module.parameters()]}
+        own["optimizer state"] = [value for _, _, value in optimizer.state() if hasattr(value, "to_local")]
+        held = {name: sum(tensor.to_local().nbytes for tensor in tensors) for name, tensors in own.items()}
     dist.destroy_process_group()
     row = {
         "ranks": size,
         "copies": copies,
-        "parameters": sum(p.numel() for p in module.parameters()),
         "build s": built,
-        "bytes": {"weights": weights, "gradients": gradients, "optimizer state": state},
+        "bytes": held,
         "planned bytes": footprint.of_rank(config, size, "cuda"),
-        "collectives": dict(counted.counts),
+        "collectives": {name: count for name, count in watch.names.items() if name.startswith("c10d::")},
         "planned collectives": [(messages, ranks) for _, messages, ranks, _ in gpus.traffic(config, size, 1)],
         "update": gpus.speed(config, size, gpus.GPUS["h100"], gpus.GPUS["h100"].mfu),
     }
@@ -213,26 +200,11 @@ def one_rank(size: int, copies: int) -> dict:
     return row
 
 
-def collectives():
-    """A context whose value has `counts`, the collectives started in it by name."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counting(TorchDispatchMode):
-        counts = Counter()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.namespace == "c10d":
-                self.counts[function._schema.name.split("::")[1].strip("_")] += 1
-            return function(*args, **kwargs or {})
-
-    return Counting()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What others have measured
 
 
-def scaling() -> dict:
+def scaling() -> list[dict]:
     """Predict the published throughputs, each series from its first point."""
     rows = []
     for name, series in json.loads((machine.ROOT / "bench/published.json").read_text()).items():
@@ -240,18 +212,14 @@ def scaling() -> dict:
         mfu = fitted_mfu(series, *first)
         for ranks, micro_batch, micro_steps, published in others:
             predicted = predict(series, ranks, micro_batch, micro_steps, mfu)
-            row = {"model": name, "GPUs": ranks, "from": first[0], "published": published, "predicted": predicted}
-            row["same micro-batch"] = micro_batch == first[1]
-            rows.append(row | {"error": predicted / published - 1, "source": series["source"]})
-    for row in rows:
-        print(
-            f"{row['model']:<24} {row['GPUs']:5} GPUs: {row['published']:8,.0f} tokens/s a GPU, {row['error']:+.1%} predicted"
-        )
+            row = {"model": name, "GPUs": ranks, "published": published, "predicted": predicted}
+            rows.append(row | {"error": predicted / published - 1, "same micro-batch": micro_batch == first[1]})
+            print(f"{name:<24} {ranks:5} GPUs: {published:8,.0f} tokens/s a GPU, {rows[-1]['error']:+.1%} predicted")
     for words, chosen in (("all", rows), ("equal micro-batches", [row for row in rows if row["same micro-batch"]])):
         errors = [abs(row["error"]) for row in chosen]
         print(f"{len(chosen)} predictions, {words}: median error {statistics.median(errors):.1%}, ", end="")
-        print(f"{sum(error <= 0.1 for error in errors)} within 10 %, worst {max(errors):.1%}")
-    return {"rows": rows}
+        print(f"{sum(error <= 0.1 for error in errors)} within 10 %, worst {max(errors):.1%}", flush=True)
+    return rows
 
 
 def predict(series: dict, ranks: int, micro_batch: int, micro_steps: int, mfu: float) -> float:
@@ -278,34 +246,26 @@ def fitted_mfu(series: dict, ranks: int, micro_batch: int, micro_steps: int, pub
 # The time of an update
 
 
-def step_time(config: ScaleConfig) -> int:
-    """Measure all settings; print, write. Returns 1 if a prediction is more than 25 % off."""
-    rows, chosen = [], {name: setting for name, setting in SETTINGS.items() if config.only in name}
+def step_times(config: ScaleConfig) -> Iterator[dict]:
+    """A row for each chosen setting: the seconds of an update."""
     with machine.workspace() as folder:
         machine.make_tokens(folder / "tokens", 200_000, BASE["vocab_size"])
 
         def measured(ranks: int, flags: dict) -> float:
             more = {"tokens": folder / "tokens", "steps": config.steps + 1}
             records = machine.run_until(config.steps, "", ranks=ranks, **flags | more)
-            return flags["tokens_per_update"] / statistics.median(record["tokens_per_second"] for record in records[4:])
+            return statistics.median(record["step_ms"] for record in records[4:]) / 1000
 
-        for name, (ranks, flags) in chosen.items():
-            mfu = predicted_seconds(1, REFERENCE, 1) / measured(1, REFERENCE)
-            predicted, seconds = predicted_seconds(ranks, REFERENCE | flags, mfu), measured(ranks, REFERENCE | flags)
-            rows.append({"setting": name, "ranks": ranks, "flags": flags, "mfu": mfu})
-            rows[-1] |= {"predicted_s": predicted, "measured_s": seconds}
-            print(f"{name:<52} {seconds:.3f} s, predicted {predicted:.3f} s, {predicted / seconds - 1:+.0%}", flush=True)
-    worst = max(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows)
-    if not config.only:
-        print(machine.write("step_time", {"largest_error": worst, "settings": rows}, Path(config.out)))
-    print(f"largest error of {len(rows)} predictions: {worst:.1%}")
-    return int(worst > 0.25)
+        def predicted(ranks: int, flags: dict, mfu: float) -> float:
+            own = settings.load(machine.arguments("", **flags, tokens="none")[1:], "")
+            options = settings.PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu)
+            return plan.make(own, options).speed["step_s"]
 
-
-def predicted_seconds(ranks: int, flags: dict, mfu: float) -> float:
-    """The seconds of an update by the plan."""
-    config = settings.load(machine.arguments("", **flags, tokens="none")[1:], "")
-    return plan.make(config, PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu))["time"]["step_s"]
+        for name, (ranks, changes) in SETTINGS.items():
+            if config.only in name:
+                flags, mfu = REFERENCE | changes, predicted(1, REFERENCE, 1) / measured(1, REFERENCE)
+                row = {"setting": name, "ranks": ranks, "flags": changes, "mfu": mfu}
+                yield row | {"predicted": predicted(ranks, flags, mfu), "measured": measured(ranks, flags)}
 
 
 if __name__ == "__main__":

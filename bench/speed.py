@@ -4,6 +4,7 @@ python bench/speed.py steps|loss [--flag=value ...]
 """
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -81,20 +82,27 @@ def steps(config: StepsConfig) -> None:
     dtype = in_fresh_process(chosen_dtype)
     products = f"the products of a step alone, {dtype}, tokens/s"
     with tempfile.TemporaryDirectory() as folder:
-        peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", random_text(2_000_000))
+        text = np.random.default_rng(0).integers(VOCABULARY, size=2_000_000, dtype=np.uint8) + ord("!")
+        peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", text.tobytes().decode("ascii"))
 
         def speed(milliseconds: list[float]) -> float:
             return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds[8:])
 
+        def ours(mode: str) -> float:
+            batch = dict(tokens_per_update=BATCH * SEQ_LEN, micro_batch_size=BATCH, seq_len=SEQ_LEN, vocab_size=128)
+            flags = SHAPE | batch | dict(architecture="gpt2", optimizer="adamw", lr=1e-3, device="cpu", compile=mode)
+            tokens = peer / "data/shakespeare_char"
+            lines = run_until(config.steps, "config/laptop.toml", tokens=tokens, steps=10 * config.steps, **flags)
+            return speed([line["step_ms"] for line in lines if "step_ms" in line])  # the first step has none
+
         def nanogpt(mode: str) -> float:
             flags = dict(SHAPE, compile=mode == "on", dropout=0.0, batch_size=BATCH, block_size=SEQ_LEN, device="cpu")
-            return speed(nanogpt_steps(peer, config.steps, [f"--{name}={value}" for name, value in flags.items()]))
+            return speed(nanogpt_steps(peer, config.steps, machine.arguments("", **flags)[1:]))
 
         contenders = {products: lambda: in_fresh_process(products_alone, dtype)}
         for mode in ("on", "off"):
-            ours = lambda mode=mode: speed(our_steps(peer / "data/shakespeare_char", config.steps, mode))  # noqa: E731
-            contenders[f"ours, compile {mode}, tokens/s"] = ours
-            contenders[f"nanoGPT, compile {mode}, tokens/s"] = lambda mode=mode: nanogpt(mode)
+            contenders[f"ours, compile {mode}, tokens/s"] = functools.partial(ours, mode)
+            contenders[f"nanoGPT, compile {mode}, tokens/s"] = functools.partial(nanogpt, mode)
         measured = in_turns(config.rounds, contenders)
     best = "ours, compile on, tokens/s"
     ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in measured if name.startswith("nanoGPT")}
@@ -102,20 +110,6 @@ def steps(config: StepsConfig) -> None:
     result = {name: spread(values) for name, values in measured.items()} | ratios
     print(machine.write("tokens_per_second", result, Path(config.out)))
     print(*(f"{name}: {value:.3f}" for name, value in ratios.items()), sep="\n")
-
-
-def random_text(characters: int) -> str:
-    """Random text of VOCABULARY different characters."""
-    ids = np.random.default_rng(0).integers(VOCABULARY, size=characters, dtype=np.uint8) + ord("!")
-    return ids.tobytes().decode("ascii")
-
-
-def our_steps(tokens: Path, steps: int, mode: str) -> list[float]:
-    """Milliseconds of each step of our train.py."""
-    batch = {"tokens_per_update": BATCH * SEQ_LEN, "micro_batch_size": BATCH, "seq_len": SEQ_LEN, "vocab_size": 128}
-    flags = {"architecture": "gpt2", "optimizer": "adamw", "lr": 1e-3, "device": "cpu", "compile": mode}
-    lines = run_until(steps, "config/laptop.toml", tokens=tokens, steps=10 * steps, **SHAPE, **batch, **flags)
-    return [line["step_ms"] for line in lines if "step_ms" in line]  # the first step has none
 
 
 def nanogpt_steps(checkout: Path, steps: int, flags: list[str]) -> list[float]:
@@ -127,24 +121,6 @@ def nanogpt_steps(checkout: Path, steps: int, flags: list[str]) -> list[float]:
     if done.returncode or len(milliseconds) <= steps:
         raise RunError(f"nanoGPT's train.py ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
     return milliseconds[1:]
-
-
-def matmul_peak(dtype: str, device: str) -> float:
-    """FLOP/s of products of two square matrices of the best size, sustained for a second, because training must sustain it."""
-    import torch
-
-    best = 0.0
-    for size in (1024, 2048, 4096) if device == "cpu" else (4096, 8192, 16384):
-        a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-        a @ b
-        products, began = 0, time.perf_counter()
-        while (seconds := time.perf_counter() - began) < 1 or not products:
-            a @ b
-            if device != "cpu":
-                torch.cuda.synchronize()
-            products += 1
-        best = max(best, products * 2 * size**3 / seconds)
-    return best
 
 
 def chosen_dtype() -> str:
@@ -201,24 +177,15 @@ def loss(config: LossConfig) -> None:
             return timed(["train.py", "config/shakespeare_char.toml", *flags], machine.ROOT)
 
         seconds = in_turns(config.rounds, {"ours, s": ours, "nanoGPT, s": lambda: timed(["train.py", *README_RUN], peer)})
-        results = {"ours": our_result(folder / "run0"), "nanoGPT": in_fresh_process(nanogpt_result, peer)}
+        own = machine.metrics(folder / "run0")[-1]["val_bpb"] * math.log(2)  # a character is a byte here
+        losses = {"ours": own, "nanoGPT": in_fresh_process(nanogpt_loss, peer)}
     faster = ratio(seconds["nanoGPT, s"], seconds["ours, s"])
-    result = {"seconds": {name: spread(values) for name, values in seconds.items()}, "at_the_end": results}
-    result |= {"target_loss": TARGET_LOSS, "reached": results["ours"]["loss"] <= TARGET_LOSS, "times_faster": faster}
-    print(machine.write("time_to_loss", result, Path(config.out)))
-    print(results, f"target {TARGET_LOSS} reached: {result['reached']}; {faster:.2f} times faster than nanoGPT", sep="\n")
+    result = {"seconds": {name: spread(values) for name, values in seconds.items()}, "losses": losses, "times_faster": faster}
+    print(machine.write("time_to_loss", result | {"target_loss": TARGET_LOSS}, Path(config.out)))
+    print(f"losses {losses}, the target is {TARGET_LOSS}; {faster:.2f} times faster than nanoGPT")
 
 
-def our_result(run: Path) -> dict:
-    """The last validation loss of our run and its number of weights. A character is a byte here."""
-    from safetensors import safe_open
-
-    with safe_open(run / "checkpoints/latest/model.safetensors", "pt") as weights:
-        parameters = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    return {"loss": machine.metrics(run)[-1]["val_bpb"] * math.log(2), "parameters": parameters}
-
-
-def nanogpt_result(checkout: Path) -> dict:
+def nanogpt_loss(checkout: Path) -> float:
     """The loss of nanoGPT's checkpoint over all windows of 64 characters of val.bin. nanoGPT itself loads it."""
     import torch
 
@@ -232,7 +199,7 @@ def nanogpt_result(checkout: Path) -> dict:
     windows = torch.from_numpy(val[starts[:, None] + np.arange(65)].astype(np.int64))
     with torch.no_grad():
         total = sum(model(part[:, :-1], part[:, 1:].contiguous())[1].item() * len(part) for part in windows.split(64))
-    return {"loss": total / len(windows), "parameters": sum(p.numel() for p in model.parameters())}
+    return total / len(windows)
 
 
 if __name__ == "__main__":

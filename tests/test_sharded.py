@@ -171,12 +171,12 @@ STARTED = """
 import json
 from pathlib import Path
 sys.path.append("bench")
-from memory import live_bytes
+from watch import Watch
 def measured(*args, original=train.build):
-    with live_bytes(torch.device("cpu")) as live:
+    with Watch("cpu") as watch:
         run = original(*args)
         sizes = [4 * parameter.numel() for parameter in run.engine.names]
-        record = {{"peak": live.peak(), "after": live.bytes(), "weights": sum(sizes), "largest": max(sizes)}}
+        record = {{"peak": watch.peak, "after": watch.alive, "weights": sum(sizes), "largest": max(sizes)}}
     Path("{folder}", os.environ.get("RANK", "0")).write_text(json.dumps(record))
     return run
 train.build = measured

@@ -1,0 +1,71 @@
+"""What torch does on a device: its operations, and the bytes of the tensors that are alive."""
+
+import functools
+import weakref
+from collections import Counter
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WAITING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}  # their results' sizes are numbers
+
+
+class Watch(TorchDispatchMode):
+    """A context that counts operations by `names`, and the bytes `alive` on devices of a type, with their `peak`.
+
+    `waits` has the operations for which the host waits: those on a fake tensor that give a number, which is then 1, and copies.
+    `names`, `peak` and `waits` may be reset at any time. fake: count fake tensors, too. DTensor makes some to learn shapes.
+    """
+
+    def __init__(self, device: str, fake: bool = False):
+        super().__init__()
+        self.device, self.fake = device, fake
+        self.sizes, self.refs, self.alive, self.peak, self.peak_at = {}, {}, 0, 0, ""
+        self.names, self.waits = Counter(), []
+
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_  # by which fsdp frees what it has gathered
+        torch.UntypedStorage.resize_ = lambda storage, size: (self.resize(storage, size), self.note(storage))[0]
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*exception)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls again with the tensor that it has on this rank
+        kwargs, name = kwargs or {}, function.name()
+        self.names[name] += 1
+        devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            self.waits.append(f"{name} {'cuda' if 'cuda' in devices else 'cpu'}")
+            return 1.0
+        out = function(*args, **kwargs)
+        tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        moved = len(devices | {x.device.type for x in tensors}) > 1 and "copy" in name
+        if name in WAITING or (moved and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))):
+            self.waits.append(f"{name} {'to '.join(sorted(devices))}")
+        for tensor in tensors:
+            if tensor.device.type == self.device and (self.fake or not isinstance(tensor, FakeTensor)):
+                self.note(tensor.untyped_storage())
+        if self.alive > self.peak:
+            self.peak, self.peak_at = self.alive, name
+        return out
+
+    def note(self, storage):
+        """Count a storage as large as it is now."""
+        key = storage._cdata
+        if key not in self.refs:
+            self.refs[key], self.sizes[key] = weakref.ref(storage, functools.partial(self.drop, key)), 0
+        self.alive += storage.nbytes() - self.sizes[key]
+        self.sizes[key] = storage.nbytes()
+
+    def drop(self, key, ref):
+        """Count a storage no more."""
+        if self.refs.get(key) is ref:
+            self.alive -= self.sizes.pop(key)
+            del self.refs[key]
