@@ -45,7 +45,6 @@ from parallel.world import World
 from reports.log import Record, read_records
 
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
-OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
 SHOWN = 8  # sequences, and tensors
 
 
@@ -274,19 +273,15 @@ def verdict(replayed: list[Replayed]) -> list[str]:
         f"step {first.step} is the first that differs: loss {first.loss!r}, recorded {first.recorded['loss']!r}; "
         f"gradient norm {first.grad_norm!r}, recorded {first.recorded['grad_norm']!r}"
     ]
-    after = [r for r in compared if r.step >= first.step]
-    if all(not r.same for r in after) and len(after) > 1:
-        return [
-            *lines,
-            "all recorded steps after it differ too: the state before it was not this one, or the machine computed otherwise",
-        ]
-    if first is not compared[-1]:
-        return [*lines, "later steps agree again: only what was recorded is wrong, not what was computed"]
+    if compared[-1].same:
+        lines.append("later steps agree again: only what was recorded is wrong, not what was computed")
+    elif first is not compared[-1]:
+        lines.append("so does the last: the state before it was not this one, or the machine computed otherwise")
     return lines
 
 
 def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
-    """Print one step: its sequences, worst first, and the tensors whose gradients are out of line."""
+    """Print one step: its sequences, worst first, and its tensors, those whose gradients are most out of line first."""
     width = max(60, shutil.get_terminal_size().columns)
     compared = "" if r.recorded else "  (not logged, so not compared; see --log_every)"
     print(f"\nstep {r.step}  loss {r.loss:.4f}  gradient norm {r.grad_norm:.3f}{compared}\n\nsequences, worst loss first")
@@ -300,18 +295,12 @@ def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
         print(f"  ... {len(r.sequences) - SHOWN} more: --all")
     usual = {name: median(b.norms[name] for b in before if name in b.norms) for name in r.norms if before}
     ratio = {name: r.norms[name] / usual[name] if usual.get(name) else 1.0 for name in r.norms}
-    striking = [name for name in sorted(r.norms, key=lambda n: (-ratio[n], -r.norms[n])) if ratio[name] > OUT_OF_LINE]
-    if before:
-        steps = plural(len(before), "step")
-        print(f"\ntensors whose gradient norm is more than {OUT_OF_LINE:g} times the median of {steps} before")
-    else:
-        print("\ntensors by gradient norm; no step before was replayed to compare with")
-    names = sorted(r.norms, key=lambda n: -ratio[n] if before else -r.norms[n]) if everything or not before else striking
+    usually = f", and how many times the median of {plural(len(before), 'step')} before it is" if before else ""
+    print(f"\ntensors by gradient norm{usually}")
+    names = sorted(r.norms, key=lambda name: (-ratio[name], -r.norms[name]))
     for name in names if everything else names[:SHOWN]:
         times = f"  {ratio[name]:7.1f} times" if before else ""
         print(f"  {r.norms[name]:10.4g}{times}  {name}, changed by {r.updates[name]:.2%}")
-    if before and not striking:
-        print("  none")
     largest = max(r.updates, key=r.updates.get)
     print(f"largest update: {largest}, by {r.updates[largest]:.2%} of its norm")
     print(f"--skip_steps={r.skip_steps} leaves this batch out")

@@ -63,7 +63,7 @@ def main(config: SampleConfig) -> None:
 
     directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
-        raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
+        raise UserError(f"{directory} has no tokenizer.json; --tokenizer=FILE gives the one that made its tokens")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
     typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
     prompt = [] if typed else encode(text, read_prompt(config.prompt), model)
@@ -113,9 +113,8 @@ class Sampler:
         size = min(START, self.config.model.seq_len)
         start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), size)[:, :size])
         generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
-        eager = (
-            torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
-        )  # its lengths all differ
+        # Its lengths all differ.
+        eager = torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
         engine.module.eval()
         # It does not stop at an end of text: under fsdp each forward gathers the weights from all ranks.
         with engine.autocast(), eager:
@@ -130,8 +129,7 @@ def encode(text, prompt: str, model) -> list[int]:
     tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
     if max(tokens) < size:
         return tokens
-    unknown = [c for c in prompt if max(text.encode(c)) >= size]
-    what = repr((unknown or [text.decode([max(tokens)])])[0]) if prompt else "the start of a document"
+    what = repr(text.decode([max(tokens)])) if prompt else "the start of a document"
     raise UserError(f"--prompt: {what} is token {max(tokens)}, and the model has {size}; try text like that it was trained on")
 
 
@@ -183,18 +181,6 @@ def converse(model, text, options: tuple) -> None:
         elif len(context) >= seq_len:
             print(f"--------------- the context of {seq_len} tokens is full; the last half of it stays")
             context = context[-max(1, seq_len // 2) :]
-
-
-def advice(directory: Path) -> str:
-    """Where a tokenizer for a model without one comes from."""
-    import data
-    from checkpoints import checkpoint
-    from dataset.tokens import tokenizer_advice
-
-    if not (directory / "trainer_state.json").exists():
-        return "--tokenizer=FILE gives the one that made its tokens"
-    tokens = checkpoint.load_state(directory).config.data.tokens
-    return tokenizer_advice(Path(data.parse_mixture(tokens)[0][0]))
 
 
 def read_prompt(prompt: str) -> str:

@@ -267,21 +267,18 @@ def open_optimizer(
     directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
 ) -> dict[str, tensor_files.Stored]:
     """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is that of `parameters`, and whole."""
-    tensors, keys = tensor_files.open_tensors(directory, "optimizer"), {}
-    way_out = f"a new run with --init_from={directory} takes the weights alone"
-    for name, stored in tensors.items():
-        parameter, _, key = name.rpartition(".")
-        known = parameter in parameters
-        if not known or (stored.dtype, stored.shape) != ("F32", () if key == "step" else tuple(parameters[parameter].shape)):
-            shape = list(stored.shape)
-            raise UserError(
-                f"{stored.path}: {name}, {stored.dtype} {shape}, is not the state of a parameter of this model; {way_out}"
-            )
-        keys.setdefault(parameter, set()).add(key)
-    if not keys and state.skipped == state.step:  # no update was made yet
+    tensors, shapes = tensor_files.open_tensors(directory, "optimizer"), {}
+    if not tensors and state.skipped == state.step:  # no update was made yet
         return tensors
     for name, parameter in parameters.items():
-        if keys.get(name) != optim.optimizer_of(name, parameter, optimizer).STATE:
-            path = directory / "optimizer.safetensors"
-            raise UserError(f"{path} does not have the whole state of {name} for --optimizer={optimizer}; {way_out}")
+        for key in optim.optimizer_of(name, parameter, optimizer).STATE:
+            shapes[f"{name}.{key}"] = () if key == "step" else tuple(parameter.shape)
+    for name in sorted(shapes | tensors):
+        found = (tensors[name].dtype, tensors[name].shape) if name in tensors else "nothing"
+        wanted = ("F32", shapes[name]) if name in shapes else "nothing"
+        if found != wanted:
+            raise UserError(
+                f"{directory}: the optimizer's state has {found} as {name}, and this model with --optimizer={optimizer} wants "
+                f"{wanted}; a new run with --init_from={directory} takes the weights alone"
+            )
     return tensors

@@ -19,7 +19,7 @@ from hardware.host import cores
 from model import attention_kernel
 from parallel.world import World
 from planning import rules
-from settings import Config, ModelConfig, ParallelConfig
+from settings import Config
 
 
 def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | None, previous: dict) -> Config:
@@ -37,7 +37,6 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
             raise UserError(f"--seq_len={model.seq_len}: {longest}")
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, vocab_size)
-    check_memory(model, config.parallel, world)
     optim, precision = config.optim, choose_precision(config, world, previous)
     if optim.warmup_steps < 0 and "warmup_steps" in previous:  # a longer run has no second warmup
         warmup = min(previous["warmup_steps"], settings.resolve_schedule(optim, train.steps).warmup_steps)
@@ -56,7 +55,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     config = settings.replace(config, **precision)
     config = settings.replace(config, micro_batch_size=fit_micro_batch(config, previous.get("micro_batch_size"), world))
     rules.check(config, world.size)
-    check_peak(config, world)
+    check_memory(config, world)
     check_saving(config)
     return config
 
@@ -71,22 +70,7 @@ def choose_precision(config: Config, world: World, previous: dict) -> dict[str, 
     return {name: kept.get(name, chosen[name]) if given[name] == "auto" else given[name] for name in given}
 
 
-def check_memory(model: ModelConfig, parallel: ParallelConfig, world: World) -> None:
-    """Raise UserError if the weights alone are larger than this machine's memory, before anything is built.
-
-    Under fsdp the weights are those that the ranks of this machine hold of all.
-    """
-    parameters, memory = sum(footprint.parameters(model).values()), host.memory_bytes()
-    here = min(1, world.local_size * parallel.replicate / world.size) if parallel.strategy == "fsdp" else 1
-    if 4 * parameters * here > memory:
-        weights = f"{4 * parameters * here / 1e9:,.0f} GB of weights" + " here" * (here < 1)
-        raise UserError(
-            f"--n_layer={model.n_layer} --n_embd={model.n_embd} --vocab_size={model.vocab_size} make {parameters:,} "
-            f"parameters: {weights}, and this machine has {memory / 1e9:,.0f} GB of memory"
-        )
-
-
-def check_peak(config: Config, world: World) -> None:
+def check_memory(config: Config, world: World) -> None:
     """Raise UserError if what the ranks here hold at the peak of an update, during a save, is more than this machine's memory.
 
     On a CPU the kernel would end the run without a word. A GPU says itself that it has no more.

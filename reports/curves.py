@@ -1,12 +1,12 @@
 """The curves of runs: loss, learning rate, gradient norm and throughput, read from metrics.jsonl and train.log, and drawn."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median
+from typing import TypedDict
 
 import numpy as np
 
@@ -25,6 +25,9 @@ MARKS = {
     "continued": dict(linestyle="", marker="^", markersize=5),
     "left out": dict(linestyle="", marker="x", markersize=6, markeredgewidth=1.6),
 }
+
+
+Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # what is read of ladder.py's prediction.json
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,8 @@ def read(run: Path) -> Curves:
 
 def prediction(path: Path) -> tuple[float, float] | None:
     """The loss that ladder.py has foretold for a run, and half of its interval. Raises UserError for a file of another kind."""
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(files.read_bytes(path))
-        loss, margin = float(found["val_loss"]), float(found["margin"])
-    except (ValueError, TypeError, KeyError):
-        loss = margin = math.nan
-    if not math.isfinite(loss + margin):
-        raise UserError(f"{path} is not what ladder.py writes; move it away")
-    return loss, margin
+    found = files.read_json(path, Prediction) if path.exists() else None
+    return found and (found["val_loss"], found["margin"])
 
 
 def restarts(log: Path) -> list[int]:
@@ -147,14 +142,6 @@ def spread(heights: list[float], gap: float, top: float = math.inf) -> list[floa
     return moved
 
 
-def short(value: float, _position=None) -> str:
-    """A tick label: 1500 is 1.5K, 2e9 is 2B."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
-
-
 def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None = None) -> None:
     """Draw the curves of `runs` in four panels, one colour for each run, and publish the picture as `out`.
 
@@ -163,6 +150,7 @@ def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None 
     Raises UserError for a run without metrics, and for a file that cannot be written.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     curves = [read(Path(run)) for run in runs]
     x = choose_x(curves, x)
@@ -182,12 +170,13 @@ def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None 
         norm.set_ylim(bottom=0)
     lr.set_ylim(bottom=0)
     throughput.set_ylim(bottom=0)
+    short = EngFormatter(sep="")  # 1500 is 1.5k, 2e9 is 2G
     throughput.yaxis.set_major_formatter(short)
     for axis in (norm, throughput):
         axis.set_xlabel(x if x != "time" else "time of the updates", color="0.3")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short if x != "time" else lambda seconds, _position: duration(seconds))
-    name_runs(figure, drawn, labels or [run.name for run in curves], [str(run) for run in runs])
+    name_runs(figure, drawn, labels or [run.name for run in curves])
     save(figure, Path(out))
 
 
@@ -259,12 +248,10 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     axis.legend(handles=handles, frameon=False, fontsize=9.5, handlelength=1, handletextpad=0.5, columnspacing=1, **place)
 
 
-def name_runs(figure, drawn: list[tuple], names: list[str], paths: list[str]) -> None:
-    """Write the run's name as the title, or a legend for several runs: their names, or their paths if names repeat."""
+def name_runs(figure, drawn: list[tuple], names: list[str]) -> None:
+    """Write the run's name as the title, or a legend for several runs."""
     from matplotlib.lines import Line2D
 
-    if len(set(names)) < len(names):
-        names = paths
     if len(names) == 1:
         figure.suptitle(names[0], fontsize=14)
         return

@@ -1,7 +1,6 @@
 """What a run says while it trains: the time that is left, its updates, its speed, its evaluations and their curves."""
 
 import math
-import statistics
 import time
 
 import torch
@@ -13,8 +12,6 @@ from reports import curves
 from reports.log import Log, duration
 from settings import Config
 
-FEW = 5  # updates that are measured before the time of a run is told
-WORTH_TELLING = 10  # seconds that are left; of fewer a run need not tell
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
 
@@ -34,8 +31,6 @@ class Progress:
         """Count an update of `seconds`, `waited` of them for data, and report it if it is due. state: after the update."""
         step, steps = state.step, self.config.train.steps
         self.meter.add(seconds, waited)
-        if (left := self.meter.first_estimate(steps - step)) > WORTH_TELLING:
-            self.log.say(f"about {duration(left)} for {plural(steps - step, 'more step')}; evaluations come on top")
         self.log.progress(step)
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row:
@@ -107,7 +102,6 @@ class Meter:
     def __init__(self, flops_per_token: float, peak_flops: float, tokens_per_update: int):
         self.flops_per_token, self.peak_flops, self.tokens_per_update = flops_per_token, peak_flops, tokens_per_update
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
-        self.first: list[float] | None = []  # seconds of the first FEW updates; None once they were used
 
     def add(self, seconds: float, waited: float) -> None:
         """Count an update of `seconds`, in which training waited for data for `waited` seconds."""
@@ -115,15 +109,6 @@ class Meter:
         if self.updates:
             self.seconds += seconds
             self.waited += waited
-            if self.first is not None:
-                self.first.append(seconds)
-
-    def first_estimate(self, steps: int) -> float:
-        """Seconds that `steps` more updates will take, once FEW were measured; 0 before and after that."""
-        if self.first is None or len(self.first) < FEW:
-            return 0.0
-        seconds, self.first = steps * statistics.median(self.first), None
-        return seconds
 
     def report(self) -> dict:
         """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and waiting for data.
