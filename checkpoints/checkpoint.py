@@ -12,8 +12,9 @@ import os
 import platform
 import shlex
 import sys
-import threading
 import time
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -132,8 +133,8 @@ class Checkpoints:
         self.directory, self.config, self.dataset, self.world, self.log = directory, config, dataset, world, log
         self.retention = Retention(directory, config.checkpoint.keep_last, config.checkpoint.keep_best, start_step)
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._saver = ThreadPoolExecutor(1)
+        self._save: Future | None = None  # under way, or done and not yet looked at
         self._writers = range(footprint.writers(config, world.size))
         # The writers tell each other in the background what they have written, while training communicates otherwise.
         # The other ranks have no part in making the group: with NCCL they would wait for ranks that never come.
@@ -163,25 +164,19 @@ class Checkpoints:
             return
         state.grad_scaler = engine.scaler.state_dict()
         state = replace(state, best=list(state.best))
-        if self.config.checkpoint.async_save:
-            self._thread = threading.Thread(target=self._write, args=(state, snapshot))
-            self._thread.start()
-        else:
-            self._write(state, snapshot)
+        self._save = self._saver.submit(self._write, state, snapshot)
+        if not self.config.checkpoint.async_save:
+            self.wait()
         self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
 
     def _write(self, state: TrainState, snapshot: Snapshot) -> None:
-        try:
-            write(self.directory, state, snapshot, self.dataset, self.world.rank, self._group)
-            self.retention.saved(step_directory(self.directory, state.step))
-        except Exception as error:  # a full disk, a directory that may not be written, ...: the run can go on
-            self._error = error
+        write(self.directory, state, snapshot, self.dataset, self.world.rank, self._group)
+        self.retention.saved(step_directory(self.directory, state.step))
 
     def wait(self, failed: bool = False) -> None:
         """Wait for the save under way, if any. If training has failed, other writers may be gone, so the wait has an end."""
-        if self._thread is not None:
-            self._thread.join(LAST_SAVE_SECONDS if failed and self._group else None)
-            self._thread = None
+        if self._save is not None:
+            futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
 
     def finish(self, state: TrainState, final: bool = False) -> None:
         """Wait for the save under way and remove what retention does not keep.
@@ -189,10 +184,10 @@ class Checkpoints:
         A failed save is a warning while there will be another; at the end of the run (`final`) it is a RunError.
         """
         self.wait()
-        error, self._error = self._error, None
+        save, self._save = self._save, None
         if not self.world.is_master:
             return
-        if error:
+        if error := save and save.exception():  # a full disk, a directory that may not be written, ...: the run can go on
             message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
             message += f"; the newest intact one is {self.retention.newest}"
             if final:

@@ -16,10 +16,8 @@ from reports.log import LONGEST_LINE, Record, duration, read_records
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
 RINGS = ("o", "s", "D", "v", "p", "h")  # of validation losses: they tell runs apart in grey, and where a colour comes again
-NUMBERED = 7  # the most runs whose last validation loss is written beside its ring: the lowest ones
 DECADES = 30  # a gradient norm whose largest value is this many times its smallest is drawn on a logarithmic axis
 DASH = 5  # of lines that lie on one another, in widths of the line
-LABEL_GAP = 0.075  # between the validation values written at the lines, as a fraction of the axis
 RING = dict(linestyle="", markersize=5.5, markerfacecolor="white", markeredgewidth=1.5)
 MARKS = {
     "continued": dict(linestyle="", marker="^", markersize=5),
@@ -130,18 +128,6 @@ def choose_x(curves: list[Curves], x: str) -> str:
     return x if x != "auto" else "tokens" if len(set(batches)) > 1 and all(batches) else "step"
 
 
-def spread(heights: list[float], gap: float, top: float = math.inf) -> list[float]:
-    """Push `heights` apart until any two are at least `gap` apart, upwards, and down from `top`. Their order is kept."""
-    moved = list(heights)
-    order = sorted(range(len(heights)), key=heights.__getitem__)
-    for below, i in pairwise(order):
-        moved[i] = max(moved[i], moved[below] + gap)
-    for i in reversed(order):
-        moved[i] = min(moved[i], top)
-        top = moved[i] - gap
-    return moved
-
-
 def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None = None) -> None:
     """Draw the curves of `runs` in four panels, one colour for each run, and publish the picture as `out`.
 
@@ -207,17 +193,13 @@ def draw_panel(axis, drawn: list[tuple], key: str, title: str, x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple], x: str) -> None:
-    """Draw validation losses as rings. The number beside the last ring of each run is its loss."""
-    from matplotlib.colors import to_rgb
+    """Draw validation losses as rings, and the loss that was foretold."""
     from matplotlib.lines import Line2D
-    from matplotlib.patheffects import withStroke
-    from matplotlib.transforms import offset_copy
 
-    ends, shown = [], []
+    shown = []
     for (run, color), marker in zip(drawn, cycle(RINGS), strict=False):
         places, y = run.points("val_loss", x)
         axis.plot(places, y, marker=marker, markeredgecolor=color, zorder=3, **RING)
-        ends += [(places[-1], y[-1], color)] if y else []
         steps, logged = run.points("loss")
         shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
         if run.foretold:
@@ -228,14 +210,6 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     if len(set(shown)) > 1:  # cut off the steep fall of the first tenth, so that the rest can be told apart
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
-    bottom, top = axis.get_ylim()
-    ends = sorted(ends, key=lambda end: end[1])[:NUMBERED]
-    heights = spread([y for _, y, _ in ends], LABEL_GAP * (top - bottom), top)
-    words = dict(fontsize=12, fontweight="bold", path_effects=[withStroke(linewidth=3, foreground="white")], zorder=4)
-    for (place, y, color), height in zip(ends, heights, strict=True):
-        beside = offset_copy(axis.transData, axis.figure, x=7, units="points")
-        darker = [0.75 * part for part in to_rgb(color)]  # light colours are hard to read on white
-        axis.text(place, height, f"{y:.3f}", color=darker, va="center", transform=beside, **words)
     handles = [Line2D([], [], color="0.35", linewidth=1.7, label="training")]
     handles += [Line2D([], [], marker=RINGS[0], markeredgecolor="0.35", label="validation", **RING)]
     present = any(run.restarts for run, _ in drawn), any(run.skipped() for run, _ in drawn)
@@ -249,9 +223,11 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
 
 
 def name_runs(figure, drawn: list[tuple], names: list[str]) -> None:
-    """Write the run's name as the title, or a legend for several runs."""
+    """Write the run's name and its last validation loss as the title, or a legend for several runs."""
     from matplotlib.lines import Line2D
 
+    losses = [run.points("val_loss")[1][-1:] for run, _ in drawn]
+    names = [name + "".join(f", validation {loss:.3f}" for loss in last) for name, last in zip(names, losses, strict=True)]
     if len(names) == 1:
         figure.suptitle(names[0], fontsize=14)
         return

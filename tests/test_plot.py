@@ -162,10 +162,6 @@ def test_smoothing_neither_lags_nor_follows_a_spike():
     assert curves.smooth([]) == [] and curves.smooth([3.0]) == [3.0]
 
 
-def test_labels_stay_below_the_top():
-    assert curves.spread([1.0, 0.9, 0.95], 0.1, top=1.0) == pytest.approx([1.0, 0.8, 0.9])
-
-
 def test_datasets_and_missing_settings_are_told_in_the_table_and_the_csv(train, tokens, tmp_path):
     (tmp_path / "other").symlink_to(tokens)
     for name, flags in (("a", {}), ("b", dict(tokens=tmp_path / "other")), ("c", {})):
@@ -178,11 +174,6 @@ def test_datasets_and_missing_settings_are_told_in_the_table_and_the_csv(train, 
     lines = compare.as_csv(runs).splitlines()
     logged = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[0])
     assert lines[0].split(",")[:2] == ["run", "--tokens"] and set(logged) <= set(lines[0].split(","))
-
-
-def test_labels_are_spread_in_order():
-    assert curves.spread([3.0, 1.0, 1.1], 0.5) == [3.0, 1.0, 1.5]
-    assert curves.spread([], 0.5) == []
 
 
 def test_runs_are_told_apart_by_the_settings_that_were_chosen_differently(train, tmp_path):
