@@ -8,11 +8,7 @@ A run under --strategy=exact is replayed by one process, whatever the number of 
 `torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
-import os
 import sys
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
 
 import settings
 from common import cli, errors
@@ -56,10 +52,8 @@ class ReplayConfig:
     """The step to look at, as metrics.jsonl counts steps (0: the last one recorded)."""
     steps: int = 1
     """How many steps to look at, from --step on."""
-    all: bool = False
-    """Print every sequence and tensor of the step, not the most striking ones alone."""
     json: bool = False
-    """Print one JSON object, for programs."""
+    """Print one JSON object with every sequence and tensor, not the most striking ones alone."""
     verify: bool = False
     """Check that each kept checkpoint follows from the one before it, sha256 for sha256."""
     tokens: str = ""
@@ -113,7 +107,11 @@ def main(config: ReplayConfig) -> int:
         if config.json:
             print(json.dumps({"run": str(directory), "steps": [asdict(r) | {"same": r.same} for r in replayed]}))
         else:
-            tell(replayed, range(step, last + 1), config.all)
+            for line in verdict(replayed):
+                print(line)
+            for i, r in enumerate(replayed):
+                if r.step >= step:
+                    tell_step(r, replayed[:i])
     world.leave(failed=False)
     return int(any(r.same is False for r in replayed))
 
@@ -250,15 +248,6 @@ def look_at_sequences(run: train.Run) -> list[dict]:
     return sorted(rows, key=lambda row: -row["loss"])
 
 
-def tell(replayed: list[Replayed], wanted: range, everything: bool) -> None:
-    """Print the verdict, then the steps that are `wanted`."""
-    for line in verdict(replayed):
-        print(line)
-    for i, r in enumerate(replayed):
-        if r.step in wanted:
-            tell_step(r, replayed[:i], everything)
-
-
 def verdict(replayed: list[Replayed]) -> list[str]:
     """Whether the steps are those of the run."""
     compared = [r for r in replayed if r.recorded]
@@ -280,25 +269,23 @@ def verdict(replayed: list[Replayed]) -> list[str]:
     return lines
 
 
-def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
+def tell_step(r: Replayed, before: list[Replayed]) -> None:
     """Print one step: its sequences, worst first, and its tensors, those whose gradients are most out of line first."""
     width = max(60, shutil.get_terminal_size().columns)
     compared = "" if r.recorded else "  (not logged, so not compared; see --log_every)"
     print(f"\nstep {r.step}  loss {r.loss:.4f}  gradient norm {r.grad_norm:.3f}{compared}\n\nsequences, worst loss first")
-    for row in r.sequences if everything else r.sequences[:SHOWN]:
+    for row in r.sequences[:SHOWN]:
         begins = f"; documents begin at {', '.join(map(str, row['documents_begin'][:6]))}" if row["documents_begin"] else ""
         place = f"{row['dataset']}/{row['shard']} from token {row['position']:,}"
         print(f"  {row['loss']:8.4f}  sequence {row['sequence']}: {place}{begins}")
-        shown = row["text"] if everything else row["text"][: 2 * width]
-        print(f"            {shown.encode('unicode_escape').decode()[: width - 13]}")
-    if not everything and len(r.sequences) > SHOWN:
-        print(f"  ... {len(r.sequences) - SHOWN} more: --all")
+        print(f"            {row['text'][:width].encode('unicode_escape').decode()[: width - 13]}")
+    if len(r.sequences) > SHOWN:
+        print(f"  ... {len(r.sequences) - SHOWN} more: --json")
     usual = {name: median(b.norms[name] for b in before if name in b.norms) for name in r.norms if before}
     ratio = {name: r.norms[name] / usual[name] if usual.get(name) else 1.0 for name in r.norms}
     usually = f", and how many times the median of {plural(len(before), 'step')} before it is" if before else ""
     print(f"\ntensors by gradient norm{usually}")
-    names = sorted(r.norms, key=lambda name: (-ratio[name], -r.norms[name]))
-    for name in names if everything else names[:SHOWN]:
+    for name in sorted(r.norms, key=lambda name: (-ratio[name], -r.norms[name]))[:SHOWN]:
         times = f"  {ratio[name]:7.1f} times" if before else ""
         print(f"  {r.norms[name]:10.4g}{times}  {name}, changed by {r.updates[name]:.2%}")
     largest = max(r.updates, key=r.updates.get)

@@ -94,7 +94,7 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
     The last is "backward" (the last one of the update), "update" (all of it) or "" (nothing: the ranks wait).
     """
     strategy, P = config.parallel.strategy, sum(footprint.parameters(config.model).values())
-    layers, in_block = config.model.n_layer, {"gpt2": 16, "llama": 9, "qwen3": 11}[config.model.architecture]
+    layers = config.model.n_layer
     buckets = math.ceil(4 * P / BUCKET_BYTES)
     if world_size == 1:
         return []
@@ -109,9 +109,7 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
     match strategy:
         case "exact":
             return [(2 * all_reduce, math.ceil(8 * P / BUCKET_BYTES), world_size, "backward"), *updates]  # integers of 8 bytes
-        case "scratch_allreduce":
-            return [(all_reduce, in_block * layers + 3, world_size, ""), *updates]  # one for each tensor
-        case "scratch_reduce_scatter":
+        case "scratch_allreduce" | "scratch_reduce_scatter":  # at least: the former has one for each tensor
             return [(all_reduce, 2, world_size, ""), *updates]
         case "zero1":
             return [

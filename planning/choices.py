@@ -166,24 +166,20 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for the tensors of a rank",
         f"peak    {peak_flops / 1e12:.3g} TFLOP/s of all ranks, {source}",
     ]
-    rows += precision_remarks(config, world.device, step)
+    rows += precision_remarks(config, world.device)
     remarks = [dataset.remark for dataset in mixture.datasets if dataset.remark]
     rows += [remark if remark.startswith("warning:") else f"note    {remark}" for remark in remarks]
     begins = f"from step {step}" if step else "from its beginning"
     return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])
 
 
-def precision_remarks(config: Config, own: torch.device, step: int) -> list[str]:
-    """What to say of a precision that this CPU is slow in: one that was set, or that the run began with elsewhere."""
-    if own.type != "cpu":
+def precision_remarks(config: Config, own: torch.device) -> list[str]:
+    """A warning of bfloat16 on a CPU that is slow in it: it was set, or the run began with it elsewhere."""
+    muon_dtype = config.optim.muon_dtype if config.optim.optimizer == "muon" else ""
+    flags = {"--dtype=float32": config.train.dtype, "--muon_dtype=float32": muon_dtype}
+    slow = [flag for flag, dtype in flags.items() if dtype == "bfloat16"]
+    if own.type != "cpu" or not slow or device.fast_at_bfloat16(own):
         return []
-    rates, fast = device.product_rates(), device.fast_at_bfloat16(own)
-    flags = {"dtype": config.train.dtype}
-    if config.optim.optimizer == "muon":
-        flags["muon_dtype"] = config.optim.muon_dtype
-    slower, faster = ("float32", "bfloat16") if fast else ("bfloat16", "float32")
-    slow = [f"--{name}={faster}" for name, dtype in flags.items() if dtype == slower]
-    if not slow or (fast and not step):
-        return []
-    times = f"{rates[faster] / rates[slower]:.3g} times as fast in {faster} as in {slower}"
-    return [f"{'note   ' if fast else 'warning:'} this processor is {times}; {' '.join(slow)} takes it, and changes the bits"]
+    rates = device.product_rates()
+    times = f"{rates['float32'] / rates['bfloat16']:.3g} times as fast in float32 as in bfloat16"
+    return [f"warning: this processor is {times}; {' '.join(slow)} takes it, and changes the bits"]

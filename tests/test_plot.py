@@ -56,8 +56,8 @@ def test_the_command_draws_several_runs(tmp_path):
 def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figure_of):
     runs = [write_run(tmp_path / name) for name in ("small", "large")]
     panels = {"loss", "learning rate", "gradient norm", "tokens per second"}
-    assert {"small", "large", "1.500", "step"} | panels <= words(figure_of(*runs))
-    assert {"small", "1.500"} <= words(figure_of(runs[0]))
+    assert {"small, validation 1.500", "large, validation 1.500", "step"} | panels <= words(figure_of(*runs))
+    assert "small, validation 1.500" in words(figure_of(runs[0]))
 
 
 def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):
@@ -116,11 +116,6 @@ def test_a_gradient_norm_over_decades_is_drawn_on_a_log_axis(tmp_path, figure_of
     assert figure_of(write_run(tmp_path / "calm")).axes[2].get_yscale() == "linear"
     spike = json.dumps({"step": 70, "loss": 1.0, "grad_norm": 90.0}) + "\n"
     assert figure_of(write_run(tmp_path / "wild", tail=spike)).axes[2].get_yscale() == "log"
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, figure_of):
-    runs = [write_run(tmp_path / folder / "base") for folder in ("here", "there")]
-    assert {str(run) for run in runs} <= words(figure_of(*runs))
 
 
 @pytest.mark.parametrize("tail", ['{"step": 70, "lo', '{"step"', "7", '{"step": 70, "loss": 1.0'])
