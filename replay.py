@@ -166,12 +166,9 @@ def open_before(
             f"step {step} was computed on {plural(era['world_size'], 'rank')}, and its bits depend on that; use torchrun "
             f"--standalone --nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
         )
-    where = "--tokens says where they are now, of a mixture each with its weight"
-    try:
-        dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
-    except UserError as error:
-        raise UserError(f"the run's tokens: {error}; {where}") from None
+    dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
+        where = "--tokens says where they are now, of a mixture each with its weight"
         raise UserError(f"{dataset} holds other tokens, or other shares of them, than the run was trained on; {where}")
     model = settings.resolve_model(training.model, dataset.vocab_size)  # the run may be an old one
     training = replace(training, model=model, optim=settings.resolve_schedule(training.optim, training.train.steps))

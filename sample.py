@@ -17,12 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
+import torch
 import tyro
 from msgspec import Meta
 
+from checkpoints import lookup
 from common import cli, errors, files
 from common.errors import UserError
 from common.records import Count, Seed, Size
+from data import dropout_seed
+from dataset import tokenizer
+from hardware import device
+from model import generate
+from parallel.world import connect
+from reports.progress import due
 from settings import Config
 
 START, LINE = 8, 64  # tokens of the text that a model in training goes on from, and that it writes: a line or two
@@ -52,13 +61,6 @@ class SampleConfig:
 
 def main(config: SampleConfig) -> None:
     """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
-    import torch
-
-    from checkpoints import lookup
-    from dataset import tokenizer
-    from hardware import device
-    from parallel.world import connect
-
     directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json; --tokenizer=FILE gives the one that made its tokens")
@@ -86,8 +88,6 @@ class Sampler:
     """
 
     def __init__(self, config: Config, dataset, since: int):
-        from dataset import tokenizer
-
         self.config, self.dataset, self.since, self.every = config, dataset, since, config.eval.sample_every
         if self.every and not dataset.tokenizer:
             raise UserError(f"--sample_every needs a tokenizer.json beside the tokens, and {dataset} has none")
@@ -95,19 +95,11 @@ class Sampler:
 
     def show(self, engine, step: int, log) -> None:
         """Let the model of `engine` write after `step` updates, if a sample is due. Changes no bit of the run."""
-        from reports.progress import due
-
         if step > self.since and due(self.every, step):
             log.sample(step, self.write(engine, step))
 
     def write(self, engine, step: int) -> str:
         """What the model writes. All ranks must call this, and all draw the same tokens."""
-        import numpy as np
-        import torch
-
-        from data import dropout_seed
-        from model import generate
-
         size = min(START, self.config.model.seq_len)
         start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), size)[:, :size])
         generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
@@ -136,9 +128,6 @@ def show(model, text, tokens: list[int], prompted: int, options: tuple) -> None:
 
     tokens: those that are drawn are appended.
     """
-    import torch
-
-    from model import generate
 
     def new() -> Iterator[int]:
         for token in generate(model, torch.tensor([tokens]), *options, vocab_limit=text.vocab_size, eot=text.eot_token):

@@ -38,14 +38,6 @@ class Curves:
     restarts: list[int]  # steps from which the run was continued
     foretold: tuple[float, float] | None = None  # by ladder.py: the last validation loss, and half of its interval
 
-    def tokens_per_step(self) -> int:
-        """The global batch in tokens. 0 if the records do not say."""
-        counted = [(record["step"], record["tokens"]) for record in self.training if is_finite(record.get("tokens"))]
-        if not counted:
-            return 0
-        (step, tokens), (last_step, last_tokens) = counted[0] if len(counted) > 1 else (0, 0), counted[-1]
-        return round((last_tokens - tokens) / max(last_step - step, 1))
-
     def skipped(self) -> list[int]:
         """The logged steps at or before which an update was left out because its gradient was not finite."""
         counts = [(0, 0), *((record["step"], record.get("skipped") or 0) for record in self.training)]
@@ -122,13 +114,7 @@ def smooth(values: list[float]) -> list[float]:
     return [median(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
 
 
-def choose_x(curves: list[Curves], x: str) -> str:
-    """The axis that `auto` means: tokens if the runs have different global batches, else steps."""
-    batches = [run.tokens_per_step() for run in curves]
-    return x if x != "auto" else "tokens" if len(set(batches)) > 1 and all(batches) else "step"
-
-
-def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None = None) -> None:
+def draw(runs: list[Path], out: Path, x: str = "step", labels: list[str] | None = None) -> None:
     """Draw the curves of `runs` in four panels, one colour for each run, and publish the picture as `out`.
 
     labels: what to call each run (None: by its name).
@@ -139,7 +125,6 @@ def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None 
     from matplotlib.ticker import EngFormatter
 
     curves = [read(Path(run)) for run in runs]
-    x = choose_x(curves, x)
     drawn = list(zip(curves, cycle(COLORS), strict=False))  # for each run: its curves, its colour
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
     loss, lr, norm, throughput = figure.subplots(2, 2, sharex=True).flat

@@ -63,11 +63,12 @@ def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figu
 def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):
     short, long = write_run(tmp_path / "short"), write_run(tmp_path / "long", steps=100)
     half = write_run(tmp_path / "half", tokens_per_step=512)
-    assert figure_of(short, long).axes[2].get_xlabel() == "step"
-    over_tokens = figure_of(short, long, half)
+    for run, tokens in ((short, 1024), (long, 1024), (half, 512)):
+        (run / "config.toml").write_text(f"[train]\ntokens_per_update = {tokens}\n")
+    assert compare.choose_x([short, long]) == "step" and compare.choose_x([short, long, half]) == "tokens"
+    over_tokens = figure_of(short, long, half, x="tokens")
     assert over_tokens.axes[2].get_xlabel() == "tokens"
     assert max(max(line.get_xdata()) for line in over_tokens.axes[0].lines) == 100 * 1024
-    assert figure_of(short, half, x="step").axes[2].get_xlabel() == "step"
     assert curves.read(half).points("val_loss", "tokens") == ([20 * 512, 40 * 512, 60 * 512], [1.5, 1.5, 1.5])
 
 
