@@ -65,8 +65,10 @@ def main(config: SampleConfig) -> None:
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json; --tokenizer=FILE gives the one that made its tokens")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
+    is_file = config.prompt.startswith("FILE:")
+    given = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
-    prompt = [] if typed else encode(text, read_prompt(config.prompt), model)
+    prompt = [] if typed else encode(text, given, model)
     own_device = connect(config.device).device
     model.to(own_device)
     for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
@@ -168,13 +170,6 @@ def converse(model, text, options: tuple) -> None:
         elif len(context) >= seq_len:
             print(f"--------------- the context of {seq_len} tokens is full; the last half of it stays")
             context = context[-max(1, seq_len // 2) :]
-
-
-def read_prompt(prompt: str) -> str:
-    """The text that --prompt means. Raises UserError where its file cannot be read."""
-    if not prompt.startswith("FILE:"):
-        return prompt
-    return files.read_text(Path(prompt.removeprefix("FILE:")))
 
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:

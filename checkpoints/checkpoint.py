@@ -38,6 +38,7 @@ from data import Mixture
 from hardware import device, footprint
 from parallel.world import World
 from reports.log import Log
+from reports.progress import due
 from settings import Config
 
 # How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
@@ -152,9 +153,7 @@ class Checkpoints:
 
         Training waits until the tensors are copied to the writers' memory. With async_save the rest runs in the background.
         """
-        every = self.config.checkpoint.save_every
-        due = every > 0 and state.step % every == 0
-        if state.step == self.saved_at or not (due or now):
+        if state.step == self.saved_at or not (now or due(self.config.checkpoint.save_every, state.step)):
             return
         began = time.perf_counter()
         self.finish(state)  # one save at a time: two would need the memory of two

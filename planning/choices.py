@@ -137,9 +137,7 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     batches = data.make_batches(config, mixture)
     each, more = divmod(config.micro_batches, world.size)
     shared = f", {each}{f' or {each + 1}' if more else ''} on each of {ranks}" if world.size > 1 else ""
-    total, hardware = host.memory_bytes(), f"{world.device.type} ({plural(cores(), 'core')})"
-    if world.device.type != "cpu":
-        total = device.memory(world.device)[1]
+    total, hardware = device.memory(world.device)[1], f"{world.device.type} ({plural(cores(), 'core')})"
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device)
     compiled = "compiled" if train.compile == "on" else "not compiled"
