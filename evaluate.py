@@ -1,8 +1,10 @@
 """Validation loss: `python evaluate.py runs/NAME`, and the function that training calls."""
 
+import os
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
     from common import errors
 
     errors.begin()

@@ -4,9 +4,11 @@ DIR becomes a Hugging Face model directory: weights in one or more safetensors f
 generation_config.json, the run's settings as config.toml, and a model card (README.md).
 """
 
+import os
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
     from common import errors
 
     errors.begin()

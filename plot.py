@@ -4,9 +4,11 @@
 `python plot.py runs/* --csv=metrics.csv` writes their metrics for a spreadsheet.
 """
 
+import os
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
     from common import errors
 
     errors.begin()

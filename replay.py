@@ -8,7 +8,11 @@ A run under --strategy=exact is replayed by one process, whatever the number of 
 `torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
 
 import settings
 from common import cli, errors

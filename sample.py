@@ -3,9 +3,11 @@
 In a terminal and without --prompt it goes on from what is typed, line after line.
 """
 
+import os
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
     from common import errors
 
     errors.begin()

@@ -10,7 +10,11 @@ The same command again continues the run. Exit status: 0 complete, 75 stopped an
 
 # Read from top to bottom: what is made, the loop, one update, and then the rest in the order of its use.
 
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
 
 import settings
 from common import errors
