@@ -47,7 +47,8 @@ def main() -> None:
         if config.csv:
             Path(config.csv).parent.mkdir(parents=True, exist_ok=True)
             files.publish_text(Path(config.csv), compare.as_csv(runs))
-        curves.draw(runs, Path(config.out), config.x, compare.labels(runs))
+        x = compare.choose_x(runs) if config.x == "auto" else config.x
+        curves.draw(runs, Path(config.out), x, compare.labels(runs))
         if len(runs) > 1:
             print("\n".join(compare.table(runs)))
         print(config.out)

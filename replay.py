@@ -45,7 +45,6 @@ from parallel.world import World
 from reports.log import Record, read_records
 
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
-OUT_OF_LINE = 3.0  # times the median of the steps before: a gradient norm that is worth a line
 SHOWN = 8  # sequences, and tensors
 
 
@@ -57,10 +56,8 @@ class ReplayConfig:
     """The step to look at, as metrics.jsonl counts steps (0: the last one recorded)."""
     steps: int = 1
     """How many steps to look at, from --step on."""
-    all: bool = False
-    """Print every sequence and tensor of the step, not the most striking ones alone."""
     json: bool = False
-    """Print one JSON object, for programs."""
+    """Print one JSON object with every sequence and tensor, not the most striking ones alone."""
     verify: bool = False
     """Check that each kept checkpoint follows from the one before it, sha256 for sha256."""
     tokens: str = ""
@@ -114,7 +111,11 @@ def main(config: ReplayConfig) -> int:
         if config.json:
             print(json.dumps({"run": str(directory), "steps": [asdict(r) | {"same": r.same} for r in replayed]}))
         else:
-            tell(replayed, range(step, last + 1), config.all)
+            for line in verdict(replayed):
+                print(line)
+            for i, r in enumerate(replayed):
+                if r.step >= step:
+                    tell_step(r, replayed[:i])
     world.leave(failed=False)
     return int(any(r.same is False for r in replayed))
 
@@ -169,12 +170,9 @@ def open_before(
             f"step {step} was computed on {plural(era['world_size'], 'rank')}, and its bits depend on that; use torchrun "
             f"--standalone --nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
         )
-    where = "--tokens says where they are now, of a mixture each with its weight"
-    try:
-        dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
-    except UserError as error:
-        raise UserError(f"the run's tokens: {error}; {where}") from None
+    dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
+        where = "--tokens says where they are now, of a mixture each with its weight"
         raise UserError(f"{dataset} holds other tokens, or other shares of them, than the run was trained on; {where}")
     model = settings.resolve_model(training.model, dataset.vocab_size)  # the run may be an old one
     training = replace(training, model=model, optim=settings.resolve_schedule(training.optim, training.train.steps))
@@ -251,15 +249,6 @@ def look_at_sequences(run: train.Run) -> list[dict]:
     return sorted(rows, key=lambda row: -row["loss"])
 
 
-def tell(replayed: list[Replayed], wanted: range, everything: bool) -> None:
-    """Print the verdict, then the steps that are `wanted`."""
-    for line in verdict(replayed):
-        print(line)
-    for i, r in enumerate(replayed):
-        if r.step in wanted:
-            tell_step(r, replayed[:i], everything)
-
-
 def verdict(replayed: list[Replayed]) -> list[str]:
     """Whether the steps are those of the run."""
     compared = [r for r in replayed if r.recorded]
@@ -274,44 +263,32 @@ def verdict(replayed: list[Replayed]) -> list[str]:
         f"step {first.step} is the first that differs: loss {first.loss!r}, recorded {first.recorded['loss']!r}; "
         f"gradient norm {first.grad_norm!r}, recorded {first.recorded['grad_norm']!r}"
     ]
-    after = [r for r in compared if r.step >= first.step]
-    if all(not r.same for r in after) and len(after) > 1:
-        return [
-            *lines,
-            "all recorded steps after it differ too: the state before it was not this one, or the machine computed otherwise",
-        ]
-    if first is not compared[-1]:
-        return [*lines, "later steps agree again: only what was recorded is wrong, not what was computed"]
+    if compared[-1].same:
+        lines.append("later steps agree again: only what was recorded is wrong, not what was computed")
+    elif first is not compared[-1]:
+        lines.append("so does the last: the state before it was not this one, or the machine computed otherwise")
     return lines
 
 
-def tell_step(r: Replayed, before: list[Replayed], everything: bool) -> None:
-    """Print one step: its sequences, worst first, and the tensors whose gradients are out of line."""
+def tell_step(r: Replayed, before: list[Replayed]) -> None:
+    """Print one step: its sequences, worst first, and its tensors, those whose gradients are most out of line first."""
     width = max(60, shutil.get_terminal_size().columns)
     compared = "" if r.recorded else "  (not logged, so not compared; see --log_every)"
     print(f"\nstep {r.step}  loss {r.loss:.4f}  gradient norm {r.grad_norm:.3f}{compared}\n\nsequences, worst loss first")
-    for row in r.sequences if everything else r.sequences[:SHOWN]:
+    for row in r.sequences[:SHOWN]:
         begins = f"; documents begin at {', '.join(map(str, row['documents_begin'][:6]))}" if row["documents_begin"] else ""
         place = f"{row['dataset']}/{row['shard']} from token {row['position']:,}"
         print(f"  {row['loss']:8.4f}  sequence {row['sequence']}: {place}{begins}")
-        shown = row["text"] if everything else row["text"][: 2 * width]
-        print(f"            {shown.encode('unicode_escape').decode()[: width - 13]}")
-    if not everything and len(r.sequences) > SHOWN:
-        print(f"  ... {len(r.sequences) - SHOWN} more: --all")
+        print(f"            {row['text'][:width].encode('unicode_escape').decode()[: width - 13]}")
+    if len(r.sequences) > SHOWN:
+        print(f"  ... {len(r.sequences) - SHOWN} more: --json")
     usual = {name: median(b.norms[name] for b in before if name in b.norms) for name in r.norms if before}
     ratio = {name: r.norms[name] / usual[name] if usual.get(name) else 1.0 for name in r.norms}
-    striking = [name for name in sorted(r.norms, key=lambda n: (-ratio[n], -r.norms[n])) if ratio[name] > OUT_OF_LINE]
-    if before:
-        steps = plural(len(before), "step")
-        print(f"\ntensors whose gradient norm is more than {OUT_OF_LINE:g} times the median of {steps} before")
-    else:
-        print("\ntensors by gradient norm; no step before was replayed to compare with")
-    names = sorted(r.norms, key=lambda n: -ratio[n] if before else -r.norms[n]) if everything or not before else striking
-    for name in names if everything else names[:SHOWN]:
+    usually = f", and how many times the median of {plural(len(before), 'step')} before it is" if before else ""
+    print(f"\ntensors by gradient norm{usually}")
+    for name in sorted(r.norms, key=lambda name: (-ratio[name], -r.norms[name]))[:SHOWN]:
         times = f"  {ratio[name]:7.1f} times" if before else ""
         print(f"  {r.norms[name]:10.4g}{times}  {name}, changed by {r.updates[name]:.2%}")
-    if before and not striking:
-        print("  none")
     largest = max(r.updates, key=r.updates.get)
     print(f"largest update: {largest}, by {r.updates[largest]:.2%} of its norm")
     print(f"--skip_steps={r.skip_steps} leaves this batch out")

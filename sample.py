@@ -19,12 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
+import torch
 import tyro
 from msgspec import Meta
 
+from checkpoints import lookup
 from common import cli, errors, files
 from common.errors import UserError
 from common.records import Count, Seed, Size
+from data import dropout_seed
+from dataset import tokenizer
+from hardware import device
+from model import generate
+from parallel.world import connect
+from reports.progress import due
 from settings import Config
 
 START, LINE = 8, 64  # tokens of the text that a model in training goes on from, and that it writes: a line or two
@@ -54,19 +63,14 @@ class SampleConfig:
 
 def main(config: SampleConfig) -> None:
     """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
-    import torch
-
-    from checkpoints import lookup
-    from dataset import tokenizer
-    from hardware import device
-    from parallel.world import connect
-
     directory, model = lookup.load_model(config.run)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
-        raise UserError(f"{directory} has no tokenizer.json, only {files.listing(directory)}; {advice(directory)}")
+        raise UserError(f"{directory} has no tokenizer.json; --tokenizer=FILE gives the one that made its tokens")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
+    is_file = config.prompt.startswith("FILE:")
+    given = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
-    prompt = [] if typed else encode(text, read_prompt(config.prompt), model)
+    prompt = [] if typed else encode(text, given, model)
     own_device = connect(config.device).device
     model.to(own_device)
     for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
@@ -88,8 +92,6 @@ class Sampler:
     """
 
     def __init__(self, config: Config, dataset, since: int):
-        from dataset import tokenizer
-
         self.config, self.dataset, self.since, self.every = config, dataset, since, config.eval.sample_every
         if self.every and not dataset.tokenizer:
             raise UserError(f"--sample_every needs a tokenizer.json beside the tokens, and {dataset} has none")
@@ -97,25 +99,16 @@ class Sampler:
 
     def show(self, engine, step: int, log) -> None:
         """Let the model of `engine` write after `step` updates, if a sample is due. Changes no bit of the run."""
-        from reports.progress import due
-
         if step > self.since and due(self.every, step):
             log.sample(step, self.write(engine, step))
 
     def write(self, engine, step: int) -> str:
         """What the model writes. All ranks must call this, and all draw the same tokens."""
-        import numpy as np
-        import torch
-
-        from data import dropout_seed
-        from model import generate
-
         size = min(START, self.config.model.seq_len)
         start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), size)[:, :size])
         generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
-        eager = (
-            torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
-        )  # its lengths all differ
+        # Its lengths all differ.
+        eager = torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
         engine.module.eval()
         # It does not stop at an end of text: under fsdp each forward gathers the weights from all ranks.
         with engine.autocast(), eager:
@@ -130,8 +123,7 @@ def encode(text, prompt: str, model) -> list[int]:
     tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
     if max(tokens) < size:
         return tokens
-    unknown = [c for c in prompt if max(text.encode(c)) >= size]
-    what = repr((unknown or [text.decode([max(tokens)])])[0]) if prompt else "the start of a document"
+    what = repr(text.decode([max(tokens)])) if prompt else "the start of a document"
     raise UserError(f"--prompt: {what} is token {max(tokens)}, and the model has {size}; try text like that it was trained on")
 
 
@@ -140,9 +132,6 @@ def show(model, text, tokens: list[int], prompted: int, options: tuple) -> None:
 
     tokens: those that are drawn are appended.
     """
-    import torch
-
-    from model import generate
 
     def new() -> Iterator[int]:
         for token in generate(model, torch.tensor([tokens]), *options, vocab_limit=text.vocab_size, eot=text.eot_token):
@@ -183,25 +172,6 @@ def converse(model, text, options: tuple) -> None:
         elif len(context) >= seq_len:
             print(f"--------------- the context of {seq_len} tokens is full; the last half of it stays")
             context = context[-max(1, seq_len // 2) :]
-
-
-def advice(directory: Path) -> str:
-    """Where a tokenizer for a model without one comes from."""
-    import data
-    from checkpoints import checkpoint
-    from dataset.tokens import tokenizer_advice
-
-    if not (directory / "trainer_state.json").exists():
-        return "--tokenizer=FILE gives the one that made its tokens"
-    tokens = checkpoint.load_state(directory).config.data.tokens
-    return tokenizer_advice(Path(data.parse_mixture(tokens)[0][0]))
-
-
-def read_prompt(prompt: str) -> str:
-    """The text that --prompt means. Raises UserError where its file cannot be read."""
-    if not prompt.startswith("FILE:"):
-        return prompt
-    return files.read_text(Path(prompt.removeprefix("FILE:")))
 
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:

@@ -50,7 +50,7 @@ from evaluate import evaluate
 from hardware.footprint import flops_per_token
 from model import initial_weights, without_values
 from parallel.engine import Engine
-from parallel.world import Stop, World, connect, unheard
+from parallel.world import Stop, World, connect, launch_note
 from planning import choices
 from reports.log import Log, duration
 from reports.progress import Progress, due
@@ -117,7 +117,7 @@ def prepare(config: Config, world: World) -> Run:
     start = lookup.find_start(log.directory, config, dataset, world)
 
     # What will it need? Every `auto` becomes a value.
-    notes = [*start.notes, *unheard(config.train.threads)]
+    notes = [*start.notes, *launch_note()]
     config = choices.resolve(start.settle(config), dataset.vocab_size, world, start.shape(config), start.state.settings)
     notes += lookup.check_changes(start, config, dataset)
     sampler = Sampler(config, dataset, start.state.step)

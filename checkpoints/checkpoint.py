@@ -12,8 +12,9 @@ import os
 import platform
 import shlex
 import sys
-import threading
 import time
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,7 @@ from data import Mixture
 from hardware import device, footprint
 from parallel.world import World
 from reports.log import Log
+from reports.progress import due
 from settings import Config
 
 # How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
@@ -132,8 +134,8 @@ class Checkpoints:
         self.directory, self.config, self.dataset, self.world, self.log = directory, config, dataset, world, log
         self.retention = Retention(directory, config.checkpoint.keep_last, config.checkpoint.keep_best, start_step)
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._saver = ThreadPoolExecutor(1)
+        self._save: Future | None = None  # under way, or done and not yet looked at
         self._writers = range(footprint.writers(config, world.size))
         # The writers tell each other in the background what they have written, while training communicates otherwise.
         # The other ranks have no part in making the group: with NCCL they would wait for ranks that never come.
@@ -151,9 +153,7 @@ class Checkpoints:
 
         Training waits until the tensors are copied to the writers' memory. With async_save the rest runs in the background.
         """
-        every = self.config.checkpoint.save_every
-        due = every > 0 and state.step % every == 0
-        if state.step == self.saved_at or not (due or now):
+        if state.step == self.saved_at or not (now or due(self.config.checkpoint.save_every, state.step)):
             return
         began = time.perf_counter()
         self.finish(state)  # one save at a time: two would need the memory of two
@@ -163,25 +163,19 @@ class Checkpoints:
             return
         state.grad_scaler = engine.scaler.state_dict()
         state = replace(state, best=list(state.best))
-        if self.config.checkpoint.async_save:
-            self._thread = threading.Thread(target=self._write, args=(state, snapshot))
-            self._thread.start()
-        else:
-            self._write(state, snapshot)
+        self._save = self._saver.submit(self._write, state, snapshot)
+        if not self.config.checkpoint.async_save:
+            self.wait()
         self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
 
     def _write(self, state: TrainState, snapshot: Snapshot) -> None:
-        try:
-            write(self.directory, state, snapshot, self.dataset, self.world.rank, self._group)
-            self.retention.saved(step_directory(self.directory, state.step))
-        except Exception as error:  # a full disk, a directory that may not be written, ...: the run can go on
-            self._error = error
+        write(self.directory, state, snapshot, self.dataset, self.world.rank, self._group)
+        self.retention.saved(step_directory(self.directory, state.step))
 
     def wait(self, failed: bool = False) -> None:
         """Wait for the save under way, if any. If training has failed, other writers may be gone, so the wait has an end."""
-        if self._thread is not None:
-            self._thread.join(LAST_SAVE_SECONDS if failed and self._group else None)
-            self._thread = None
+        if self._save is not None:
+            futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
 
     def finish(self, state: TrainState, final: bool = False) -> None:
         """Wait for the save under way and remove what retention does not keep.
@@ -189,10 +183,10 @@ class Checkpoints:
         A failed save is a warning while there will be another; at the end of the run (`final`) it is a RunError.
         """
         self.wait()
-        error, self._error = self._error, None
+        save, self._save = self._save, None
         if not self.world.is_master:
             return
-        if error:
+        if error := save and save.exception():  # a full disk, a directory that may not be written, ...: the run can go on
             message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
             message += f"; the newest intact one is {self.retention.newest}"
             if final:
@@ -267,21 +261,18 @@ def open_optimizer(
     directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
 ) -> dict[str, tensor_files.Stored]:
     """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is that of `parameters`, and whole."""
-    tensors, keys = tensor_files.open_tensors(directory, "optimizer"), {}
-    way_out = f"a new run with --init_from={directory} takes the weights alone"
-    for name, stored in tensors.items():
-        parameter, _, key = name.rpartition(".")
-        known = parameter in parameters
-        if not known or (stored.dtype, stored.shape) != ("F32", () if key == "step" else tuple(parameters[parameter].shape)):
-            shape = list(stored.shape)
-            raise UserError(
-                f"{stored.path}: {name}, {stored.dtype} {shape}, is not the state of a parameter of this model; {way_out}"
-            )
-        keys.setdefault(parameter, set()).add(key)
-    if not keys and state.skipped == state.step:  # no update was made yet
+    tensors, shapes = tensor_files.open_tensors(directory, "optimizer"), {}
+    if not tensors and state.skipped == state.step:  # no update was made yet
         return tensors
     for name, parameter in parameters.items():
-        if keys.get(name) != optim.optimizer_of(name, parameter, optimizer).STATE:
-            path = directory / "optimizer.safetensors"
-            raise UserError(f"{path} does not have the whole state of {name} for --optimizer={optimizer}; {way_out}")
+        for key in optim.optimizer_of(name, parameter, optimizer).STATE:
+            shapes[f"{name}.{key}"] = () if key == "step" else tuple(parameter.shape)
+    for name in sorted(shapes | tensors):
+        found = (tensors[name].dtype, tensors[name].shape) if name in tensors else "nothing"
+        wanted = ("F32", shapes[name]) if name in shapes else "nothing"
+        if found != wanted:
+            raise UserError(
+                f"{directory}: the optimizer's state has {found} as {name}, and this model with --optimizer={optimizer} wants "
+                f"{wanted}; a new run with --init_from={directory} takes the weights alone"
+            )
     return tensors

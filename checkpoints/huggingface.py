@@ -19,7 +19,6 @@ from checkpoints import tensor_files
 from common import files
 from common.cli import similar_runs
 from common.errors import UserError
-from common.files import listing
 from common.records import Size
 from dataset import hub
 from dataset.tokenizer import Definition
@@ -27,8 +26,6 @@ from model import without_values
 from settings import ModelConfig, resolve_model
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-CONVERTER = "python tools/convert_nanogpt.py {} --out=DIR makes a model of it"
 
 # The values of config.json that our models compute. Any other value means another arithmetic. A missing key means the first.
 ONLY = {
@@ -359,16 +356,11 @@ def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
 def find_model(name: str) -> Path:
     """The model directory that `name` means: itself, or a model of the Hugging Face hub (or its cache). Raises UserError."""
     path = Path(name)
-    if path.is_dir():
-        if (path / "config.json").exists():
-            return path
-        what = f"it has no config.json, only {listing(path)}"
-        near = f"; {CONVERTER.format(path / 'ckpt.pt')}" if (path / "ckpt.pt").exists() else similar_runs(name)
-        raise UserError(f"{name} is neither a run nor a model directory: {what}{near}")
+    if (path / "config.json").exists():
+        return path
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-        parent = next(p for p in path.absolute().parents if p.is_dir())
-        converter = f"; {CONVERTER.format(path)}" if path.suffix in (".pt", ".pth") else ""
-        raise UserError(f"{name} is not a directory{converter}; {parent} has {listing(parent)}{similar_runs(name)}")
+        nanogpt = "; tools/convert_nanogpt.py makes one of nanoGPT's checkpoint" if path.suffix in (".pt", ".pth") else ""
+        raise UserError(f"{name} is neither a run nor a model directory, which has a config.json{nanogpt}{similar_runs(name)}")
     try:
         from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
 

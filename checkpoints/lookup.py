@@ -33,12 +33,8 @@ def find(name: str) -> tuple[Path, list[str]]:
     if found is None:
         if (path / "metrics.jsonl").exists() and not damaged:
             raise UserError(f"{path} has no checkpoint yet; the first one comes at step --save_every, or when the run stops")
-        near = cli.similar_runs(name)
-        if path.suffix in (".pt", ".pth"):
-            near = "; --init_from takes what python tools/convert_nanogpt.py makes of it"
-        raise UserError(
-            "\n       ".join([f"{path} is neither a run with an intact checkpoint nor a checkpoint{near}", *damaged])
-        )
+        what = f"{path} is neither a run with an intact checkpoint nor a checkpoint{cli.similar_runs(name)}"
+        raise UserError("\n       ".join([what, *damaged]))
     return found, damaged
 
 
@@ -113,19 +109,10 @@ def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Pa
         notes += [*damaged, f"starting from {start}"]
     elif config.model.init_from != "scratch":
         pretrained, damaged = find_model(config.model.init_from)
-        shape = other_shape(config.model, huggingface.read_config(pretrained))
-        notes += [*damaged, f"starting with the weights of {pretrained}{shape}"]
+        notes += [*damaged, f"starting with the weights of {pretrained}, whose shape wins over settings and flags"]
     if start or pretrained:
         notes += huggingface.check_tokenizer(start or pretrained, dataset.tokenizer)
     return start, pretrained, notes
-
-
-def other_shape(ours: ModelConfig, theirs: ModelConfig) -> str:
-    """Which settings of a model's shape are not taken, because it starts with the weights of another. See `choices.resolve`."""
-    now, wanted = cli.flat_values(theirs), cli.flat_values(settings.resolve_model(ours, theirs.vocab_size))
-    kept = ("seq_len", "dropout", "init_from")
-    changed = [f"{name} {wanted[name]} -> {now[name]}" for name in now if name not in kept and now[name] != wanted[name]]
-    return f"; their shape wins over settings and flags: {', '.join(changed)}" if changed else ""
 
 
 def check_origin(state: TrainState, config: Config, dataset: Mixture) -> None:
@@ -158,9 +145,7 @@ def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
     seen_otherwise = seen_by(state.step, state.config.skipped_batches) != seen_by(state.step, config.skipped_batches)
     skip = f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw"
     if own and seen_otherwise:
-        run = Path(config.run.out_dir, config.run.name)
-        without = f"{run}/config.toml --name=... --resume={run}/checkpoints/step-... --skip_steps={config.data.skip_steps}"
-        refused.append(f"{skip}; an earlier checkpoint may begin a run without: python train.py {without}")
+        refused.append(f"{skip}; an earlier checkpoint may begin a run without it: --name=... --resume=PATH")
     least = state.step if own else state.step + 1  # a complete run may be started again, a new one trains
     if config.train.steps < least:
         refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={least} is the least")
@@ -179,8 +164,6 @@ def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
         lines.append(f"warning: {skip}, which is in these weights; an earlier checkpoint begins without it")
     if state.dataset not in ("", dataset.identity):
         lines.append(f"changed: tokens {state.config.data.tokens} -> {config.data.tokens}")
-    if "steps" in changed and config.optim.schedule != "constant":
-        lines.append(f"from here on the learning rate is that of a run of {config.train.steps} steps")
     return lines
 
 
@@ -204,10 +187,9 @@ def find_origin(run: Path, origin: Origin) -> Path:
         whole = not (path / MANIFEST).exists() or fault(path) is None
         if whole and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
             return path
-    looked = ", nor is it at ".join(map(str, dict.fromkeys([places[0], places[-1]])))
     raise UserError(
-        f"{run} began with the weights of {looked}: it is gone or has changed since; put it back, or take a later step, which "
-        "a checkpoint of this run's own comes before"
+        f"{run} began with the weights of {places[0]}: it is gone or has changed since; put it back there or at {places[-1]}, "
+        "or take a later step, which a checkpoint of this run's own comes before"
     )
 
 

@@ -140,17 +140,13 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
         x, weight = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
         with autocast(device, dtype):
-            loss = torch.compile(like_a_block)(x, weight)
+            block = torch.compile(lambda x, weight: F.gelu(F.layer_norm(x @ weight, weight.shape[:1])).sum())
+            loss = block(x, weight)  # a product, a norm and a function of each element, as in a block of a model
         loss.backward()
         return "on"
     except Exception as error:  # inductor raises many kinds
         warnings.warn(f"torch.compile does not work here, going on without it: {error}", stacklevel=2)
         return "off"
-
-
-def like_a_block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What a model's block consists of: a matrix product, a norm and a function of each element."""
-    return F.gelu(F.layer_norm(x @ weight, weight.shape[:1])).sum()
 
 
 def autocast(device: torch.device, dtype: str):

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import read_ranks
-from common.errors import RunError, UserError, refuse, within
+from common.errors import RunError, UserError, within
 from hardware import device
 from hardware.host import cores
 
@@ -100,15 +100,13 @@ class World:
                 ask(lambda: self.store.set("failed", ""), self.store, PATIENCE)
             return
         ask(lambda: self.store.set(f"left/{self.rank}", ""), self.store)
-        deadline = time.monotonic() + LONGEST_END
-        while not ask(lambda: self.store.check(keys_of("left", self.size)), self.store):
-            if ask(lambda: self.store.check(["failed"]), self.store):
-                return
-            if time.monotonic() > deadline:
-                missing = ask(lambda: ranks_without("left", self.store, self.size), self.store)
-                raise RunError(f"{named(missing)} did not end within {LONGEST_END:.0f} s after this one")
-            time.sleep(max(0.05, self.size / STORE_RATE))
-        dist.barrier()  # the store ends with rank 0 where torchrun does not hold it
+        failed, left = ["failed"], keys_of("left", self.size)
+        ended = lambda: ask(lambda: self.store.check(failed) or self.store.check(left), self.store)  # noqa: E731
+        if not wait_until(ended, LONGEST_END, self.size):
+            missing = ask(lambda: ranks_without("left", self.store, self.size), self.store)
+            raise RunError(f"{named(missing)} did not end within {LONGEST_END:.0f} s after this one")
+        if not ask(lambda: self.store.check(failed), self.store):
+            dist.barrier()  # the store ends with rank 0 where torchrun does not hold it
 
     @contextlib.contextmanager
     def naming_missing_ranks(self):
@@ -135,10 +133,22 @@ class World:
     def silent_ranks(self) -> list[int]:
         """Say that a collective failed on this rank. Returns the ranks that do not say so within seconds."""
         self.store.set(f"failed/{self.rank}", "")
-        deadline = time.monotonic() + PATIENCE
-        while not self.store.check(keys_of("failed", self.size)) and time.monotonic() < deadline:
-            time.sleep(max(0.1, self.size / STORE_RATE))
+        wait_until(lambda: self.store.check(keys_of("failed", self.size)), PATIENCE, self.size)
         return ranks_without("failed", self.store, self.size)
+
+
+def wait_until(done: Callable[[], bool], seconds: float, size: int, tell: Callable[[], None] = lambda: None) -> bool:
+    """Wait until `done()`, as `size` ranks may do together; False after `seconds`. tell: what to call while it takes long."""
+    deadline, telling = time.monotonic() + seconds, time.monotonic() + PATIENCE
+    while not done():
+        now = time.monotonic()
+        if now > deadline:
+            return False
+        if now > telling:
+            tell()
+            telling = now + 60
+        time.sleep(max(0.05, size / STORE_RATE))
+    return True
 
 
 def keys_of(name: str, size: int) -> list[str]:
@@ -211,11 +221,7 @@ def connect(
     if "RANK" in os.environ:
         port = os.environ.get("MASTER_PORT", "")
         if not os.environ.get("MASTER_ADDR") or not (port.isdecimal() and 0 < int(port) < 1 << 16):
-            raise UserError(
-                "RANK is set, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; torchrun sets all of them. By hand, "
-                "set them alike for all ranks: on one machine to 127.0.0.1 and a free port, such as 29500"
-            )
-        refuse(interface_problems())
+            raise UserError("RANK is set, but not MASTER_ADDR and MASTER_PORT, which say where rank 0 is; torchrun sets all")
         store = meet(rank, size, os.environ["MASTER_ADDR"], int(port), timedelta(minutes=timeout_minutes))
         # CPU tensors, which carry what is about the run and not the model, go through gloo: no GPU is waited for.
         ours = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(own.type) if not share_gpus else None
@@ -235,28 +241,19 @@ def connect(
     return World(rank, size, local_rank, local_size, own, store)
 
 
-def interface_problems() -> Iterator[str]:
-    """The network interfaces that the environment names for gloo and that this machine does not have."""
-    there = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if there and name not in there:
-            yield f"the environment has GLOO_SOCKET_IFNAME={name}, and this machine has only {', '.join(there)}"
-
-
 def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist.Store:
     """The store that all ranks share, once all of them are there. Raises RunError, which names those that are not."""
     deadline = time.monotonic() + timeout.total_seconds()
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 holds it
     holder, place = "torchrun" if of_torchrun else "rank 0", f"{host}:{port}"
     holds = rank == 0 and not of_torchrun
-    tell = min(deadline, time.monotonic() + PATIENCE)
-    while not holds and not answers(host, port):  # the store's own waiting prints the stack and takes twice the time
-        if time.monotonic() > deadline:
-            raise RunError(f"{holder} did not answer at {place} in {timeout} (--timeout_minutes)")
-        if time.monotonic() > tell:
-            print(f"waiting for {holder} at {place} [rank {rank}]", flush=True)
-            tell = min(deadline, time.monotonic() + 60)
-        time.sleep(0.1)
+
+    def tell_holder():
+        print(f"waiting for {holder} at {place} [rank {rank}]", flush=True)
+
+    # The store's own waiting prints the stack and takes twice the time.
+    if not holds and not wait_until(lambda: answers(host, port), timeout.total_seconds(), size, tell_holder):
+        raise RunError(f"{holder} did not answer at {place} in {timeout} (--timeout_minutes)")
     try:
         store = within(
             max(1.0, deadline - time.monotonic()),
@@ -268,16 +265,18 @@ def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist
     store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
     ask(lambda: store.set(f"here/{rank}", ""), store)
     ask(lambda: store.add("here", 1), store)
-    tell = min(deadline, time.monotonic() + PATIENCE)
-    while ask(lambda: store.add("here", 0), store) < size:
-        if time.monotonic() > tell:
-            missing = ask(lambda: ranks_without("here", store, size), store)
-            if missing and time.monotonic() > deadline:
-                raise RunError(f"{named(missing)} of {size} did not reach {place} in {timeout} (--timeout_minutes)")
-            if missing and rank == 0:
-                print(f"waiting for {len(missing)} of {size} ranks at {place}: {named(missing)}", flush=True)
-            tell = min(deadline, time.monotonic() + 60)
-        time.sleep(max(0.02, size / STORE_RATE))
+
+    def tell_missing():
+        missing = ask(lambda: ranks_without("here", store, size), store)
+        if missing and rank == 0:
+            print(f"waiting for {len(missing)} of {size} ranks at {place}: {named(missing)}", flush=True)
+
+    def all_here() -> bool:
+        return ask(lambda: store.add("here", 0), store) >= size
+
+    if not wait_until(all_here, deadline - time.monotonic(), size, tell_missing):
+        missing = ask(lambda: ranks_without("here", store, size), store)
+        raise RunError(f"{named(missing)} of {size} did not reach {place} in {timeout} (--timeout_minutes)")
     return store
 
 
@@ -288,18 +287,13 @@ def answers(host: str, port: int) -> bool:
     return False
 
 
-def unheard(threads: int) -> list[str]:
-    """What the environment seems to ask for and this process does not do, for the console. threads: as --threads sets them."""
-    tasks, wanted, found = os.environ.get("SLURM_NTASKS", ""), os.environ.get("OMP_NUM_THREADS", ""), []
-    if "WORLD_SIZE" not in os.environ and tasks.isdecimal() and int(tasks) > 1:
-        found.append(
-            f"warning: SLURM_NTASKS={tasks}, but this run has one rank: start torchrun by srun, which sets WORLD_SIZE, as "
-            "launch/README.md does"
-        )
-    has = torch.get_num_threads()
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not threads and wanted not in ("", str(has)):  # torchrun sets it itself
-        found.append(f"OMP_NUM_THREADS={wanted} does not set the threads of a rank, which has {has}; --threads does")
-    return found
+def launch_note() -> list[str]:
+    """A warning for the console where SLURM has started several tasks and this process knows of no other rank."""
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if "WORLD_SIZE" in os.environ or not tasks.isdecimal() or int(tasks) < 2:
+        return []
+    started = "start torchrun by srun, which sets WORLD_SIZE, as launch/README.md does"
+    return [f"warning: SLURM_NTASKS={tasks}, but this run has one rank: {started}"]
 
 
 class Stop:

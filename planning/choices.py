@@ -19,7 +19,7 @@ from hardware.host import cores
 from model import attention_kernel
 from parallel.world import World
 from planning import rules
-from settings import Config, ModelConfig, ParallelConfig
+from settings import Config
 
 
 def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | None, previous: dict) -> Config:
@@ -37,7 +37,6 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
             raise UserError(f"--seq_len={model.seq_len}: {longest}")
         model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
     model = settings.resolve_model(model, vocab_size)
-    check_memory(model, config.parallel, world)
     optim, precision = config.optim, choose_precision(config, world, previous)
     if optim.warmup_steps < 0 and "warmup_steps" in previous:  # a longer run has no second warmup
         warmup = min(previous["warmup_steps"], settings.resolve_schedule(optim, train.steps).warmup_steps)
@@ -56,7 +55,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     config = settings.replace(config, **precision)
     config = settings.replace(config, micro_batch_size=fit_micro_batch(config, previous.get("micro_batch_size"), world))
     rules.check(config, world.size)
-    check_peak(config, world)
+    check_memory(config, world)
     check_saving(config)
     return config
 
@@ -71,22 +70,7 @@ def choose_precision(config: Config, world: World, previous: dict) -> dict[str, 
     return {name: kept.get(name, chosen[name]) if given[name] == "auto" else given[name] for name in given}
 
 
-def check_memory(model: ModelConfig, parallel: ParallelConfig, world: World) -> None:
-    """Raise UserError if the weights alone are larger than this machine's memory, before anything is built.
-
-    Under fsdp the weights are those that the ranks of this machine hold of all.
-    """
-    parameters, memory = sum(footprint.parameters(model).values()), host.memory_bytes()
-    here = min(1, world.local_size * parallel.replicate / world.size) if parallel.strategy == "fsdp" else 1
-    if 4 * parameters * here > memory:
-        weights = f"{4 * parameters * here / 1e9:,.0f} GB of weights" + " here" * (here < 1)
-        raise UserError(
-            f"--n_layer={model.n_layer} --n_embd={model.n_embd} --vocab_size={model.vocab_size} make {parameters:,} "
-            f"parameters: {weights}, and this machine has {memory / 1e9:,.0f} GB of memory"
-        )
-
-
-def check_peak(config: Config, world: World) -> None:
+def check_memory(config: Config, world: World) -> None:
     """Raise UserError if what the ranks here hold at the peak of an update, during a save, is more than this machine's memory.
 
     On a CPU the kernel would end the run without a word. A GPU says itself that it has no more.
@@ -153,9 +137,7 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     batches = data.make_batches(config, mixture)
     each, more = divmod(config.micro_batches, world.size)
     shared = f", {each}{f' or {each + 1}' if more else ''} on each of {ranks}" if world.size > 1 else ""
-    total, hardware = host.memory_bytes(), f"{world.device.type} ({plural(cores(), 'core')})"
-    if world.device.type != "cpu":
-        total = device.memory(world.device)[1]
+    total, hardware = device.memory(world.device)[1], f"{world.device.type} ({plural(cores(), 'core')})"
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device)
     compiled = "compiled" if train.compile == "on" else "not compiled"
@@ -182,24 +164,20 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
         f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for the tensors of a rank",
         f"peak    {peak_flops / 1e12:.3g} TFLOP/s of all ranks, {source}",
     ]
-    rows += precision_remarks(config, world.device, step)
+    rows += precision_remarks(config, world.device)
     remarks = [dataset.remark for dataset in mixture.datasets if dataset.remark]
     rows += [remark if remark.startswith("warning:") else f"note    {remark}" for remark in remarks]
     begins = f"from step {step}" if step else "from its beginning"
     return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])
 
 
-def precision_remarks(config: Config, own: torch.device, step: int) -> list[str]:
-    """What to say of a precision that this CPU is slow in: one that was set, or that the run began with elsewhere."""
-    if own.type != "cpu":
+def precision_remarks(config: Config, own: torch.device) -> list[str]:
+    """A warning of bfloat16 on a CPU that is slow in it: it was set, or the run began with it elsewhere."""
+    muon_dtype = config.optim.muon_dtype if config.optim.optimizer == "muon" else ""
+    flags = {"--dtype=float32": config.train.dtype, "--muon_dtype=float32": muon_dtype}
+    slow = [flag for flag, dtype in flags.items() if dtype == "bfloat16"]
+    if own.type != "cpu" or not slow or device.fast_at_bfloat16(own):
         return []
-    rates, fast = device.product_rates(), device.fast_at_bfloat16(own)
-    flags = {"dtype": config.train.dtype}
-    if config.optim.optimizer == "muon":
-        flags["muon_dtype"] = config.optim.muon_dtype
-    slower, faster = ("float32", "bfloat16") if fast else ("bfloat16", "float32")
-    slow = [f"--{name}={faster}" for name, dtype in flags.items() if dtype == slower]
-    if not slow or (fast and not step):
-        return []
-    times = f"{rates[faster] / rates[slower]:.3g} times as fast in {faster} as in {slower}"
-    return [f"{'note   ' if fast else 'warning:'} this processor is {times}; {' '.join(slow)} takes it, and changes the bits"]
+    rates = device.product_rates()
+    times = f"{rates['float32'] / rates['bfloat16']:.3g} times as fast in float32 as in bfloat16"
+    return [f"warning: this processor is {times}; {' '.join(slow)} takes it, and changes the bits"]

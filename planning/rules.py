@@ -5,7 +5,7 @@ Imports no torch, so that wrong flags are answered at once. The limits of a sing
 
 from collections.abc import Iterator
 
-from common.cli import read_ranks, replace
+from common.cli import read_ranks
 from common.errors import UserError, refuse
 from settings import Command, Config, ModelConfig
 
@@ -110,12 +110,8 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     if world_size > 1 and (not exact or tokens % unit == 0):
         factors.append(f"{world_size} ranks")
     wrong = "not a multiple of" if tokens % unit else "less than"
-    others, unequal = [], replace(config, strategy="exact")
-    if micro != "auto" and not [*share_problems(replace(config, micro_batch_size="auto"), world_size)]:
-        others.append("--micro_batch_size=auto, which takes it as it is")
-    if not exact and not [*strategy_problems(unequal, world_size), *share_problems(unequal, world_size)]:
-        others.append("--strategy=exact, which takes it as it is")
-    other = f"; or {', or '.join(others)}" if others else ""
+    unequal = not exact and tokens % micro_batch == 0 and tokens >= smallest
+    other = "; or --strategy=exact, which takes it as it is" if unequal else ""
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 

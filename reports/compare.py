@@ -61,6 +61,11 @@ def labels(runs: list[Path]) -> list[str]:
     return next((c for c in candidates if all(c) and len(set(c)) == len(c)), [str(run) for run in runs])
 
 
+def choose_x(runs: list[Path]) -> str:
+    """What to draw runs over: tokens if they have different global batches, else steps."""
+    return "tokens" if any("tokens_per_update" in settings for settings in differences(runs)) else "step"
+
+
 def table(runs: list[Path]) -> list[str]:
     """Aligned lines: a heading, and a row for each run, the lowest validation loss first."""
     rows = []

@@ -1,12 +1,12 @@
 """The curves of runs: loss, learning rate, gradient norm and throughput, read from metrics.jsonl and train.log, and drawn."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median
+from typing import TypedDict
 
 import numpy as np
 
@@ -16,15 +16,16 @@ from reports.log import LONGEST_LINE, Record, duration, read_records
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
 RINGS = ("o", "s", "D", "v", "p", "h")  # of validation losses: they tell runs apart in grey, and where a colour comes again
-NUMBERED = 7  # the most runs whose last validation loss is written beside its ring: the lowest ones
 DECADES = 30  # a gradient norm whose largest value is this many times its smallest is drawn on a logarithmic axis
 DASH = 5  # of lines that lie on one another, in widths of the line
-LABEL_GAP = 0.075  # between the validation values written at the lines, as a fraction of the axis
 RING = dict(linestyle="", markersize=5.5, markerfacecolor="white", markeredgewidth=1.5)
 MARKS = {
     "continued": dict(linestyle="", marker="^", markersize=5),
     "left out": dict(linestyle="", marker="x", markersize=6, markeredgewidth=1.6),
 }
+
+
+Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # what is read of ladder.py's prediction.json
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,6 @@ class Curves:
     validation: list[Record]
     restarts: list[int]  # steps from which the run was continued
     foretold: tuple[float, float] | None = None  # by ladder.py: the last validation loss, and half of its interval
-
-    def tokens_per_step(self) -> int:
-        """The global batch in tokens. 0 if the records do not say."""
-        counted = [(record["step"], record["tokens"]) for record in self.training if is_finite(record.get("tokens"))]
-        if not counted:
-            return 0
-        (step, tokens), (last_step, last_tokens) = counted[0] if len(counted) > 1 else (0, 0), counted[-1]
-        return round((last_tokens - tokens) / max(last_step - step, 1))
 
     def skipped(self) -> list[int]:
         """The logged steps at or before which an update was left out because its gradient was not finite."""
@@ -100,16 +93,8 @@ def read(run: Path) -> Curves:
 
 def prediction(path: Path) -> tuple[float, float] | None:
     """The loss that ladder.py has foretold for a run, and half of its interval. Raises UserError for a file of another kind."""
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(files.read_bytes(path))
-        loss, margin = float(found["val_loss"]), float(found["margin"])
-    except (ValueError, TypeError, KeyError):
-        loss = margin = math.nan
-    if not math.isfinite(loss + margin):
-        raise UserError(f"{path} is not what ladder.py writes; move it away")
-    return loss, margin
+    found = files.read_json(path, Prediction) if path.exists() else None
+    return found and (found["val_loss"], found["margin"])
 
 
 def restarts(log: Path) -> list[int]:
@@ -129,33 +114,7 @@ def smooth(values: list[float]) -> list[float]:
     return [median(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
 
 
-def choose_x(curves: list[Curves], x: str) -> str:
-    """The axis that `auto` means: tokens if the runs have different global batches, else steps."""
-    batches = [run.tokens_per_step() for run in curves]
-    return x if x != "auto" else "tokens" if len(set(batches)) > 1 and all(batches) else "step"
-
-
-def spread(heights: list[float], gap: float, top: float = math.inf) -> list[float]:
-    """Push `heights` apart until any two are at least `gap` apart, upwards, and down from `top`. Their order is kept."""
-    moved = list(heights)
-    order = sorted(range(len(heights)), key=heights.__getitem__)
-    for below, i in pairwise(order):
-        moved[i] = max(moved[i], moved[below] + gap)
-    for i in reversed(order):
-        moved[i] = min(moved[i], top)
-        top = moved[i] - gap
-    return moved
-
-
-def short(value: float, _position=None) -> str:
-    """A tick label: 1500 is 1.5K, 2e9 is 2B."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
-
-
-def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None = None) -> None:
+def draw(runs: list[Path], out: Path, x: str = "step", labels: list[str] | None = None) -> None:
     """Draw the curves of `runs` in four panels, one colour for each run, and publish the picture as `out`.
 
     labels: what to call each run (None: by its name).
@@ -163,9 +122,9 @@ def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None 
     Raises UserError for a run without metrics, and for a file that cannot be written.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     curves = [read(Path(run)) for run in runs]
-    x = choose_x(curves, x)
     drawn = list(zip(curves, cycle(COLORS), strict=False))  # for each run: its curves, its colour
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
     loss, lr, norm, throughput = figure.subplots(2, 2, sharex=True).flat
@@ -182,12 +141,13 @@ def draw(runs: list[Path], out: Path, x: str = "auto", labels: list[str] | None 
         norm.set_ylim(bottom=0)
     lr.set_ylim(bottom=0)
     throughput.set_ylim(bottom=0)
+    short = EngFormatter(sep="")  # 1500 is 1.5k, 2e9 is 2G
     throughput.yaxis.set_major_formatter(short)
     for axis in (norm, throughput):
         axis.set_xlabel(x if x != "time" else "time of the updates", color="0.3")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short if x != "time" else lambda seconds, _position: duration(seconds))
-    name_runs(figure, drawn, labels or [run.name for run in curves], [str(run) for run in runs])
+    name_runs(figure, drawn, labels or [run.name for run in curves])
     save(figure, Path(out))
 
 
@@ -218,17 +178,13 @@ def draw_panel(axis, drawn: list[tuple], key: str, title: str, x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple], x: str) -> None:
-    """Draw validation losses as rings. The number beside the last ring of each run is its loss."""
-    from matplotlib.colors import to_rgb
+    """Draw validation losses as rings, and the loss that was foretold."""
     from matplotlib.lines import Line2D
-    from matplotlib.patheffects import withStroke
-    from matplotlib.transforms import offset_copy
 
-    ends, shown = [], []
+    shown = []
     for (run, color), marker in zip(drawn, cycle(RINGS), strict=False):
         places, y = run.points("val_loss", x)
         axis.plot(places, y, marker=marker, markeredgecolor=color, zorder=3, **RING)
-        ends += [(places[-1], y[-1], color)] if y else []
         steps, logged = run.points("loss")
         shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
         if run.foretold:
@@ -239,14 +195,6 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     if len(set(shown)) > 1:  # cut off the steep fall of the first tenth, so that the rest can be told apart
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
-    bottom, top = axis.get_ylim()
-    ends = sorted(ends, key=lambda end: end[1])[:NUMBERED]
-    heights = spread([y for _, y, _ in ends], LABEL_GAP * (top - bottom), top)
-    words = dict(fontsize=12, fontweight="bold", path_effects=[withStroke(linewidth=3, foreground="white")], zorder=4)
-    for (place, y, color), height in zip(ends, heights, strict=True):
-        beside = offset_copy(axis.transData, axis.figure, x=7, units="points")
-        darker = [0.75 * part for part in to_rgb(color)]  # light colours are hard to read on white
-        axis.text(place, height, f"{y:.3f}", color=darker, va="center", transform=beside, **words)
     handles = [Line2D([], [], color="0.35", linewidth=1.7, label="training")]
     handles += [Line2D([], [], marker=RINGS[0], markeredgecolor="0.35", label="validation", **RING)]
     present = any(run.restarts for run, _ in drawn), any(run.skipped() for run, _ in drawn)
@@ -259,12 +207,12 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     axis.legend(handles=handles, frameon=False, fontsize=9.5, handlelength=1, handletextpad=0.5, columnspacing=1, **place)
 
 
-def name_runs(figure, drawn: list[tuple], names: list[str], paths: list[str]) -> None:
-    """Write the run's name as the title, or a legend for several runs: their names, or their paths if names repeat."""
+def name_runs(figure, drawn: list[tuple], names: list[str]) -> None:
+    """Write the run's name and its last validation loss as the title, or a legend for several runs."""
     from matplotlib.lines import Line2D
 
-    if len(set(names)) < len(names):
-        names = paths
+    losses = [run.points("val_loss")[1][-1:] for run, _ in drawn]
+    names = [name + "".join(f", validation {loss:.3f}" for loss in last) for name, last in zip(names, losses, strict=True)]
     if len(names) == 1:
         figure.suptitle(names[0], fontsize=14)
         return

@@ -1,7 +1,6 @@
 """What a run says while it trains: the time that is left, its updates, its speed, its evaluations and their curves."""
 
 import math
-import statistics
 import time
 
 import torch
@@ -13,29 +12,29 @@ from reports import curves
 from reports.log import Log, duration
 from settings import Config
 
-FEW = 5  # updates that are measured before the time of a run is told
-WORTH_TELLING = 10  # seconds that are left; of fewer a run need not tell
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
 
 class Progress:
     """Reports the updates and evaluations of a run to its `log`.
 
-    peak_flops: of all ranks, in FLOP/s.
+    peak_flops: of all ranks, in FLOP/s. It is raised to whatever is reached.
     """
 
     def __init__(self, log: Log, config: Config, flops_per_token: float, peak_flops: float):
-        self.log, self.config = log, config
-        self.meter = Meter(flops_per_token, peak_flops, config.train.tokens_per_update)
+        self.log, self.config, self.flops_per_token, self.peak_flops = log, config, flops_per_token, peak_flops
+        # Since the last report. The first update is left out: it allocates memory, warms caches and may compile.
+        self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
         self.drawn_at = time.monotonic()
 
     def updated(self, state, loss: float, grad_norm: float, seconds: float, waited: float) -> None:
         """Count an update of `seconds`, `waited` of them for data, and report it if it is due. state: after the update."""
         step, steps = state.step, self.config.train.steps
-        self.meter.add(seconds, waited)
-        if (left := self.meter.first_estimate(steps - step)) > WORTH_TELLING:
-            self.log.say(f"about {duration(left)} for {plural(steps - step, 'more step')}; evaluations come on top")
+        self.updates += 1
+        if self.updates:
+            self.seconds += seconds
+            self.waited += waited
         self.log.progress(step)
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row:
@@ -46,7 +45,7 @@ class Progress:
 
     def report(self, state, loss: float, grad_norm: float) -> None:
         """Log the last update, and the speed since the last report."""
-        step, steps, speed = state.step, self.config.train.steps, self.meter.report()
+        step, steps, speed = state.step, self.config.train.steps, self.speed()
         lr = optim.learning_rate(step - 1, steps, self.config.optim)
         record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
         memory = round(device.peak_memory_gb(torch.device(self.config.train.device)), 3)
@@ -56,6 +55,24 @@ class Progress:
             eta = duration((steps - step) * speed["step_ms"] / 1000)
             line += f"  {speed['tokens_per_second']:,.0f} tok/s  mfu {speed['mfu']:.0%}  eta {eta}"
         self.log.say(line)
+
+    def speed(self) -> dict:
+        """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and waiting for data.
+
+        Empty where nothing was counted.
+        """
+        if self.updates < 1:
+            return {}
+        speed = self.updates * self.config.train.tokens_per_update / self.seconds
+        self.peak_flops = max(self.peak_flops, speed * self.flops_per_token)
+        report = {
+            "tokens_per_second": round(speed, 1),
+            "mfu": round(speed * self.flops_per_token / self.peak_flops, 4),
+            "step_ms": round(1000 * self.seconds / self.updates, 2),
+            "data_wait_ms": round(1000 * self.waited / self.updates, 3),
+        }
+        self.updates, self.seconds, self.waited = 0, 0.0, 0.0
+        return report
 
     def evaluated(self, state, validation: dict, seconds: float) -> None:
         """Log an evaluation that took `seconds`, and redraw the curves. validation: see `data.Mixture.validation`."""
@@ -95,50 +112,3 @@ class Progress:
 def due(every: int, step: int) -> bool:
     """Whether something done every `every` steps (0: never) is due after `step` updates."""
     return every > 0 and step > 0 and step % every == 0
-
-
-class Meter:
-    """The speed of training since the last report.
-
-    The first update is left out: it allocates memory, warms caches and may compile. `peak_flops` is of all ranks, and raised to
-    whatever is reached.
-    """
-
-    def __init__(self, flops_per_token: float, peak_flops: float, tokens_per_update: int):
-        self.flops_per_token, self.peak_flops, self.tokens_per_update = flops_per_token, peak_flops, tokens_per_update
-        self.updates, self.seconds, self.waited = -1, 0.0, 0.0
-        self.first: list[float] | None = []  # seconds of the first FEW updates; None once they were used
-
-    def add(self, seconds: float, waited: float) -> None:
-        """Count an update of `seconds`, in which training waited for data for `waited` seconds."""
-        self.updates += 1
-        if self.updates:
-            self.seconds += seconds
-            self.waited += waited
-            if self.first is not None:
-                self.first.append(seconds)
-
-    def first_estimate(self, steps: int) -> float:
-        """Seconds that `steps` more updates will take, once FEW were measured; 0 before and after that."""
-        if self.first is None or len(self.first) < FEW:
-            return 0.0
-        seconds, self.first = steps * statistics.median(self.first), None
-        return seconds
-
-    def report(self) -> dict:
-        """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and waiting for data.
-
-        Empty where nothing was counted.
-        """
-        if self.updates < 1:
-            return {}
-        speed = self.updates * self.tokens_per_update / self.seconds
-        self.peak_flops = max(self.peak_flops, speed * self.flops_per_token)
-        report = {
-            "tokens_per_second": round(speed, 1),
-            "mfu": round(speed * self.flops_per_token / self.peak_flops, 4),
-            "step_ms": round(1000 * self.seconds / self.updates, 2),
-            "data_wait_ms": round(1000 * self.waited / self.updates, 3),
-        }
-        self.updates, self.seconds, self.waited = 0, 0.0, 0.0
-        return report

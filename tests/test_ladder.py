@@ -68,7 +68,7 @@ def test_a_ladder_foretells_a_run_and_prints_its_command(climbed, tokens):
     execute([sys.executable, ROOT / "train.py", *words[2:]])
     execute([sys.executable, ROOT / "plot.py", runs / name, f"--out={runs / 'curves.png'}"])
     (runs / name / "prediction.json").write_text("[]")
-    assert "is not what ladder.py writes" in execute([sys.executable, ROOT / "plot.py", runs / name], status=2).stderr
+    assert "prediction.json: Expected `object`" in execute([sys.executable, ROOT / "plot.py", runs / name], status=2).stderr
     losses = [json.loads(line).get("val_loss") for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     assert abs(losses[-1] - foretold["val_loss"]) < 1  # nats; a ladder of seconds foretells no better
 

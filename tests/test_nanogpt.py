@@ -158,7 +158,7 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     assert f"a vocabulary of {len(stoi)} by meta.pkl; the largest id seen is {len(stoi) - 1}; {how}" in told
     assert "vocabulary 128," in told  # padded
     sample = [sys.executable, "sample.py", train.runs / "chars", "--max_new_tokens=20"]
-    assert how in execute(sample, status=2).stderr
+    assert "--tokenizer=FILE gives the one that made its tokens" in execute(sample, status=2).stderr
     made = folder / "tokenizer.json"
     maker = [sys.executable, ROOT / "tools" / "char_tokenizer.py"]
     assert "is not text" in execute([*maker, folder / "train.bin"], status=2).stderr and not made.exists()
@@ -183,8 +183,6 @@ def test_a_character_model_trains_samples_and_converts(characters, train, tmp_pa
     args = ARGS | {"vocab_size": len(stoi)}
     torch.save({"model": parameters(args), "model_args": args}, tmp_path / "ckpt.pt")
     assert "tools/convert_nanogpt.py" in train("lost", init_from=tmp_path / "ckpt.pt", status=2).stderr
-    assert "tools/convert_nanogpt.py" in train("lost", resume=tmp_path / "ckpt.pt", status=2).stderr
-    assert f"tools/convert_nanogpt.py {tmp_path}/ckpt.pt" in train("lost", init_from=tmp_path, status=2).stderr
     assert "--tokenizer" in convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", status=2).stderr
     convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", f"--tokenizer={folder}/tokenizer.json")
     flags = dict(tokens=folder, vocab_size=len(stoi), seq_len=8, init_from=tmp_path / "model", steps=1, optimizer="adamw")

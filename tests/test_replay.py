@@ -73,7 +73,7 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     assert "bit for bit; look at the data" in out and out.endswith("--skip_steps=37 leaves this batch out\n")
     worst = re.findall(rf"sequence (\d+): {tmp_path}/train.bin from token ([\d,]+)", out)[:4]
     assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
-    assert "times" in out.split("tensors")[1] and "none" not in out.split("tensors")[1]  # gradients out of line
+    assert "times the median of" in out.split("tensors")[1]
 
     norms = [record["grad_norm"] for record in train.metrics("spike", "grad_norm")]
     assert norms[36] > 3 * norms[35]

@@ -100,7 +100,7 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     with pytest.raises(UserError, match=r"3 ranks; try 7680 or 8448; or --strategy=exact"):
         load("--tokens_per_update=8192")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"; or --micro_batch_size=auto, which takes it as it is, or --strategy=exact"):
+    with pytest.raises(UserError, match=r"x 2 ranks; try 2048 or 4096; or --strategy=exact"):
         load("--tokens_per_update=3072", "--micro_batch_size=4")
 
 

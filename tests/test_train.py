@@ -176,7 +176,6 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     share = f"{train.tokens}:0.5"
     mixed = train("mixed", steps=7, resume=train.runs / "first", tokens=f"{share},{share}").stdout
     assert f"changed: tokens {train.tokens} -> {share},{share}" in mixed
-    assert "from here on the learning rate is that of a run of 7 steps" in mixed
     assert "at step 7; " in mixed.splitlines()[-2]  # its own lowest validation loss, not that of step 5
     few = train("few", steps=5, resume=train.runs / "first", status=2).stderr
     assert "--steps=6 is the least" in few and "--init_from=PATH, or leave --resume out" in few
@@ -307,9 +306,7 @@ def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
     source = [ROOT / "train.py", f"--out={other_tokens}", "--tokenizer=train:257", "--val_fraction=0.1"]
     execute([sys.executable, "prepare_data.py", *source])
     done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
-    assert (
-        f"of {start}; their shape wins over settings and flags: n_layer 7 -> 2\n" in done.stdout and "2 layers" in done.stdout
-    )
+    assert f"of {start}, whose shape wins over settings and flags\n" in done.stdout and "2 layers" in done.stdout
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
     done = train("tuned", init_from=start, steps=3, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
     assert "continuing from" in done.stdout and "2 layers" in done.stdout
