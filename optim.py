@@ -34,10 +34,10 @@ class AdamW:
                     step = torch.zeros((), device=p.device)
                     self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             adamw(
-                [local(p) for p in parameters],
-                [local(p.grad) for p in parameters],
-                [local(self.state[p]["exp_avg"]) for p in parameters],
-                [local(self.state[p]["exp_avg_sq"]) for p in parameters],
+                parameters,
+                [p.grad for p in parameters],
+                [self.state[p]["exp_avg"] for p in parameters],
+                [self.state[p]["exp_avg_sq"] for p in parameters],
                 [],  # AMSGrad's maxima
                 [self.state[p]["step"] for p in parameters],
                 fused=True,

@@ -112,7 +112,6 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
         strategy = "none"
     P = sum(parameters(model).values())
     shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
-    state_shards = world_size if strategy == "zero1" else shards
     embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
     activation, recomputed = activations(config, device, strategy)
     loss, loss_backward = loss_buffers(config, device)
@@ -125,7 +124,7 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
     buckets = 4.0 * P if strategy in ("ddp", "zero1", "scratch_overlap") else 0.0
     always = {
         "weights": 4.0 * P / shards,
-        "optimizer state": optimizer_state(config) / state_shards,
+        "optimizer state": optimizer_state(config) / (world_size if strategy == "zero1" else shards),
         "gradient buckets": buckets,
         "exact's integers": 8.0 * P if strategy == "exact" else 0.0,
     }
@@ -145,7 +144,7 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
         "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
         "reduction": always | {"gradients": max(between, complete), "temporary": buffers},
-        "step": always | {"gradients": reduced, "temporary": muon_buffers(config, strategy, state_shards)},
+        "step": always | {"gradients": reduced, "temporary": muon_buffers(config, world_size, strategy, shards)},
     }
 
 
@@ -221,10 +220,10 @@ def muon_element(config: Config) -> int:
     return {"float32": 4}.get(config.optim.muon_dtype, 2) if config.optim.optimizer == "muon" else 0
 
 
-def muon_buffers(config: Config, strategy: str, shards: int) -> float:
+def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) -> float:
     """The bytes that Muon takes for the matrices of one shape: iterates and updates, and the updates in float32.
 
-    zero1 and fsdp have rows that are sent and received besides.
+    zero1 has them for a rank's own matrices only; fsdp has rows that are sent and received besides.
     """
     s = muon_element(config)
     if not s:
@@ -236,7 +235,7 @@ def muon_buffers(config: Config, strategy: str, shards: int) -> float:
     def size(a: int, b: int) -> float:
         iterates = 4 * 2 * s * (a * b + min(a, b) ** 2)  # of four matrices at a time
         wide = 4 if s == 2 else 0  # the updates in float32, where they are not
-        kept = (3 * s + wide) / shards if strategy in ("zero1", "fsdp") else s + wide  # bytes an element
+        kept = {"fsdp": (3 * s + wide) / shards, "zero1": (s + wide) / world_size}.get(strategy, s + wide)  # bytes an element
         return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
 
     return max(size(a, b) for a, b in set(shapes))

@@ -99,13 +99,9 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
     if world_size == 1:
         return []
     all_reduce = 2 * (world_size - 1) / world_size * 4.0 * P
-    # Muon's updates: gathered once for each shape, or as rows of zero1 and fsdp sent and sent back.
+    # Muon's updates: gathered once for each shape, or for fsdp's rows sent and sent back.
     matrices = float(footprint.muon_element(config)) * footprint.blocks_size(config.model)
     updates = [((world_size - 1) / world_size * matrices, SHAPES, world_size, "")] if matrices else []
-    copies = config.parallel.replicate
-    shards = world_size // copies
-    part = (shards - 1) / shards
-    exchanged = [(2 * part * matrices / world_size, 2 * SHAPES, shards, "")] if matrices and shards > 1 else []
     match strategy:
         case "exact":
             return [(2 * all_reduce, math.ceil(8 * P / BUCKET_BYTES), world_size, "backward"), *updates]  # integers of 8 bytes
@@ -115,14 +111,16 @@ def traffic(config: Config, world_size: int, micro_steps: int) -> list[tuple[flo
             return [
                 (all_reduce, buckets, world_size, "backward"),
                 (all_reduce / 2, math.ceil(4 * P / GATHERED_BYTES), world_size, ""),
-                *exchanged,
             ]
         case "fsdp":
-            element = footprint.element_bytes(config)
+            copies = config.parallel.replicate
+            shards = world_size // copies
+            part, element = (shards - 1) / shards, footprint.element_bytes(config)
             gathers = 2 * micro_steps  # the blocks' weights, for forward and for backward
             shared = [(part * P * element * gathers, gathers * (layers + 1), shards, "update")] if shards > 1 else []
             shared += [(part * 4.0 * P, layers + 1, shards, "backward")] if shards > 1 else []
             between = 2 * (copies - 1) / copies * 4.0 * P / shards
+            exchanged = [(2 * part * matrices / world_size, 2 * SHAPES, shards, "")] if matrices and shards > 1 else []
             return shared + exchanged + ([(between, layers + 1, world_size, "backward")] if copies > 1 else [])
     return [(all_reduce / (2 if config.parallel.grad_compression == "bf16" else 1), buckets, world_size, "backward"), *updates]
 

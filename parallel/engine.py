@@ -47,7 +47,6 @@ class Engine:
         self.loss_divisor = 1 if self.strategy == "exact" else len(world.share(config.micro_batches))
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == "float16")
         self.compiled = config.train.compile == "on"
-        self.mesh = None  # of the ranks that divide tensors among them, by rows
         if config.train.fp8:
             use_float8(module, world)
         attention_kernel(config.model, device.DTYPES[self.dtype], world.device)  # every rank must choose, also in a replay
@@ -65,7 +64,6 @@ class Engine:
             from parallel.sharded import FullyShard  # here, because importing FSDP2 takes a second
 
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
-            self.mesh = self.model.mesh
         if weights:
             if sharded:
                 module.to_empty(device=world.device)
@@ -88,24 +86,24 @@ class Engine:
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
         """The optimizers of the model. The strategy may share their work and their state out over the ranks."""
-        if self.strategy != "zero1" or self.world.size == 1:
-            return optim.build(self.module, config, self.choose_orthogonalize())
-        from parallel.sharded import init_device_mesh, shard_optimizers
+        optimizers = optim.build(self.module, config, self.choose_orthogonalize())
+        if self.strategy == "zero1" and self.world.size > 1:
+            from parallel.sharded import shard_optimizers
 
-        self.mesh = init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
-        return shard_optimizers(optim.build(self.module, config, self.choose_orthogonalize()), self.mesh)
+            return shard_optimizers(optimizers, self.world)
+        return optimizers
 
     def choose_orthogonalize(self) -> optim.Orthogonalize:
         """How Muon orthogonalizes its matrices: each of them on one rank of all."""
-        if self.world.size == 1:
+        if self.world.size == 1 or self.strategy == "zero1":  # zero1's optimizers have their own matrices only
             return optim.orthogonalize
         shares = functools.partial(optim.orthogonalize_shares, multiple=optim.BATCH if self.strategy == "exact" else 1)
-        if self.mesh is None:
+        if self.strategy != "fsdp":
             return functools.partial(shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
-        owners = functools.partial(optim.orthogonalize_by_owners, group=self.mesh.get_group("shard"))
-        if self.mesh.ndim == 1:
+        owners = functools.partial(optim.orthogonalize_by_owners, group=self.model.mesh.get_group("shard"))
+        if self.model.mesh.ndim == 1:
             return owners
-        return functools.partial(shares, group=self.mesh.get_group("replicate"), orthogonalize=owners)
+        return functools.partial(shares, group=self.model.mesh.get_group("replicate"), orthogonalize=owners)
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run a forward and a synchronized backward on dummy tokens, and drop the gradients, where something starts with them.
@@ -161,10 +159,10 @@ class Engine:
         `writers` names the rank that writes each of `tensors`; the other ranks keep nothing of it. All ranks must call this.
         """
         copies, divided, rank = {}, {}, self.world.rank
-        if self.mesh is not None:
+        if self.strategy == "fsdp" and self.world.size > 1:
             from parallel.sharded import gather_own
 
-            divided, group = {name: t for name, t in tensors.items() if is_sharded(t)}, self.mesh.get_group("shard")
+            divided, group = {name: t for name, t in tensors.items() if is_sharded(t)}, self.model.mesh.get_group("shard")
             if rank < group.size():  # the other groups have copies of the same rows
                 copies = {name: self.to_host(tensor) for name, tensor in gather_own(divided, writers, group)}
         for name, tensor in tensors.items():
@@ -241,7 +239,7 @@ def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, which has some rows on each rank."""
+    """Whether it is a DTensor, or a `sharded.Divided`, which have a part on each rank."""
     return hasattr(tensor, "full_tensor")
 
 

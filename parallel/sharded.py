@@ -15,19 +15,20 @@ micro-batches every rank keeps them whole. Muon sends 4 bytes more a parameter o
 
 import itertools
 import math
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hardware.gpus import GATHERED_BYTES
 from model import GPT
-from optim import Optimizers, local
+from optim import Muon, Optimizers, local
 from parallel.world import World
 
 GATHERED = GATHERED_BYTES // 4  # elements that every rank receives at once
@@ -95,63 +96,100 @@ def gather_rows(tensors: list[DTensor | None], group: dist.ProcessGroup) -> Tens
     return None if mine is None else received.view(mine.shape)
 
 
-@dataclass(frozen=True)
-class ShardedOptimizers(Optimizers):
-    """`Optimizers` of this rank's rows of each parameter, which hold only their state. See `shard_optimizers`.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a parameter, from row `first` on, that rank `owner` updates for all. `values` shares the parameter's memory."""
 
-    Gradients must be equal on all ranks. After the step the updated rows are gathered, about GATHERED elements at a time.
+    parameter: nn.Parameter
+    first: int
+    owner: int
+    values: nn.Parameter
+
+    def select(self, tensor) -> Tensor:
+        """These rows of a tensor shaped like the parameter, or of one in a file. A scalar belongs to all rows."""
+        return tensor[self.first : self.first + len(self.values)] if tensor.shape else tensor[...]
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """A tensor whose rows are divided among the ranks.
+
+    Each of the `pieces` has consecutive rows: the rank that owns them, their shape, and the rows themselves on that rank only.
     """
 
-    rows: dict[nn.Parameter, DTensor]  # of each parameter, all ranks' rows; this rank's share its memory
-    group: dist.ProcessGroup
+    shape: torch.Size
+    device: torch.device
+    pieces: list[tuple[int, torch.Size, Tensor | None]]
+
+    def full_tensor(self) -> Tensor:
+        """The whole, as a DTensor gives it. All ranks must call this."""
+        received = []
+        for owner, shape, piece in self.pieces:
+            received.append(torch.empty(shape, device=self.device) if piece is None else piece.to(self.device))
+            dist.broadcast(received[-1], owner)
+        return torch.cat(received) if self.shape else received[0]
+
+
+@dataclass(frozen=True)
+class ShardedOptimizers(Optimizers):
+    """`Optimizers` where each rank updates only the rows that it owns, and holds only their state.
+
+    Gradients must be equal on all ranks. After the step the updated rows are gathered, GATHERED elements at a time.
+    """
+
+    rows: list[Rows]  # of one parameter after another, each from its first row to its last
+    world: World
+
+    @property
+    def owned(self) -> list[Rows]:
+        """The rows of this rank."""
+        return [rows for rows in self.rows if rows.owner == self.world.rank]
 
     @torch.no_grad()
     def step(self) -> None:
-        for parameter, rows in self.rows.items():
-            rows.grad = divide(parameter.grad, rows.device_mesh)
+        for rows in self.owned:
+            rows.values.grad = rows.select(rows.parameter.grad)
         super().step()
-        for rows in self.rows.values():
-            rows.grad = None
-        for batch in batches([parameter.detach() for parameter in self.rows], GATHERED):
-            gather_updated(batch, self.group)
+        for rows in self.owned:
+            rows.values.grad = None
+        by_owner = [[rows.values for rows in self.rows if rows.owner == rank] for rank in range(self.world.size)]
+        limit = GATHERED // self.world.size
+        # All owners have the largest first and as much as each other. So what they send together is of like size.
+        for batch_by_owner in itertools.zip_longest(*(batches(values, limit) for values in by_owner), fillvalue=[]):
+            self.gather(batch_by_owner)
 
-    def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        parameters = {rows: parameter for parameter, rows in self.rows.items()}
-        for rows, key, value in super().state():
-            yield parameters[rows], key, value
+    def gather(self, values_by_owner: tuple[list[Tensor], ...]) -> None:
+        """Copy what each owner has of its `values` to all other ranks."""
+        sizes = [[values.numel() for values in owned] for owned in values_by_owner]
+        sent = self.rows[0].values.new_zeros(max(map(sum, sizes)))
+        if mine := values_by_owner[self.world.rank]:
+            torch.cat([values.flatten() for values in mine], out=sent[: sum(sizes[self.world.rank])])
+        received = sent.new_empty(self.world.size, len(sent))
+        dist.all_gather(list(received), sent)
+        for owned, each, flat in zip(values_by_owner, sizes, received, strict=True):
+            if owned:
+                updated = flat[: sum(each)].split(each)
+                torch._foreach_copy_(owned, [new.view_as(old) for old, new in zip(owned, updated, strict=True)])
+
+    def state(self) -> Iterator[tuple[Tensor, str, "Divided"]]:
+        """As in `Optimizers`, with tensors that are divided among the ranks. All ranks must call it."""
+        state_of = {values: state for part in self.parts for values, state in part.state.items()}
+        owned = {i: state_of[rows.values] for i, rows in enumerate(self.rows) if rows.values in state_of}
+        shapes_by_rank: list = [None] * self.world.size
+        owned_shapes = {i: {key: value.shape for key, value in state.items()} for i, state in owned.items()}
+        dist.all_gather_object(shapes_by_rank, owned_shapes)
+        shapes = ChainMap(*shapes_by_rank)
+        for _, group in itertools.groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].parameter)):
+            indices = list(group)
+            parameter = self.rows[indices[0]].parameter
+            for key, shape in shapes.get(indices[0], {}).items():
+                pieces = [(self.rows[i].owner, shapes[i][key], owned[i][key] if i in owned else None) for i in indices]
+                yield parameter, key, Divided(parameter.shape if shape else shape, parameter.device, pieces)
 
     def load_state(self, state: dict[Tensor, dict]) -> None:
-        super().load_state({rows: state[parameter] for parameter, rows in self.rows.items()})
-
-
-def divide(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """`tensor`, which all ranks have, as a DTensor of which each rank holds its rows, in the same memory."""
-    most = math.ceil(len(tensor) / mesh.size())
-    mine = tensor.detach()[mesh.get_rank() * most :][:most]
-    return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def shard_optimizers(optimizers: Optimizers, mesh: DeviceMesh) -> ShardedOptimizers:
-    """Let the new `optimizers` update this rank's rows of each parameter, divided among the ranks as under fsdp."""
-    rows = {}
-    for part in optimizers.parts:
-        for group in part.param_groups:
-            rows |= {parameter: nn.Parameter(divide(parameter, mesh)) for parameter in group["params"]}
-            group["params"] = [rows[parameter] for parameter in group["params"]]
-    return ShardedOptimizers(optimizers.parts, rows, mesh.get_group())
-
-
-def gather_updated(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks the rows of `tensors` that each rank of `group` has updated, in one exchange."""
-    shares = [math.ceil(len(tensor) / group.size()) * math.prod(tensor.shape[1:]) for tensor in tensors]
-    sent = tensors[0].new_zeros(sum(shares))  # the last ranks may have fewer rows, or none
-    for part, tensor, share in zip(sent.split(shares), tensors, shares, strict=True):
-        mine = tensor.view(-1)[group.rank() * share :][:share]
-        part[: len(mine)] = mine
-    received = sent.new_empty(group.size(), len(sent))
-    dist.all_gather(list(received), sent, group=group)
-    for tensor, parts in zip(tensors, received.split(shares, dim=1), strict=True):
-        tensor.view(-1).copy_(parts.flatten()[: tensor.numel()])
+        for rows in self.owned:
+            whole = state.get(rows.parameter, {})
+            super().load_state({rows.values: {key: rows.select(value) for key, value in whole.items()}})
 
 
 def batches(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
@@ -164,3 +202,28 @@ def batches(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
         batch.append(tensor)
         size += tensor.numel()
     yield batch
+
+
+def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
+    """Divide the parameters of the new `optimizers` among the ranks: the largest first, each to the rank with the least so far.
+
+    A tensor that is more than a rank's share (an embedding may be a third of a model) is cut between rows. Muon's matrices
+    are never cut, because it must see a matrix whole. So the work of orthogonalizing them is divided as well.
+    """
+    all_rows = []
+    for part in optimizers.parts:
+        share = sum(p.numel() for group in part.param_groups for p in group["params"]) / world.size
+        loads = [0] * world.size
+        for group in part.param_groups:
+            parameters, group["params"] = sorted(group["params"], key=Tensor.numel, reverse=True), []
+            for parameter in parameters:
+                pieces = 1 if isinstance(part, Muon) else math.ceil(parameter.numel() / share)
+                first = 0
+                for block in parameter.detach().tensor_split(min(pieces, len(parameter))):
+                    rows = Rows(parameter, first, loads.index(min(loads)), nn.Parameter(block))
+                    all_rows.append(rows)
+                    loads[rows.owner] += block.numel()
+                    first += len(block)
+                    if rows.owner == world.rank:
+                        group["params"].append(rows.values)
+    return ShardedOptimizers(optimizers.parts, all_rows, world)
