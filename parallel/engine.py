@@ -149,7 +149,7 @@ class Engine:
             parameter.grad = None
 
     def state(self, optimizers: Optimizers) -> dict[str, Any]:
-        """The state of `optimizers` by "parameter.key": plain tensors, or DTensors."""
+        """The state of `optimizers` by "parameter.key": plain tensors, or tensors that are divided among the ranks."""
         return {f"{self.names[parameter]}.{key}": value for parameter, key, value in optimizers.state()}
 
     @torch.no_grad()
@@ -165,8 +165,9 @@ class Engine:
             divided, group = {name: t for name, t in tensors.items() if is_sharded(t)}, self.model.mesh.get_group("shard")
             if rank < group.size():  # the other groups have copies of the same rows
                 copies = {name: self.to_host(tensor) for name, tensor in gather_own(divided, writers, group)}
-        for name, tensor in tensors.items():
-            if name not in divided and writers[name] == rank:
+        for name in [name for name in tensors if name not in divided]:
+            tensor = whole(tensors[name])
+            if writers[name] == rank:
                 copies[name] = self.to_host(tensor.clone() if tensor.device.type == "cpu" else tensor)
         return copies
 
