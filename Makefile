@@ -25,7 +25,7 @@ lint: .venv/dev
 # All benchmarks that need neither another program nor a GPU. They take more than an hour on two cores without other load.
 bench: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
-	for script in same_run.py "drill.py resume" "drill.py kills" save_stall.py "grad_sync.py exact" "grad_sync.py strategies" prepare.py; do \
+	for script in same_run.py "drill.py resume" "drill.py kills" "grad_sync.py exact" "grad_sync.py strategies" prepare.py; do \
 		$(BIN)/python bench/$$script || exit 1; done
 
 setup: .venv/ready

@@ -1,45 +1,82 @@
 """Damage done to runs on purpose, again and again: what is left each time, and does a run end with the bits of another one?
 
-python bench/drill.py kills|resume|corruption|hub|nodes|slurm [--flag=value ...]
+python bench/drill.py kills|resume|corruption [--flag=value ...]
 """
 
+import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import machine  # puts the project's folder on the path
 
 # isort: split
-import corruption
-import hosts
-import hub_drill
 import settings
 from common import cli
 from common.errors import RunError, UserError
-from settings import Config, ParallelConfig
+from settings import ParallelConfig
 
 STRATEGIES = get_args(cli.flat_fields(ParallelConfig)["strategy"].type)
 CHECKPOINTS_PER_ATTEMPT = 4  # at most; this limits the steps of the whole run
 # A step of a tiny model is shorter than a save, so that many kills fall into one. 6 micro-batches, which 1, 2, 3 and 6 ranks
 # share equally, and an optimizer that every strategy supports.
-KILLS = machine.TINY | dict(dropout=0.1, tokens_per_update=192, optimizer="adamw", lr=1e-3, eval_every=100, eval_tokens=2048)
+KILLS = machine.TINY | dict(dropout=0.1, tokens_per_update=192, optimizer="adamw", lr=1e-3, save_every=1)
+KILLS |= dict(eval_every=100, eval_tokens=2048)
 # 120 micro-batches, which 3, 4, 5 and 8 ranks can share equally.
 RESUME = machine.TINY_RUN | dict(tokens_per_update=16 * 120, micro_batch_size=1)
 # RESUME has all gradients in DDP's first bucket of 1 MB; 9 million parameters fill buckets of 1, 25 and 10 MB.
 SEVERAL_BUCKETS = dict(architecture="llama", n_layer=10, n_embd=256, vocab_size=4608, micro_batch_size=5)
+VARIANTS = {"bfloat16": dict(dtype="bfloat16"), "several buckets": SEVERAL_BUCKETS, "compiled": dict(compile="on")}
+BF16 = dict(grad_compression="bf16")
+DDP_VARIANTS = {"--grad_compression=bf16": BF16, "several buckets, compiled": SEVERAL_BUCKETS | dict(compile="on")}
+DDP_VARIANTS |= {"several buckets, --grad_compression=bf16": SEVERAL_BUCKETS | BF16}
+DDP_VARIANTS |= {"several buckets, Muon, bfloat16": SEVERAL_BUCKETS | dict(optimizer="muon", dtype="bfloat16")}
+CORRUPTION_RANKS = 3
+CORRUPTION = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
+CORRUPTION |= dict(save_every=1, keep_last=0)
+PLACES = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
+NOT_FINITE, REPLAY, VERIFY = "gradient not finite", "replay.py", "replay.py --verify"
+UNCHANGED, NOTHING = "no effect", "NOT FOUND"
+# What ends a run, by the words of its error; after a timeout one rank has left the update out and the others waited for it.
+REPLICAS = "--check_replicas_every"
+ENDS = {"the replicas differ": REPLICAS, "where the fixed point of --strategy=exact ends": "overflow of exact"}
+ENDS |= {"timed out": "--timeout_minutes"}
 
 
-def train_in_forks(training: Config, ranks: int, output: Path, **limits) -> list[int]:
-    """Train in forks of this process, which need not import anything. Returns their wait statuses. See `machine.run_forks`."""
-    import train
+def train(ranks: int, run: Path, flags: dict, fault: "Fault | None" = None, **limits) -> list[int]:
+    """Train in forks of this process, which need not import anything. `run` is the directory of the run.
 
-    return machine.run_forks(ranks, lambda: train.main(training), output, **limits)
+    Returns their wait statuses, see `machine.run_forks`. What they print is in RUN.out and RUN.err.
+    """
+    training = settings.load(machine.arguments(**flags, out_dir=run.parent, name=run.name)[1:], "")
+
+    def work() -> int:
+        import train
+
+        update = train.update
+
+        def update_with_fault(run, prefetcher):
+            if fault and (run.world.rank, run.state.step + 1) == (fault.rank, fault.step):
+                corrupt(run, fault)
+            return update(run, prefetcher)
+
+        train.update = update_with_fault
+        return train.main(training)
+
+    return machine.run_forks(ranks, work, run, **limits)
+
+
+def train_to_the_end(ranks: int, run: Path, flags: dict) -> dict[str, str]:
+    """Train. Returns the sha256 of what the run has left. Raises RunError if it fails."""
+    if any(statuses := train(ranks, run, flags)):
+        raise RunError(f"{run.name} on {ranks} ranks with {flags}: {machine.failure(run, statuses)}")
+    return machine.digests(run)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,90 +86,68 @@ def train_in_forks(training: Config, ranks: int, output: Path, **limits) -> list
 @dataclass(frozen=True)
 class KillsConfig(machine.Options):
     kills: int = 200
-    save_every: int = 1
-    strategy: Literal[(*STRATEGIES, "any")] = "ddp"
+    strategy: Literal[STRATEGIES] = "ddp"
     ranks: int = 1
-    """Under exact and any the most ranks: each attempt has a random number of them."""
-    damage: float = 0.0
-    """Share of the kills after which a random file of a checkpoint is damaged, if another one is intact."""
+    """Under exact the most ranks: each attempt has a random number of them."""
     max_shard_bytes: int = 10**9
     """With 20000 the tensors are in 28 files, which the ranks write together under fsdp."""
-    seed: int = 0
-    """Seeds the instants of the kills."""
 
 
 def kills(config: KillsConfig) -> int:
     """Kill a run hundreds of times, at random instants, and examine what is left each time.
 
     python bench/drill.py kills --kills=125 --strategy=fsdp --ranks=3
-    python bench/drill.py kills --kills=50 --strategy=any --ranks=3 --damage=0.1 --seed=1
 
     After each kill every published checkpoint is compared with its manifest, and the run is started again. The last attempt,
-    an ordinary `python train.py`, runs to the end, and its files are compared with those of an undisturbed run. With
-    --strategy=any each attempt has another strategy, number of ranks, retention and size of files; then every step must be
-    recorded once. Writes hard_kills.json, or hard_kills_STRATEGY[_sharded]_RANKS.json. The exit status is 0 only if every state
-    was usable and both runs are the same. About ten minutes for 200 kills on two cores.
+    an ordinary `python train.py`, runs to the end, and its files are compared with those of an undisturbed run. Writes
+    hard_kills.json, or hard_kills_STRATEGY[_sharded]_RANKS.json. The exit status is 0 only if every state was usable and both
+    runs are the same. About ten minutes for 200 kills on two cores.
     """
-    if min(config.kills, config.save_every, config.ranks) < 1:
-        raise UserError("--kills, --save_every and --ranks must be at least 1")
+    if min(config.kills, config.ranks) < 1:
+        raise UserError("--kills and --ranks must be at least 1")
     machine.prepare_to_fork()
     machine.prepare_tokens(config.tokens)
-    mixed, steps = config.strategy == "any", (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills * config.save_every + 10
-    flags = KILLS | {name: getattr(config, name) for name in ("save_every", "strategy", "max_shard_bytes", "tokens")}
-    flags |= {"steps": steps, "strategy": "ddp" if mixed else config.strategy}  # any: of the attempt that runs to the end
+    flags = KILLS | {name: getattr(config, name) for name in ("strategy", "max_shard_bytes", "tokens")}
+    flags |= {"steps": (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills + 10}
     with machine.workspace() as runs:
-        killed, undisturbed = runs / "killed", runs / "undisturbed"
-        training = settings.load(machine.arguments(**flags, out_dir=runs, name="killed")[1:], "")
-        began = time.monotonic()
-        result = kill_again_and_again(config, training, killed)
-        result |= {"seconds": round(time.monotonic() - began, 1), "steps": steps}
-        machine.run(config.ranks, **flags, out_dir=runs, name="killed")
-        if mixed:
-            recorded = [row["step"] for row in machine.metrics(killed) if "loss" in row]
-            result["same"] = {"metrics.jsonl": recorded == [*range(1, steps + 1)]}
-        else:
-            machine.run(config.ranks, **flags, out_dir=runs, name="undisturbed")
-            result["same"] = compare(killed, undisturbed)
+        result = kill_again_and_again(config, flags, runs / "killed") | {"steps": flags["steps"]}
+        for name in ("killed", "undisturbed"):
+            machine.run(config.ranks, **flags, out_dir=runs, name=name)
+        result["same"] = compare(runs / "killed", runs / "undisturbed")
     sharded = "_sharded" if config.max_shard_bytes < KillsConfig.max_shard_bytes else ""
     name = "hard_kills" + (f"_{config.strategy}{sharded}_{config.ranks}" if config.ranks > 1 else "")
-    flags |= {"ranks": config.ranks, "seed": config.seed}
-    print(machine.write(name, {"flags": flags, **result}, Path(config.out)))
+    print(machine.write(name, {"flags": flags | {"ranks": config.ranks}, **result}, Path(config.out)))
     return report_kills(result)
 
 
-def kill_again_and_again(config: KillsConfig, training: Config, directory: Path) -> dict:
+def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
     """Start the run and kill it, `kills` times. Returns what was found after each kill."""
     from tqdm import tqdm
 
-    checkpoints, output = directory / "checkpoints", directory.with_suffix(".attempt")
-    chance, moments, unusable, damaged = random.Random(config.seed), Counter(), [], []
+    checkpoints, chance, moments, unusable = run / "checkpoints", random.Random(0), Counter(), []
     for number in tqdm(range(1, config.kills + 1), unit="kill", dynamic_ncols=True):
-        before, attempt, ranks = newest_intact_step(checkpoints), training, config.ranks
-        if config.strategy in ("exact", "any"):
-            ranks = chance.randint(1, ranks)
-        if config.strategy == "any":
-            attempt = vary(training, chance)
-        instant = random_instant(checkpoints, config.save_every, before, chance)
-        statuses = train_in_forks(attempt, ranks, output, limit=120, enough=instant)
+        before, ranks = (
+            newest_step(checkpoints),
+            chance.randint(1, config.ranks) if config.strategy == "exact" else config.ranks,
+        )
+        statuses = train(ranks, run, flags, limit=120, enough=random_instant(checkpoints, before, chance))
         if any(status != signal.SIGKILL for status in statuses):
-            raise RunError(f"attempt {number} ended before its kill: {machine.failure(output, statuses)}")
+            raise RunError(f"attempt {number} ended before its kill: {machine.failure(run, statuses)}")
         moments[killed_while(checkpoints)] += 1
-        if problems := examine(checkpoints, before, damaged):
+        if problems := examine(checkpoints, before):
             unusable.append({"kill": number, "problems": problems})
-        if chance.random() < config.damage:
-            damaged += damage(checkpoints, chance)
-    found = {"kills": config.kills, "killed_while": dict(moments), "unusable": unusable, "damaged": len(damaged)}
+    found = {"kills": config.kills, "killed_while": dict(moments), "unusable": unusable}
     return found | {"steps_survived": newest_step(checkpoints)}
 
 
-def random_instant(checkpoints: Path, save_every: int, before: int, chance: random.Random):
+def random_instant(checkpoints: Path, before: int, chance: random.Random):
     """A function that is true from a random instant on, while an attempt starts at step `before`, or in its steps or saves."""
     count = chance.randrange(CHECKPOINTS_PER_ATTEMPT)  # 0: while it starts
     delay, since = chance.random() * (0.1 if count else 0.7), None
 
     def is_now() -> bool:
         nonlocal since
-        saved = (newest_step(checkpoints) - before) // save_every
+        saved = newest_step(checkpoints) - before
         if since is None and saved >= count:
             since = time.perf_counter()
         return saved >= CHECKPOINTS_PER_ATTEMPT or (since is not None and time.perf_counter() - since > delay)
@@ -147,14 +162,6 @@ def newest_step(checkpoints: Path) -> int:
     return max(map(retention.step_of, retention.published(checkpoints)), default=0)
 
 
-def newest_intact_step(checkpoints: Path) -> int:
-    """The step of the newest intact checkpoint."""
-    from checkpoints import retention
-
-    newest, _ = retention.newest(checkpoints)
-    return retention.step_of(newest) if newest else 0
-
-
 def killed_while(checkpoints: Path) -> str:
     """What the run was doing to its checkpoints when it was killed, judged by what it has left."""
     names = os.listdir(checkpoints) if checkpoints.exists() else []
@@ -166,52 +173,23 @@ def killed_while(checkpoints: Path) -> str:
     return "removing an old checkpoint" if any(name.endswith(".old.tmp") for name in names) else "no checkpoint under way"
 
 
-def examine(checkpoints: Path, step_before: int, damaged: Collection[str] = ()) -> list[str]:
-    """What is unusable in the state that a kill has left. An empty list means that the run loses no checkpoint.
-
-    damaged: the names of checkpoints that were damaged on purpose.
-    """
+def examine(checkpoints: Path, step_before: int) -> list[str]:
+    """What is unusable in the state that a kill has left. An empty list means that the run loses no checkpoint."""
     from checkpoints import retention
 
     links = [path for path in (checkpoints / "latest", checkpoints / "best") if path.is_symlink()]
-    whole = [path for path in retention.published(checkpoints) if path.name not in damaged]
-    whole += [link for link in links if os.readlink(link) not in damaged]
-    problems = [f"{path.name}: {why}" for path in whole if (why := retention.fault(path))]
-    step = newest_intact_step(checkpoints)
+    problems = [f"{path.name}: {why}" for path in [*retention.published(checkpoints), *links] if (why := retention.fault(path))]
+    newest, _ = retention.newest(checkpoints)
+    step = retention.step_of(newest) if newest else 0
     if step < step_before:
         problems.append(f"the newest intact checkpoint was of step {step_before} and is now of step {step}")
     return problems
 
 
-def vary(training: Config, chance: random.Random) -> Config:
-    """Another strategy and way of saving for an attempt."""
-    varied = dict(strategy=chance.choice(STRATEGIES), keep_last=chance.randint(1, 3), keep_best=chance.randint(0, 2))
-    varied |= dict(async_save=chance.random() < 0.5, max_shard_bytes=chance.choice((20000, 10**9)))
-    return settings.replace(training, **varied, eval_every=chance.choice((2, 5, 100)))
-
-
-def damage(checkpoints: Path, chance: random.Random) -> list[str]:
-    """Flip a bit of a random file of a checkpoint, or cut it, if two are intact. Returns the checkpoint's name."""
-    from checkpoints import retention
-
-    intact = [path for path in retention.published(checkpoints) if retention.fault(path) is None]
-    if len(intact) < 2:
-        return []
-    directory = chance.choice(intact)
-    path = chance.choice(sorted(directory.iterdir()))
-    content = bytearray(path.read_bytes())
-    place = chance.randrange(len(content))
-    content[place] ^= 1 << chance.randrange(8)
-    path.write_bytes(chance.choice((content, content[:place])))
-    return [directory.name]
-
-
 def compare(a: Path, b: Path) -> dict[str, bool]:
     """Whether each file is the same in two runs, bit for bit (the metrics without times)."""
-    other = machine.digests(b)
-    same = {file: digest == other[file] for file, digest in machine.digests(a).items()}
-    records = [machine.unmeasured(machine.metrics(run)) for run in (a, b)]
-    return {**same, "metrics.jsonl": records[0] == records[1]}
+    files = [machine.digests(run) | {"metrics.jsonl": machine.unmeasured(machine.metrics(run))} for run in (a, b)]
+    return {name: files[0][name] == files[1].get(name) for name in files[0]}
 
 
 def report_kills(result: dict) -> int:
@@ -246,39 +224,21 @@ def resume(config: ResumeConfig) -> int:
     """
     machine.prepare_tokens(config.tokens)
     machine.prepare_to_fork()
+    cases = [(s, ranks, dict(strategy=s)) for s in STRATEGIES for ranks in (3, 4, 5, 8)]
+    cases += [(f"{s}, {name}", 3, dict(flags, strategy=s)) for s in STRATEGIES for name, flags in VARIANTS.items()]
+    cases += [(f"ddp, {name}", 3, flags) for name, flags in DDP_VARIANTS.items()]
     rows = []
     with machine.workspace() as runs:
-        for name, ranks, flags in resume_cases():
-            if config.only not in f"{name} on {ranks}":
-                continue
-
-            def train(kind: str, steps: int, flags=flags, ranks=ranks) -> dict[str, str]:
-                run = runs / f"{len(rows)}-{kind}"
-                own = RESUME | dict(flags, tokens=config.tokens, steps=steps, name=run.name, out_dir=runs)
-                statuses = train_in_forks(settings.load(machine.arguments(**own)[1:], ""), ranks, run)
-                if any(statuses):
-                    raise RunError(f"{run.name} on {ranks} ranks with {flags}: {machine.failure(run, statuses)}")
-                return machine.digests(run)
-
-            train("resumed", config.steps // 2)
-            digests = [train(kind, config.steps) for kind in ("undisturbed", "repeated", "resumed")]
-            rows.append({"case": name, "ranks": ranks, "sha256": digests})
-            print(f"{name} on {ranks} ranks: done", flush=True)
+        for name, ranks, flags in cases:
+            if config.only in f"{name} on {ranks}":
+                flags = RESUME | flags | dict(tokens=config.tokens, steps=config.steps)
+                undisturbed, repeated, resumed = (runs / f"{len(rows)}-{run}" for run in ("undisturbed", "repeated", "resumed"))
+                train_to_the_end(ranks, resumed, flags | dict(steps=config.steps // 2))
+                digests = [train_to_the_end(ranks, run, flags) for run in (undisturbed, repeated, resumed)]
+                rows.append({"case": name, "ranks": ranks, "sha256": digests})
+                print(f"{name} on {ranks} ranks: done", flush=True)
     print(machine.write("resume", {"flags": RESUME, "steps": config.steps, "cases": rows}, Path(config.out)))
     return report_resume(rows)
-
-
-def resume_cases() -> list[tuple[str, int, dict]]:
-    """Every case: its name, its number of ranks, and its flags."""
-    rows = [(s, ranks, dict(strategy=s)) for s in STRATEGIES for ranks in (3, 4, 5, 8)]
-    more = {"bfloat16": dict(dtype="bfloat16"), "several buckets": SEVERAL_BUCKETS, "compiled": dict(compile="on")}
-    rows += [(f"{s}, {name}", 3, dict(flags, strategy=s)) for s in STRATEGIES for name, flags in more.items()]
-    bf16, muon = dict(grad_compression="bf16"), dict(optimizer="muon", dtype="bfloat16")
-    rows.append(("ddp, --grad_compression=bf16", 3, bf16))
-    rows.append(("ddp, several buckets, compiled", 3, SEVERAL_BUCKETS | dict(compile="on")))
-    rows.append(("ddp, several buckets, --grad_compression=bf16", 3, SEVERAL_BUCKETS | bf16))
-    rows.append(("ddp, several buckets, Muon, bfloat16", 3, SEVERAL_BUCKETS | muon))
-    return rows
 
 
 def report_resume(rows: list[dict]) -> int:
@@ -291,13 +251,140 @@ def report_resume(rows: list[dict]) -> int:
     return int(bool(different))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# A bit that flips silently
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A bit that flips on `rank` during update `step`, as metrics.jsonl counts updates. `seed` chooses which bit."""
+
+    kind: str  # of PLACES
+    rank: int
+    step: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class CorruptionConfig(machine.Options):
+    strategies: str = "ddp,zero1,exact"
+    trials: int = 4
+    """Flips of each kind under each strategy."""
+
+
+def corruption(config: CorruptionConfig) -> int:
+    """What finds a bit that flips silently, and how late?
+
+    Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the
+    optimizer state of one rank is flipped. If the run ends without having noticed, replay.py computes it again and compares the
+    recorded losses and gradient norms, then the checkpoints. Prints which mechanism found the flip and how many steps later,
+    and writes corruption_drill.json. The exit status is 0 only if every flip that changed the final weights was found. About 15
+    minutes on two cores.
+    """
+    machine.prepare_tokens(config.tokens)
+    machine.prepare_to_fork()
+    import replay  # noqa: F401  for the forks
+
+    chance, trials = random.Random(0), []
+    with machine.workspace() as runs:
+        for strategy in config.strategies.split(","):
+            flags = dict(CORRUPTION, strategy=strategy, tokens=config.tokens)
+            undisturbed = train_to_the_end(CORRUPTION_RANKS, runs / strategy, flags)
+            for number, kind in enumerate([kind for kind in PLACES for _ in range(config.trials)]):
+                fault = Fault(
+                    kind, chance.randrange(CORRUPTION_RANKS), chance.randint(2, flags["steps"] - 5), chance.randrange(2**32)
+                )
+                run = runs / f"{strategy}-{number}"
+                completed = not any(train(CORRUPTION_RANKS, run, flags, fault))
+                by, step = discovery(strategy, run, fault, completed, completed and machine.digests(run) == undisturbed)
+                named = f"of rank {fault.rank} is not" in Path(f"{run}.err").read_text() if by == REPLICAS else None
+                found = {"found_by": by, "steps_later": step - fault.step, "named": named}
+                trials.append({"strategy": strategy, **asdict(fault), **found})
+                print(trials[-1], flush=True)
+    result = {"flags": CORRUPTION, "ranks": CORRUPTION_RANKS, "trials": trials}
+    print(machine.write("corruption_drill", result, Path(config.out)))
+    for (strategy, kind, by), count in Counter((t["strategy"], t["kind"], t["found_by"]) for t in trials).items():
+        print(f"{strategy}, {kind}: {count} {by}")
+    return int(any(trial["found_by"] == NOTHING for trial in trials))
+
+
+def flip(tensors: list, chance: random.Random) -> None:
+    """Flip one bit of one element of float32 `tensors`; every element is equally likely."""
+    import numpy as np
+
+    [tensor] = chance.choices(tensors, [tensor.numel() for tensor in tensors])
+    values = tensor.detach().view(-1).numpy().view(np.uint32)
+    values[chance.randrange(len(values))] ^= np.uint32(1 << chance.randrange(32))
+
+
+def corrupt(run, fault: Fault) -> None:
+    """Flip the bit before the coming update, or arrange that it flips during the update."""
+    chance, engine = random.Random(fault.seed), run.engine
+    parameters = list(engine.parameters.values())
+    if fault.kind == "weight":
+        flip(parameters, chance)
+    elif fault.kind == "optimizer state":
+        states = [state for part in run.optimizers.parts for state in part.state.values()]
+        flip([tensor for state in states for tensor in state.values() if tensor.ndim], chance)
+    elif fault.kind == "gradient before the average":
+        [parameter] = chance.choices(parameters, [p.numel() for p in parameters])
+
+        def flip_incoming(gradient):
+            handle.remove()
+            gradient = gradient.clone()
+            flip([gradient], chance)
+            return gradient
+
+        handle = parameter.register_hook(flip_incoming)
+    else:
+        clip = engine.clip
+
+        def flip_and_clip(limit: float) -> float:
+            engine.clip = clip
+            flip([p.grad for p in parameters], chance)
+            return clip(limit)
+
+        engine.clip = flip_and_clip
+
+
+def discovery(strategy: str, run: Path, fault: Fault, completed: bool, unchanged: bool) -> tuple[str, int]:
+    """What has found the fault in a run, and at which step."""
+    errors, log = Path(f"{run}.err").read_text(), (run / "train.log").read_text()
+    if skipped := re.search(r"step (\d+): the gradient is not finite", log):
+        return NOT_FINITE, int(skipped[1])
+    for words, by in ENDS.items():
+        if words in errors.lower():
+            return by, machine.last_step(run) + (by != REPLICAS)  # the replicas are compared after an update, not in it
+    if not completed:
+        raise RunError(f"{run.name} failed with {fault}:\n{errors}")
+    rows = json.loads(replayed(strategy, run, step=1, steps=CORRUPTION["steps"], json=True))["steps"]
+    if different := [row["step"] for row in rows if not row["same"]]:
+        return REPLAY, different[0]
+    if unchanged:
+        return UNCHANGED, fault.step
+    false = re.search(r"step-(\d+) DOES NOT follow", replayed(strategy, run, verify=True))
+    return (VERIFY, int(false[1])) if false else (NOTHING, fault.step)
+
+
+def replayed(strategy: str, run: Path, **options) -> str:
+    """What replay.py prints about a run."""
+
+    def work() -> int:
+        import replay
+
+        return replay.main(replay.ReplayConfig(str(run), **options))
+
+    output = Path("-".join([str(run), *options]))
+    statuses = machine.run_forks(1 if strategy == "exact" else CORRUPTION_RANKS, work, output)
+    if not (text := Path(f"{output}.out").read_text()):
+        raise RunError(f"replaying {run.name}: {machine.failure(output, statuses)}")
+    return text
+
+
 if __name__ == "__main__":
     machine.choose(
         __doc__,
         kills=(KillsConfig, kills),
         resume=(ResumeConfig, resume),
-        corruption=(corruption.CorruptionConfig, corruption.main),
-        hub=(hub_drill.HubDrillConfig, hub_drill.main),
-        nodes=(hosts.NodesConfig, hosts.nodes),
-        slurm=(hosts.SlurmConfig, hosts.slurm),
+        corruption=(CorruptionConfig, corruption),
     )

@@ -204,7 +204,7 @@ class Cases:
 
     def __init__(self, scenario, root: Path):
         self.scenario, self.root, self.start = scenario, root, root.with_name("start")
-        self.broken, self.count, self.operations = [], Counter(), 0
+        self.broken, self.count = [], Counter()
         root.mkdir()
         with contextlib.redirect_stdout(io.StringIO()):
             scenario.prepare(root)
@@ -214,20 +214,15 @@ class Cases:
         """The scenario once, from its beginning. Returns the record, the last promise and the traceback that it ended with."""
         shutil.rmtree(self.root, ignore_errors=True)
         shutil.copytree(self.start, self.root, symlinks=True)
-        traceback, promised = "", [None]
+        traceback = ""
         with Disk(self.root, fault) as record, contextlib.redirect_stdout(io.StringIO()):
-
-            def promise(value):
-                promised.append(value)
-                record.promise(value)
-
             try:
-                self.scenario.act(self.root, promise)
+                self.scenario.act(self.root, record.promise)
             except EXPECTED:
                 pass
             except Exception as error:  # but one with the name of a file is a message, by errors.user_errors
                 traceback = repr(error) if getattr(error, "filename", None) is None else ""
-        return record, promised[-1], traceback
+        return record, [None, *record.promises.values()][-1], traceback
 
     def judge(self, case: str, promised) -> None:
         """Count a case, and note it where something is lost."""
@@ -245,9 +240,8 @@ class Cases:
         self.judge("undisturbed", promised)
         if promised is None or traceback:
             self.broken.append(f"undisturbed: it saved nothing {traceback}")
-        self.operations = len(whole.kinds)
-        for number in range(1, self.operations + 1, every):
-            what = whole.kinds[number - 1]
+        self.count["operations"] = len(whole.kinds)
+        for number, what in list(enumerate(whole.kinds, 1))[::every]:
             for kind in (kind for kind, operations in disk.FAULTS.items() if what in operations):
                 _, promised, traceback = self.act(Fault(number, kind))
                 self.count["faults"] += 1
@@ -287,7 +281,7 @@ def main(config: PowerCutConfig) -> int:
             cases = Cases(scenario, Path(directory, "root"))
             cases.fail_each(config.every)
             cases.cut_each(config.every)
-        counts = {"operations": cases.operations, **cases.count, "broken": len(cases.broken)}
+        counts = {**cases.count, "broken": len(cases.broken)}
         rows.append({"scenario": scenario.name, **counts, "examples": cases.broken[:5]})
         total.update(counts)
         print(scenario.name, counts, *cases.broken[:5], sep="\n    ", flush=True)

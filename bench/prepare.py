@@ -6,10 +6,10 @@ parquet file: the files of the embedded corpus, shuffled and repeated.
 """
 
 import contextlib
+import itertools
 import os
 import random
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
-from common.errors import RunError, UserError
+from common.errors import UserError
 from hardware.host import cores
 from machine import in_fresh_process, ratio, spread
 
@@ -36,18 +36,8 @@ class PrepareConfig:
     """Directory of the result."""
 
 
-@dataclass
-class Cost:
-    """What a preparation takes, in one or several starts."""
-
-    seconds: float = 0.0
-    memory_mb: float = 0.0  # peak of all processes; shared pages count once
-    downloads_mb: float = 0.0  # peak
-    starts: int = 0
-
-
 def main(config: PrepareConfig) -> None:
-    """Measure all in turns. Print and write MB of text a second and the peak memory."""
+    """Measure all in turns. Print and write MB of text a second."""
     from dataset.sources import TextFormat, embedded_corpus
     from prepare_data import make_tokenizer
 
@@ -55,14 +45,13 @@ def main(config: PrepareConfig) -> None:
     if config.build_nanogpt and not script.exists():
         raise UserError(f"--build_nanogpt={config.build_nanogpt} is no checkout of build-nanogpt")
     with machine.workspace() as folder:
-        text, tokenizer, costs = folder / "text.parquet", folder / "tokenizer.json", []
+        text, tokenizer, outs = folder / "text.parquet", folder / "tokenizer.json", itertools.count()
         size = make_text(text, config.megabytes)
         make_tokenizer("train:4096", embedded_corpus(), TextFormat()).save(tokenizer)
 
         def ours() -> float:
-            costs.append(Cost())
-            prepare(costs[-1], machine.all_cores(), folder / f"out{len(costs)}", text, f"--tokenizer={tokenizer}")
-            return size / costs[-1].seconds / 1e6
+            arguments = [text, f"--out={folder}/out{next(outs)}", f"--tokenizer={tokenizer}"]
+            return size / machine.timed(["prepare_data.py", *arguments], machine.ROOT) / 1e6
 
         def theirs(seconds: Callable, *arguments) -> Callable[[], float]:
             return lambda: size / in_fresh_process(seconds, *arguments, text, tokenizer) / 1e6
@@ -76,32 +65,11 @@ def main(config: PrepareConfig) -> None:
     result = {name: spread(values) for name, values in measured.items()}
     for name in [*contenders][1:]:
         result[f"ours / {name.removesuffix(', MB/s')}"] = ratio(measured["ours, MB/s"], measured[name])
-    result |= {"bytes": size, "peak_memory_mb": {"ours": costs[-1].memory_mb}}
-    print(machine.write("prepare", result, Path(config.out)))
+    print(machine.write("prepare", {**result, "bytes": size}, Path(config.out)))
     print(*(f"{name}: {value:.2f}" for name, value in result.items() if name.startswith("ours /")), sep="\n")
 
 
-def prepare(cost: Cost, environment: dict, out: Path, *arguments, kill_at: int = 0) -> None:
-    """Run prepare_data.py to its end, or kill it when it has `kill_at` shards, and add to `cost`. Raises RunError."""
-    began, log = time.perf_counter(), Path(f"{out}.log")
-    with open(log, "w") as output:
-        command = [sys.executable, "prepare_data.py", *map(str, arguments), f"--out={out}"]
-        process = subprocess.Popen(command, cwd=machine.ROOT, env=environment, stdout=output, stderr=output)
-        while process.poll() is None:
-            cost.memory_mb = max(cost.memory_mb, sum(map(memory_mb, family(process.pid))))
-            cost.downloads_mb = max(cost.downloads_mb, downloads_mb(out))
-            if kill_at and len(list(out.glob("*.bin"))) >= kill_at:
-                machine.kill(process)
-                break
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.1)
-    cost.seconds += time.perf_counter() - began
-    cost.starts += 1
-    if bool(process.wait()) != bool(kill_at):
-        raise RunError(f"{' '.join(command[1:])} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
-
-
-def make_text(path: Path, megabytes: int, seed: int = 0) -> int:
+def make_text(path: Path, megabytes: int) -> int:
     """Write the embedded corpus as a column of texts, repeatedly, each time in another order. Returns the size in bytes."""
     import pyarrow
     import pyarrow.parquet
@@ -109,7 +77,7 @@ def make_text(path: Path, megabytes: int, seed: int = 0) -> int:
     from dataset.sources import embedded_corpus
 
     files = [text for file in embedded_corpus() if (text := file.path.read_text(errors="replace"))]
-    chance, size, schema = random.Random(seed), 0, pyarrow.schema([("text", pyarrow.string())])
+    chance, size, schema = random.Random(0), 0, pyarrow.schema([("text", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         while size < megabytes * 1e6:
             chance.shuffle(files)
@@ -160,35 +128,6 @@ def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
             began = time.perf_counter()
             runpy.run_path(str(here), run_name="__main__")
             return time.perf_counter() - began
-
-
-def downloads_mb(out: Path) -> float:
-    """The size of the files under any `downloads` in a directory where files come and go."""
-    total = 0
-    for folder, _, names in os.walk(out):
-        for path in (Path(folder) / name for name in names if "downloads" in Path(folder).parts):
-            with contextlib.suppress(FileNotFoundError):
-                total += path.stat().st_size
-    return total / 1e6
-
-
-def family(pid: int) -> list[int]:
-    """The ids of a process and its descendants, on Linux."""
-    members = [pid]
-    for member in members:
-        for path in Path(f"/proc/{member}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                members += map(int, path.read_text().split())
-    return members
-
-
-def memory_mb(pid: int) -> float:
-    """The proportional set size of a process in MB: resident memory, where a page shared by n processes counts 1/n."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1000
-    return 0.0
 
 
 if __name__ == "__main__":

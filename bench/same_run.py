@@ -33,23 +33,22 @@ class SameRunConfig(machine.Options):
     """How often the disturbed run is killed. Each time it continues on another number of ranks."""
 
 
-def train(config: SameRunConfig, strategy: str, name: int | str, runs: Path) -> dict:
-    """Train on `name` ranks, or "killed". Returns the row: the files, the metrics, and ranks and last step of each attempt."""
-    run, attempts = runs / f"{strategy}-{name}", [{"ranks": name, "last_step": config.steps}]
+def train(config: SameRunConfig, strategy: str, ranks: int | None, runs: Path) -> dict:
+    """Train on `ranks` ranks, or (None) with kills. Returns the files, the metrics, and ranks and last step of each attempt."""
+    label = f"W={ranks}" if ranks else "killed"
+    run, attempts = runs / f"{strategy}-{label}", [{"ranks": ranks, "last_step": config.steps}]
     flags = FLAGS | dict(strategy=strategy, steps=config.steps, tokens=config.tokens, out_dir=runs, name=run.name)
-    if name == "killed":
-        attempts = kill_and_continue(config, run, flags)
+    if ranks:
+        machine.run(ranks, **flags)
     else:
-        machine.run(name, **flags)
-    records = machine.unmeasured(machine.metrics(run))
-    label = name if name == "killed" else f"W={name}"
+        attempts = kill_and_continue(config, run, flags)
     print(f"{strategy} {label}: done", flush=True)
+    records = machine.unmeasured(machine.metrics(run))
     return {"strategy": strategy, "run": label, **machine.digests(run), "attempts": attempts, "metrics": records}
 
 
 def kill_and_continue(config: SameRunConfig, run: Path, flags: dict) -> list[dict]:
     """Train with `kills` hard kills spread over the run. After each it continues on another number of ranks."""
-
     chance, ranks, attempts = random.Random(0), 1, []
     for i in range(config.kills + 1):
         ranks = chance.choice([n for n in range(1, config.max_ranks + 1) if n != ranks])
@@ -84,36 +83,34 @@ def drift(row: dict, alone: dict) -> list[float]:
 def draw(groups: dict[str, list[dict]], out: Path) -> None:
     """Draw a column for each strategy: the losses of all runs, and below them their distance from those on one rank."""
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(5 * len(groups), 5.6), dpi=160, layout="constrained")
     axes = figure.subplots(2, len(groups), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 2))
     for (strategy, rows), (upper, lower) in zip(groups.items(), axes.T, strict=True):
         for i, row in enumerate(rows):
             steps, color = range(1, len(losses(row)) + 1), curves.COLORS[i % len(curves.COLORS)]
-            upper.plot(steps, losses(row), color=color, linewidth=1 + 1.1 * (len(rows) - 1 - i))  # no line hides another
+            width = 1 + 1.1 * (len(rows) - 1 - i)  # no line hides another
+            upper.plot(steps, losses(row), color=color, linewidth=width, label=row["run"])
             lower.plot(steps, drift(row, rows[0]), color=color, linewidth=1.4)
-            kills = [attempt["last_step"] for attempt in row["attempts"][:-1] if attempt["last_step"]]
-            upper.plot(kills, [losses(row)[step - 1] for step in kills], **KILL)
-        different, same = len({row[FILES[0]] for row in rows}), all_the_same(rows)
-        one = f"{len(rows)} runs, " + ("one sha256" if same else f"{different} different sha256")
-        for axis, text, height in ((upper, one, 0.95), (lower, "0 at every step" * same, 0.3)):
-            axis.text(0.98, height, text, transform=axis.transAxes, ha="right", va="top", fontsize=12, fontweight="bold")
-            axis.grid(color="0.91", linewidth=0.8)
-            axis.spines[["top", "right"]].set_visible(False)
-        upper.set_title(f"--strategy={strategy}", loc="left", fontsize=13, family="monospace")
+        kills = [attempt["last_step"] for attempt in rows[-1]["attempts"][:-1] if attempt["last_step"]]
+        upper.plot(kills, [losses(rows[-1])[step - 1] for step in kills], label="SIGKILL", **KILL)
+        upper.set_title(f"--strategy={strategy}: {verdict(rows)}", loc="left")
         lower.set_yscale("symlog", linthresh=1e-8)
-        lower.set_yticks([0, 1e-8, 1e-6, 1e-4, 1e-2])
         lower.set_ylim(-2e-9, 2e-2)
         lower.set_xlabel("step")
+        for axis in (upper, lower):
+            axis.grid(color="0.91", linewidth=0.8)
+            axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel("distance to the loss on W=1")
-    names = [row["run"].replace("=", " = ").replace("killed", "killed, W changed") for row in rows]
-    colors = [curves.COLORS[i % len(curves.COLORS)] for i in range(len(names))]
-    handles = [Line2D([], [], color=color, linewidth=3, label=name) for color, name in zip(colors, names, strict=True)]
-    handles.append(Line2D([], [], label="SIGKILL", **KILL))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    axes[0, 0].legend(frameon=False)
     curves.save(figure, out)
+
+
+def verdict(rows: list[dict]) -> str:
+    """How many different weights the runs of a strategy have."""
+    different = len({row[FILES[0]] for row in rows})
+    return f"{len(rows)} runs, " + ("one sha256" if all_the_same(rows) else f"{different} different sha256")
 
 
 def report(groups: dict[str, list[dict]]) -> int:
@@ -123,9 +120,7 @@ def report(groups: dict[str, list[dict]]) -> int:
             ranks = ", ".join(str(attempt["ranks"]) for attempt in row["attempts"])
             distance = max(drift(row, rows[0]))
             print(f"{strategy:<6} {row['run']:<7} {' '.join(row[file][:12] for file in FILES)} {distance:.1e} on {ranks} ranks")
-        different = len({row[FILES[0]] for row in rows})
-        same = "the same, bit for bit: weights, optimizer state and every metric"
-        print(f"{strategy}: {len(rows)} runs are {same if all_the_same(rows) else f'of {different} different weights'}")
+        print(f"{strategy}: {verdict(rows)}" + ", the same optimizer state and metrics" * all_the_same(rows))
     return int("exact" in groups and not all_the_same(groups["exact"]))
 
 
@@ -134,17 +129,16 @@ def main(config: SameRunConfig) -> int:
     if config.max_ranks < 2 or config.steps < config.kills + 1:
         raise UserError("--max_ranks must be at least 2, and --steps more than --kills")
     machine.prepare_tokens(config.tokens)
-    strategies, names = ["ddp", "exact"] if config.strategy == "both" else [config.strategy], range(1, config.max_ranks + 1)
+    strategies, ranks = ["ddp", "exact"] if config.strategy == "both" else [config.strategy], range(1, config.max_ranks + 1)
     with machine.workspace() as runs:
-        groups = {strategy: [train(config, strategy, name, runs) for name in (*names, "killed")] for strategy in strategies}
+        groups = {strategy: [train(config, strategy, n, runs) for n in (*ranks, None)] for strategy in strategies}
     draw(groups, Path(config.out) / "same_run.png")
-    summaries = [
+    result = {"flags": FLAGS, "steps": config.steps, "same": {name: all_the_same(rows) for name, rows in groups.items()}}
+    result["runs"] = [
         {**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows[0]))}
         for rows in groups.values()
         for row in rows
     ]
-    same = {strategy: all_the_same(rows) for strategy, rows in groups.items()}
-    result = {"flags": FLAGS, "steps": config.steps, "same": same, "runs": summaries}
     print(machine.write("same_run", result, Path(config.out)))
     return report(groups)
 

@@ -27,7 +27,7 @@ def test_same_run_accepts_equal_runs_and_under_exact_no_others(tokens, tmp_path)
     output, result = run("same_run", tmp_path, "same_run", strategy="exact", steps=8, max_ranks=2, kills=1, tokens=tokens)
     assert result["same"] == {"exact": True} and [row["run"] for row in result["runs"]] == ["W=1", "W=2", "killed"]
     assert {attempt["ranks"] for attempt in result["runs"][2]["attempts"]} == {1, 2}
-    assert result["runs"][0]["model.safetensors"][:12] in output and "3 runs are the same, bit for bit" in output
+    assert result["runs"][0]["model.safetensors"][:12] in output and "3 runs, one sha256" in output
     assert (tmp_path / "same_run.png").read_bytes().startswith(b"\x89PNG")
 
     rows = [{**row, "metrics": [{"step": 1, "loss": 1.0}]} for row in result["runs"]]

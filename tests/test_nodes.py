@@ -1,69 +1,178 @@
-"""A run on two hosts, network namespaces with a cable between them, that is pulled: both sides end in time and say why."""
+"""Runs on two hosts, network namespaces with a cable between them, that is pulled, or one host dies. Needs Linux and root."""
 
+import contextlib
+import functools
+import os
+import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-import hosts
 import machine
-from conftest import TINY, environment
+from conftest import ROOT, TINY, environment
 from test_train import wait_for
 
-pytestmark = pytest.mark.skipif(bool(hosts.unavailable()), reason=hosts.unavailable())
+HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}  # host a holds the rendezvous
 SECONDS = 6  # --timeout_minutes
 ENDS = 45  # seconds until both sides have ended, with all that they try first
 CUT_OFF = "rank 1 no longer hears from the others: "
+# Six micro-batches an update, which one rank can hold as well as two.
+EXACT = dict(n_embd=64, seq_len=128, tokens_per_update=1536, strategy="exact", steps=60, save_every=10, eval_every=0)
+EXACT |= dict(timeout_minutes=0.2)
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def namespace(host):
+    """The network namespace of a host. Each process has namespaces of its own."""
+    return f"lockstep-{os.getpid()}-{host}"
+
+
+def on(host):
+    """The beginning of a command on a host, which has a name of its own."""
+    return ["ip", "netns", "exec", namespace(host), "unshare", "--uts", "sh", "-c", f'hostname host-{host}; exec "$@"', "-"]
+
+
+@contextlib.contextmanager
+def two_hosts():
+    """Two namespaces with names for each other, and a cable between them."""
+    names = "127.0.0.1 localhost\n" + "".join(f"{address} host-{host}\n" for host, address in HOSTS.items())
+    with contextlib.ExitStack() as cleanup:
+        for host in HOSTS:
+            ip("netns", "add", namespace(host))
+            cleanup.callback(ip, "netns", "delete", namespace(host))
+            folder = Path("/etc/netns") / namespace(host)  # `ip netns exec` lays its files over those in /etc
+            folder.mkdir(parents=True, exist_ok=True)
+            cleanup.callback(shutil.rmtree, folder)
+            (folder / "hosts").write_text(names)
+        ends = {host: ["name", f"cable-{host}", "netns", namespace(host)] for host in HOSTS}
+        ip("link", "add", *ends["a"], "type", "veth", "peer", *ends["b"])
+        for host, address in HOSTS.items():
+            ip("-n", namespace(host), "addr", "add", f"{address}/24", "dev", f"cable-{host}")
+            for device in ("lo", f"cable-{host}"):
+                ip("-n", namespace(host), "link", "set", device, "up")
+        yield
+
+
+@functools.cache
+def unavailable():
+    """Why this machine cannot play two hosts, or nothing. It lays the cable once, because no permission says it beforehand."""
+    try:
+        with two_hosts():
+            for host in HOSTS:
+                subprocess.run([*on(host), "true"], check=True, capture_output=True)
+    except (subprocess.CalledProcessError, OSError) as error:
+        return f"this system makes no namespaces: {error}"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def network():
-    with hosts.network():
+    with two_hosts():
         yield
 
 
 @pytest.fixture(autouse=True)
 def cable(network):
     """Plugged in at the beginning and at the end."""
-    hosts.plug(True)
+    plug(True)
     yield
-    hosts.plug(True)
+    plug(True)
+
+
+def plug(connected):
+    """Plug the cable in or pull it."""
+    ip("-n", namespace("b"), "link", "set", "cable-b", "up" if connected else "down")
+
+
+def start_on(host, command, output, **variables):
+    """Start a command on a host. What it prints goes to the file `output`."""
+    with output.open("w") as stream:
+        return subprocess.Popen([*on(host), *command], cwd=ROOT, env=environment(**variables), stdout=stream, stderr=stream)
+
+
+def torchruns(train, name, nodes="2", restarts=3, **flags):
+    """Start torchrun with one rank on both hosts. nodes: how many the run needs, such as 2, or 1:2 for at least one.
+
+    Returns the processes and the files with their output, by host.
+    """
+    options = {"nnodes": nodes, "nproc_per_node": 1, "max-restarts": restarts, "rdzv-backend": "c10d"}
+    options |= {"rdzv-endpoint": "host-a:29500", "rdzv-id": name}
+    options |= {"rdzv-conf": "last_call_timeout=3"}  # seconds to wait for more than the fewest nodes
+    torchrun = [sys.executable, "-m", *machine.arguments("torch.distributed.run", **options)]
+    outputs = {host: train.runs.parent / f"{host}.out" for host in HOSTS}
+    command = [*torchrun, *train.arguments(name, **EXACT | flags)]
+    return {host: start_on(host, command, output) for host, output in outputs.items()}, outputs
 
 
 def test_both_sides_of_a_cut_end_in_time_and_say_what_is_missing(train, tokens, tmp_path):
     flags = TINY | dict(tokens=tokens, out_dir=train.runs, name="cut", steps=10**6, save_every=0, eval_every=0)
     command = [sys.executable, *machine.arguments(**flags, timeout_minutes=SECONDS / 60)]
-    processes, outputs = [], [tmp_path / host for host in hosts.HOSTS]
-    for rank, (host, output) in enumerate(zip(hosts.HOSTS, outputs, strict=True)):
+    processes, outputs = [], [tmp_path / host for host in HOSTS]
+    for rank, (host, output) in enumerate(zip(HOSTS, outputs, strict=True)):
         world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
-        world |= {"MASTER_ADDR": hosts.HOSTS["a"], "GLOO_SOCKET_IFNAME": f"cable-{host}"}
-        with output.open("w") as stream:
-            processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", hosts.namespace(host), *command],
-                    cwd=machine.ROOT,
-                    env=environment(**{name: str(value) for name, value in world.items()}),
-                    stdout=stream,
-                    stderr=stream,
-                )
-            )
+        world |= {"MASTER_ADDR": HOSTS["a"], "GLOO_SOCKET_IFNAME": f"cable-{host}"}
+        processes.append(start_on(host, command, output, **{name: str(value) for name, value in world.items()}))
     wait_for(lambda: "step      9/" in outputs[0].read_text())
-    hosts.plug(False)
+    plug(False)
     deadline = time.monotonic() + ENDS
     assert [process.wait(timeout=deadline - time.monotonic()) for process in processes] == [1, 1]
     texts = [path.read_text() for path in outputs]
     assert "error: rank 1 no longer answers: " in texts[0] and "Traceback" not in texts[0]
-    assert CUT_OFF in texts[1] and f"the store of the ranks at {hosts.HOSTS['a']}:29500 cannot be reached" in texts[1]
+    assert CUT_OFF in texts[1] and f"the store of the ranks at {HOSTS['a']}:29500 cannot be reached" in texts[1]
     assert "Traceback" not in texts[1]
 
 
-def test_the_ranks_of_both_torchruns_end_after_a_cut(tokens, tmp_path):
+def test_the_ranks_of_both_torchruns_end_after_a_cut(train):
     errors = {"a": "rank 1 no longer answers: ", "b": CUT_OFF}
-    with hosts.Cluster(tmp_path / "run", hosts.NodesConfig(steps=10**6, tokens=str(tokens))) as cluster:
-        cluster.start(restarts=0)
-        wait_for(lambda: machine.last_step(cluster.directory) > 3)
-        hosts.plug(False)
-        wait_for(lambda: all(text in cluster.output(host).read_text() for host, text in errors.items()), ENDS)
-        # On host b torchrun itself waits until the kernel gives the connection up.
-        wait_for(lambda: cluster.running["a"].poll() is not None, ENDS)
+    processes, outputs = torchruns(train, "cut", restarts=0, steps=10**6)
+    wait_for(lambda: machine.last_step(train.runs / "cut") > 3)
+    plug(False)
+    wait_for(lambda: all(text in outputs[host].read_text() for host, text in errors.items()), ENDS)
+    # On host b torchrun itself waits until the kernel gives the connection up.
+    wait_for(lambda: processes["a"].poll() is not None, ENDS)
+
+
+def cut_briefly(processes, outputs):
+    """TCP sends again what was lost, and the run waits."""
+    plug(False)
+    time.sleep(5)
+    plug(True)
+
+
+def cut_until_both_sides_give_up(processes, outputs):
+    """Both sides find each other again."""
+    plug(False)
+    wait_for(lambda: "no longer answer" in outputs["a"].read_text(), 120)
+    time.sleep(10)
+    plug(True)
+
+
+def lose_a_host(processes, outputs):
+    """The run goes on with half of the ranks."""
+    machine.kill(processes.pop("b"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "happens, nodes, ranks",
+    [(cut_briefly, "2", [2]), (cut_until_both_sides_give_up, "2", [2, 2]), (lose_a_host, "1:2", [2, 1])],
+)
+def test_a_run_goes_on_and_ends_with_the_same_bits(train, happens, nodes, ranks):
+    train("whole", **EXACT)
+    processes, outputs = torchruns(train, "nodes", nodes)
+    wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3, 120)
+    happens(processes, outputs)
+    for host, process in processes.items():
+        assert process.wait(timeout=400) == 0, outputs[host].read_text()
+    assert [int(number) for number in re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M)] == ranks
+    train.assert_same("nodes", "whole")
