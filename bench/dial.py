@@ -2,9 +2,9 @@
 
 Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside, and then with the
 two halfway to its neighbours: over depth and width together with three seeds, over the batch, and for other architectures.
-"text" is depth and width once more with one seed, for another --tokens. Every run is an ordinary run of
-train.py in --runs, which are kept: the same command again continues, and what is finished is not repeated. Writes
-bench/results/dial.json and dial.png: loss over rate in units of the dial's, a curve for each depth.
+"tokens" is the batch at an equal number of tokens, "text" is depth and width once more with one seed, for other --tokens. Every
+run is an ordinary run of train.py in --runs, which are kept: the same command again continues, and what is finished is not
+repeated. Writes bench/results/dial.json and dial.png: loss over rate in units of the dial's, a curve for each depth.
 """
 
 import dataclasses
@@ -62,6 +62,9 @@ BOTH = ("adamw", "muon")
 PARTS = {
     "depth": [Curve(o, d, seeds=(1, 2, 3)) for d in (2, 4, 8) for o in BOTH],
     "batch": [Curve(o, 2, batch=b, tokens=256 * b, seeds=(1, 2)) for b in (1024, 4096) for o in BOTH],
+    "tokens": [
+        Curve(o, 4, batch=b, tokens=1 << 20) for o in BOTH[::-1] for b in (4096, 2048, 8192, 16384 if o == "muon" else 1024)
+    ],
     "text": [Curve(o, d) for d in (2, 4, 8) for o in BOTH],
     "architecture": [Curve(o, 4, architecture=a) for a in ("gpt2", "llama") for o in BOTH],
 }

@@ -101,7 +101,10 @@ class World:
             return
         ask(lambda: self.store.set(f"left/{self.rank}", ""), self.store)
         failed, left = ["failed"], keys_of("left", self.size)
-        ended = lambda: ask(lambda: self.store.check(failed) or self.store.check(left), self.store)  # noqa: E731
+
+        def ended() -> bool:
+            return ask(lambda: self.store.check(failed) or self.store.check(left), self.store)
+
         if not wait_until(ended, LONGEST_END, self.size):
             missing = ask(lambda: ranks_without("left", self.store, self.size), self.store)
             raise RunError(f"{named(missing)} did not end within {LONGEST_END:.0f} s after this one")
