@@ -299,6 +299,8 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     directory = Path(directory)
     if (directory / "dataset.json").exists():
         return _open_own(directory)
+    if directory.is_file():
+        raise UserError(f"--tokens={directory} is a file; give the directory that it is in")
     if not directory.is_dir():
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"

@@ -44,7 +44,7 @@ def submit(train, tmp_path, monkeypatch):
 
 def torchrun_of(job):
     """The process id of the torchrun that a job has started, to which SLURM sends its signals."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,pgid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(maxsplit=2) for line in listed.splitlines()]
     return next(int(pid) for pid, group, words in rows if int(group) == job.pid and "bin/torchrun" in words)
 
