@@ -308,7 +308,9 @@ def read_preset(path: Path) -> Config:
     flags, values, mistakes = flat_fields(Config), {}, []
     for table, keys in content.items():
         for key, value in keys.items() if isinstance(keys, dict) else [(table, keys)]:
-            if key in flags:
+            if key in values:
+                mistakes.append(f"{key} stands there twice; leave one")
+            elif key in flags:
                 values[key] = ",".join(map(str, value)) if key == "tokens" and isinstance(value, list) else value
             else:
                 mistakes.append(f"unknown key {key}{cli.suggestion(key, flags)}")

@@ -64,7 +64,8 @@ def given_names(args: list[str]) -> set[str]:
     preset, flags = settings.divide(args)
     names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
     if "depth" not in names:
-        names |= {name for table in tomllib.loads(preset.read_text()).values() for name in table}
+        content = tomllib.loads(preset.read_text())  # its tables are headings
+        names |= {name for key, keys in content.items() for name in (keys if isinstance(keys, dict) else [key])}
     return names
 
 
@@ -146,7 +147,10 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
     digits = sequences.bit_length()
     # One binary digit below 8, and then as many as leave a multiple of 8, but three at most.
     unit = 2 ** max(digits - 3, min(3, digits - 1))
-    batch = tokens_per_update or round(sequences / unit) * unit * seq_len
+    rounded = round(sequences / unit) * unit
+    if not steps and rounded * seq_len > tokens / FEWEST_STEPS:
+        rounded = sequences // unit * unit
+    batch = tokens_per_update or rounded * seq_len
     return dict(steps=steps or int(tokens / batch), tokens_per_update=batch)
 
 

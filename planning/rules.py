@@ -5,7 +5,7 @@ Imports no torch, so that wrong flags are answered at once. The limits of a sing
 
 from collections.abc import Iterator
 
-from common.cli import read_ranks
+from common.cli import read_ranks, replace
 from common.errors import UserError, refuse
 from settings import Command, Config, ModelConfig
 
@@ -111,7 +111,8 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
         factors.append(f"{world_size} ranks")
     wrong = "not a multiple of" if tokens % unit else "less than"
     unequal = not exact and tokens % micro_batch == 0 and tokens >= smallest
-    other = "; or --strategy=exact, which takes it as it is" if unequal else ""
+    takes = unequal and not any(strategy_problems(replace(config, strategy="exact"), world_size))
+    other = "; or --strategy=exact, which takes it as it is" if takes else ""
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 

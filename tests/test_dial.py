@@ -46,9 +46,10 @@ def test_a_flag_wins_over_the_dial_and_the_dial_over_the_preset():
 
 def test_what_stands_beside_depth_in_a_preset_wins(tmp_path):
     preset = tmp_path / "mine.toml"
-    preset.write_text("[run]\ndepth = 3\n[optim]\nlr = 0.25\n")
-    config = turned(str(preset))
-    assert (config.optim.lr, config.model.n_layer, config.model.n_embd) == (0.25, 3, 192)
+    for text in ("[run]\ndepth = 3\n[optim]\nlr = 0.25\n", "lr = 0.25\ndepth = 3\n"):
+        preset.write_text(text)
+        config = turned(str(preset))
+        assert (config.optim.lr, config.model.n_layer, config.model.n_embd) == (0.25, 3, 192)
     assert turned(str(preset), "--depth=2").optim.lr != 0.25
 
 
@@ -135,8 +136,10 @@ def test_updates_move_activations_alike_at_every_width(optimizer):
 
 def test_eight_ranks_share_the_batch_if_it_has_eight_sequences():
     for tokens in np.geomspace(1e5, 1e11, 100):
-        sequences = dial.length_of(tokens, 256, "muon")["tokens_per_update"] / 256
+        length = dial.length_of(tokens, 256, "muon")
+        sequences = length["tokens_per_update"] / 256
         assert sequences in (1, 2, 4) or sequences % 8 == 0
+        assert length["steps"] >= dial.FEWEST_STEPS
 
 
 def test_a_larger_batch_than_the_dial_s_bears_no_larger_rate():

@@ -102,6 +102,8 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"x 2 ranks; try 2048 or 4096; or --strategy=exact"):
         load("--tokens_per_update=3072", "--micro_batch_size=4")
+    with pytest.raises(UserError, match=r"try 2048 or 4096$"):  # exact would not take it
+        load("--tokens_per_update=3072", "--micro_batch_size=4", "--grad_compression=bf16")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,7 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     [
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
         ("lrr = 1\n", "unknown key lrr; perhaps you meant --lr"),
+        ("[model]\nlr = 1\n[optim]\nlr = 2\n", "mine.toml: lr stands there twice; leave one"),
         ('[optim]\nlr = "1"\n', r"mine.toml: lr must be NUMBER, not '1'"),
         ("[optim]\nlr = true\n", r"lr must be NUMBER, not True"),
         ("[train]\nsteps = 10.0\n", r"steps must be INTEGER, not 10.0"),
