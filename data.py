@@ -112,7 +112,7 @@ def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
     """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
     if os.path.exists(tokens):  # whatever its name looks like
         return [(tokens, Fraction(1))]
-    parts = [re.fullmatch(r"\s*(.+):(\d*\.?\d+)\s*", part) for part in tokens.split(",")]
+    parts = [re.fullmatch(r"\s*(.+):(\d{0,20}\.?\d{1,20})\s*", part) for part in tokens.split(",")]
     if all(part and Fraction(part[2]) for part in parts):
         return [(part[1], Fraction(part[2])) for part in parts]
     if len(parts) == 1:
@@ -341,21 +341,18 @@ class Prefetcher:
         self.device = device
         self.wait_seconds = 0.0  # how long the consumer has waited in all
         self._batches = batches
-        self._pool = ThreadPoolExecutor(1, initializer=self._begin)
+        self._pool = ThreadPoolExecutor(1)
         self._rest = (self._pool.submit(self._build, *place) for place in schedule)
         self._pending = deque(itertools.islice(self._rest, depth))
 
-    def _begin(self) -> None:
+    def _build(self, step: int, micro_batch: int):
         import torch  # here, because preparing data does not need it
 
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread has device 0, and pinning memory opens a context there
-
-    def _build(self, step: int, micro_batch: int):
-        import torch
-
         tokens = torch.from_numpy(self._batches.batch(step, micro_batch))
-        return tokens.pin_memory() if self.device.type == "cuda" else tokens
+        if self.device.type != "cuda":
+            return tokens
+        torch.cuda.set_device(self.device)  # a new thread has device 0, and pinning memory opens a context there
+        return tokens.pin_memory()
 
     def next(self) -> tuple:
         """The next batch: inputs and targets, each int64 [micro_batch_size, seq_len] on the device."""

@@ -198,6 +198,8 @@ def prepare(config: PrepareConfig) -> None:
         tokenizer = load(directory / "tokenizer.json", name=request["tokenizer"])
     else:
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files, text))
+        if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"][6:]):
+            say(f"there is too little text for more than {tokenizer.vocab_size} tokens")
     writer = DatasetWriter(directory, request, tokenizer, split.val_fraction, by_tail=split.boundary is not None)
     writer.begin(progress)
     if progress:
@@ -255,8 +257,9 @@ def encode_files(
     """Encode the text that is not on disk yet, and write its tokens."""
     start = writer.position
     first, sizes = start[0], [file.size for file in source_files]
-    # Without a terminal no bar moves: its text follows the name of each finished shard.
-    style = {} if sys.stderr.isatty() else {"file": io.StringIO(), "bar_format": ", {percentage:.0f} %, {remaining} left"}
+    style = {}
+    if not sys.stderr.isatty():  # no bar moves: its text follows the name of each finished shard
+        style = {"file": io.StringIO(), "mininterval": 60, "bar_format": ", {percentage:.0f} %, {remaining} left"}
     bar = tqdm(total=sum(sizes), initial=sum(sizes[:first]), unit="B", unit_scale=True, **style)
     not_utf8: dict[Path, None] = {}
     without_text = 0
@@ -279,7 +282,7 @@ def encode_files(
             tqdm.write(f"{record['file']}: {record['tokens']:,} tokens{bar if style else ''}")
     bar.close()
     if without_text:
-        say(f"{errors.plural(without_text, 'row')} without a text left out")
+        say(f"left out {errors.plural(without_text, 'row')} without a text")
     if not_utf8:
         count = errors.plural(len(not_utf8), "file")
         say(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {files.shortened(map(str, not_utf8))}")

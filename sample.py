@@ -107,7 +107,7 @@ class Sampler:
         size = min(START, self.config.model.seq_len)
         start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), size)[:, :size])
         generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
-        # Its lengths all differ.
+        # Each forward has another length, and compiled code would be made for each.
         eager = torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
         engine.module.eval()
         # It does not stop at an end of text: under fsdp each forward gathers the weights from all ranks.
@@ -123,7 +123,8 @@ def encode(text, prompt: str, model) -> list[int]:
     tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
     if max(tokens) < size:
         return tokens
-    what = repr(text.decode([max(tokens)])) if prompt else "the start of a document"
+    unknown = next((character for character in prompt if max(text.encode(character)) >= size), prompt)
+    what = repr(unknown) if prompt else "the start of a document"
     raise UserError(f"--prompt: {what} is token {max(tokens)}, and the model has {size}; try text like that it was trained on")
 
 

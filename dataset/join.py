@@ -92,8 +92,11 @@ def read_parts(directory: Path) -> list[tuple[Path, Metadata]]:
         return parts
     found = [metadata["options"]["part"] for _, metadata in parts]
     count = int(found[0].partition("/")[2])
-    if found != [f"{number}/{count}" for number in range(1, count + 1)]:
-        raise UserError(f"{directory} has the parts {files.shortened(found)}; wanted 1/{count} to {count}/{count}, each once")
+    wanted = [f"{number}/{count}" for number in range(1, count + 1)]
+    if found != wanted:
+        missing = files.shortened(part for part in wanted if part not in found)
+        twice = files.shortened(sorted({part for part in found if found.count(part) > 1}))
+        raise UserError(f"{directory} wants each of {count} parts once; missing: {missing}; there twice: {twice}")
     documents = sum(record["documents"] for _, metadata in parts for record in metadata["shards"])
     if documents < FEW_DOCUMENTS:
         raise UserError(f"{directory}: there are only {documents} documents; prepare fewer than {FEW_DOCUMENTS} without --part")

@@ -125,10 +125,11 @@ def fetch_ahead(files: list[SourceFile]) -> Iterator[Path]:
     A downloaded file is deleted as soon as the next one is asked for: at most two are on the disk. Raises
     UserError, also for a file on this machine that is not the one that was listed any more.
     """
-    fetched = (in_background(functools.partial(fetch, file)) for file in files)
+    fetched = (in_background(functools.partial(fetch, file)) if file.remote else None for file in files)
     following = next(fetched, None)
     for file in files:
-        path, following = following.result(), next(fetched, None)
+        path = following.result() if following else file.path
+        following = next(fetched, None)
         yield path
         if file.remote:
             path.unlink()

@@ -138,7 +138,7 @@ def open_shard(path: Path) -> Shard:
     Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
     """
     try:
-        file = files.open_regular(path)
+        file = files.open_regular(path).detach()  # without a buffer, which is as large as a block of the file system
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")
             if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
@@ -156,7 +156,7 @@ def open_shard(path: Path) -> Shard:
                 raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
             return Shard(path, file, np.dtype("<u2"), 0, size // 2)
         wanted = HEADER_INTS * 4 + count * dtype.itemsize
-        if size != wanted:
+        if count < 0 or size != wanted:
             raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
         return Shard(path, file, dtype, HEADER_INTS * 4, count)
     except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:

@@ -148,6 +148,7 @@ FLAGS = [
         ("--steps=20 --skip_steps=812", "has 812, which no step of this run would see; the last is 20"),
         ("--name=\udcff", "must be text in UTF-8"),
         ("--tokens=a:1,b:1e999999999", "weight greater than 0"),
+        ("--tokens=a:1,b:" + "9" * 5000, "weight greater than 0"),
     ),
     *flags("evaluate.py", ("runs/run --seq_len=17", "context is 16"), ("runs/run --tokens=nothing", "nothing does not exist")),
     *flags(
@@ -290,6 +291,7 @@ DATASETS = [
         TRAIN,
         ("cut", lambda f: os.truncate(f / SHARD, 5000), "promises", "5000"),
         ("a negative count", header(2, -1), "promises"),
+        ("and a header that is cut off", foreign(struct.pack("<3i", 20240520, 1, -1).ljust(1022, b"\0")), "promises"),
         ("another magic", header(0, 1), "magic 1 and version", "wanted 20240520 and 1"),
         ("a FIFO", special(SHARD), "train_000000.bin is not a regular file"),
         ("missing", lambda f: (f / SHARD).unlink(), "has no train_000000.bin"),

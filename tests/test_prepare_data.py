@@ -454,11 +454,11 @@ def test_documents_without_a_text_are_counted(here, capsys):
     made = make(path)
     assert sum(row["documents"] for row in made.metadata["shards"]) == len(DOCUMENTS)
     said = capsys.readouterr().out
-    assert "4 rows without a text left out\n" in said
+    assert "left out 4 rows without a text\n" in said
     pyarrow.parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None, None, ""]}), here / "b.parquet")
     make("b.parquet", out="rows")
     said = capsys.readouterr().out
-    assert "3 rows without a text left out\n" in said
+    assert "left out 3 rows without a text\n" in said
 
 
 @pytest.mark.parametrize("value", ["0", "false", "[]", "{}", "7"])

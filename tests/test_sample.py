@@ -8,6 +8,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,6 +88,12 @@ def test_a_character_is_shown_whole(run):
     pieces = list(sample.stream(text, [], tokens))
     assert "".join(pieces) == "größer €"
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_character_that_the_model_does_not_know_is_named():
+    small = SimpleNamespace(config=SimpleNamespace(vocab_size=128))
+    with pytest.raises(errors.UserError, match="--prompt: 'é' is token 195, and the model has 128"):
+        sample.encode(tokenizer.resolve("bytes"), "a café", small)
 
 
 def test_bad_input_names_what_is_there(run, tmp_path):
