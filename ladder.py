@@ -84,7 +84,7 @@ class Ladder:
 
     @property
     def optimizer(self) -> str:
-        """Its name."""
+        """The name of the optimizer."""
         return self.config.optim.optimizer
 
     @property

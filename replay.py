@@ -266,7 +266,7 @@ def verdict(replayed: list[Replayed]) -> list[str]:
     if compared[-1].same:
         lines.append("later steps agree again: only what was recorded is wrong, not what was computed")
     elif first is not compared[-1]:
-        lines.append("so does the last: the state before it was not this one, or the machine computed otherwise")
+        lines.append("the last differs, too: the state before the first was not this one, or the machine computed otherwise")
     return lines
 
 

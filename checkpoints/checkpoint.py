@@ -268,11 +268,11 @@ def open_optimizer(
         for key in optim.optimizer_of(name, parameter, optimizer).STATE:
             shapes[f"{name}.{key}"] = () if key == "step" else tuple(parameter.shape)
     for name in sorted(shapes | tensors):
-        found = (tensors[name].dtype, tensors[name].shape) if name in tensors else "nothing"
-        wanted = ("F32", shapes[name]) if name in shapes else "nothing"
+        found = f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "missing"
+        wanted = f"F32 {list(shapes[name])}" if name in shapes else "none"
         if found != wanted:
             raise UserError(
-                f"{directory}: the optimizer's state has {found} as {name}, and this model with --optimizer={optimizer} wants "
+                f"{directory}: {name} of the optimizer's state is {found}; this model with --optimizer={optimizer} wants "
                 f"{wanted}; a new run with --init_from={directory} takes the weights alone"
             )
     return tensors

@@ -187,9 +187,10 @@ def find_origin(run: Path, origin: Origin) -> Path:
         whole = not (path / MANIFEST).exists() or fault(path) is None
         if whole and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
             return path
+    there = " or at ".join(map(str, dict.fromkeys([places[0], places[-1]])))
     raise UserError(
-        f"{run} began with the weights of {places[0]}: it is gone or has changed since; put it back there or at {places[-1]}, "
-        "or take a later step, which a checkpoint of this run's own comes before"
+        f"{run} began with weights that are gone or have changed since; put them back at {there}, or take a later step, which "
+        "a checkpoint of this run's own comes before"
     )
 
 

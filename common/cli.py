@@ -60,8 +60,8 @@ def read_ranks() -> tuple[int, int, int, int]:
             return rank, size, local_rank, local_size
     found = " ".join(f"{name}={os.environ[name]}" for name in defaults if name in os.environ)
     raise UserError(
-        f"the environment has {found}; torchrun sets RANK and LOCAL_RANK, from 0 on, and WORLD_SIZE and LOCAL_WORLD_SIZE, "
-        "their numbers; one process needs none of these"
+        "RANK must be less than WORLD_SIZE, and LOCAL_RANK less than LOCAL_WORLD_SIZE, all of them integers from 0 on; the "
+        f"environment has {found}; torchrun sets all four, and one process needs none"
     )
 
 

@@ -224,7 +224,10 @@ def connect(
     if "RANK" in os.environ:
         port = os.environ.get("MASTER_PORT", "")
         if not os.environ.get("MASTER_ADDR") or not (port.isdecimal() and 0 < int(port) < 1 << 16):
-            raise UserError("RANK is set, but not MASTER_ADDR and MASTER_PORT, which say where rank 0 is; torchrun sets all")
+            raise UserError(
+                "RANK is set, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is (a host, and a port from 1 to 65535); "
+                "torchrun sets all of them"
+            )
         store = meet(rank, size, os.environ["MASTER_ADDR"], int(port), timedelta(minutes=timeout_minutes))
         # CPU tensors, which carry what is about the run and not the model, go through gloo: no GPU is waited for.
         ours = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(own.type) if not share_gpus else None
@@ -277,8 +280,8 @@ def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist
     def all_here() -> bool:
         return ask(lambda: store.add("here", 0), store) >= size
 
-    if not wait_until(all_here, deadline - time.monotonic(), size, tell_missing):
-        missing = ask(lambda: ranks_without("here", store, size), store)
+    in_time = wait_until(all_here, deadline - time.monotonic(), size, tell_missing)
+    if not in_time and (missing := ask(lambda: ranks_without("here", store, size), store)):  # unless they have just come
         raise RunError(f"{named(missing)} of {size} did not reach {place} in {timeout} (--timeout_minutes)")
     return store
 

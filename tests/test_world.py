@@ -170,7 +170,7 @@ def test_ranks_that_were_started_differently_are_refused(train, tokens, tmp_path
     [
         (0, 0, "waiting for 2 of 3 ranks at 127.0.0.1:{port}: ranks 1, 2", "ranks 1, 2 of 3 did not reach 127.0.0.1:{port}"),
         (1, 0, "waiting for rank 0 at 127.0.0.1:{port}", "rank 0 did not answer at 127.0.0.1:{port}"),
-        (0, "", "", "not MASTER_ADDR and MASTER_PORT, which say where rank 0 is"),
+        (0, "", "", "MASTER_ADDR and MASTER_PORT do not say where rank 0 is"),
     ],
 )
 def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatch, rank, port, waits, ends):
