@@ -127,7 +127,7 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     reseal(changed)
     out = replay(weights, "--step=15", status=1)
-    assert "step 11 is the first that differs" in out and "the state before it was not this one" in out
+    assert "step 11 is the first that differs" in out and "the state before the first was not this one" in out
     out = replay(weights, "--verify", status=1)
     assert "step-00000010 DOES NOT follow from step-00000005: model.safetensors" in out
     assert "step-00000015 DOES NOT follow from step-00000010" in out
@@ -161,7 +161,7 @@ def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_c
     moved.rename(train.runs)
     shutil.rmtree(train.runs / "first" / "checkpoints" / "step-00000004")
     gone = replay(train.runs / "second", "--step=7", status=2)
-    assert "step-00000004: it is gone or has changed since; put it back" in gone
+    assert "began with weights that are gone or have changed since; put them back at" in gone and "step-00000004" in gone
 
 
 def test_a_record_that_lacks_settings_has_their_defaults(train):
