@@ -2,9 +2,10 @@
 
 Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside, and then with the
 two halfway to its neighbours: over depth and width together with three seeds, over the batch, and for other architectures.
-"tokens" is the batch at an equal number of tokens, "text" is depth and width once more with one seed, for other --tokens. Every
-run is an ordinary run of train.py in --runs, which are kept: the same command again continues, and what is finished is not
-repeated. Writes bench/results/dial.json and dial.png: loss over rate in units of the dial's, a curve for each depth.
+"tokens" is the batch at an equal number of tokens, "length" are runs as long as the dial makes them, with its batch, warmup and
+weight decay, "text" is depth and width once more with one seed, for other --tokens. Every run is an ordinary run of train.py in
+--runs, which are kept: the same command again continues, and what is finished is not repeated. Writes bench/results/dial.json,
+and dial.png for "depth" and "text": loss over rate in units of the dial's, a curve for each depth.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from planning import dial
 from reports import curves
 
 BASE = dict(architecture="qwen3", seq_len=128, micro_batch_size=8, eval_every=0, eval_tokens=65536, save_every=0, log_every=16)
-BASE |= dict(device="cpu", dtype="bfloat16", compile="off", threads=1, schedule="wsd", cooldown_fraction=0.4, weight_decay=0.1)
+BASE |= dict(device="cpu", dtype="bfloat16", compile="off", threads=1)
 PER_DEPTH = 24  # width of a layer; the dial's 64 would take hours
 HEAD = 48  # width of a head
 
@@ -39,23 +40,22 @@ class Curve:
     batch: int = 2048
     seeds: tuple[int, ...] = (1,)
     architecture: str = "qwen3"
+    own: bool = False  # whether the warmup and the weight decay are the dial's
 
-    def flags(self) -> dict:
-        """The flags of train.py, without the rate."""
-        width = PER_DEPTH * self.depth
-        length = dict(tokens_per_update=self.batch, steps=self.tokens // self.batch)
-        length["warmup_steps"] = length["steps"] * 3 // 10
+    def flags(self, vocab_size: int) -> dict:
+        """The flags of train.py, with the dial's rate."""
+        width, steps = PER_DEPTH * self.depth, self.tokens // self.batch
         shape = dict(architecture=self.architecture, n_layer=self.depth, n_embd=width, n_head=max(1, width // HEAD))
-        return BASE | shape | length | dict(optimizer=self.optimizer)
+        model = settings.resolve_model(settings.replace(settings.ModelConfig(), **BASE | shape), vocab_size)
+        rate = dial.rate_of(model, self.optimizer, steps, self.batch)
+        if not self.own:
+            rate |= dict(warmup_steps=steps * 3 // 10, weight_decay=0.1)
+        return BASE | shape | rate | dict(tokens_per_update=self.batch, steps=steps, optimizer=self.optimizer)
 
-    def rates(self, vocab_size: int) -> dict[str, float]:
-        """The dial's rate, and one that follows nanochat's formulas from where both are the same."""
-        flags = self.flags()
-        model = settings.replace(settings.ModelConfig(), **flags)
-        model = settings.resolve_model(model, vocab_size)
-        rate = dial.rate_of(model, self.optimizer, flags["steps"], self.batch)["lr"]
-        width = (model.n_embd / dial.WIDTH) ** (-0.5 if self.optimizer == "adamw" else 0)
-        return {"dial": rate, "nanochat": dial.RATES[self.optimizer] * width * (self.batch / dial.RATE_BATCH) ** 0.5}
+    def nanochat(self) -> float:
+        """The rate by nanochat's formulas, from where it is the dial's."""
+        width = (PER_DEPTH * self.depth / dial.WIDTH) ** (-0.5 if self.optimizer == "adamw" else 0)
+        return dial.RATES[self.optimizer] * width * (self.batch / dial.RATE_BATCH) ** 0.5
 
 
 BOTH = ("adamw", "muon")
@@ -64,6 +64,11 @@ PARTS = {
     "batch": [Curve(o, 2, batch=b, tokens=256 * b, seeds=(1, 2)) for b in (1024, 4096) for o in BOTH],
     "tokens": [
         Curve(o, 4, batch=b, tokens=1 << 20) for o in BOTH[::-1] for b in (4096, 2048, 8192, 16384 if o == "muon" else 1024)
+    ],
+    "length": [
+        Curve(o, d, t << 20, dial.length_of(t << 20, 128, o)["tokens_per_update"], own=True)
+        for d, t in ((3, 6), (2, 3))
+        for o in BOTH
     ],
     "text": [Curve(o, d) for d in (2, 4, 8) for o in BOTH],
     "architecture": [Curve(o, 4, architecture=a) for a in ("gpt2", "llama") for o in BOTH],
@@ -90,22 +95,25 @@ def main(config: DialConfig) -> None:
     with ThreadPoolExecutor(config.jobs) as pool:
         swept = list(pool.map(lambda curve: sweep(config, curve, vocab_size), wanted))
     rows = [{"part": part, **dataclasses.asdict(c), **found} for (c, part), found in zip(wanted.items(), swept, strict=True)]
-    result = {"flags": BASE, "curves": rows, "factors": {o: factors([r for r in rows if r["optimizer"] == o]) for o in BOTH}}
+    depths = [row for row in rows if row["part"] in ("depth", "text")]
+    factors = {o: factors_of([row for row in depths if row["optimizer"] == o]) for o in BOTH} if depths else {}
+    result = {"flags": BASE, "curves": rows, "factors": factors}
     keys = ["part", "optimizer", "depth", "width", "tokens", "batch", "best_rate", "dial", "nanochat", "best_loss", "dial_loss"]
     print(machine.table(keys, [[row[key] for key in keys] for row in rows]))
-    print(json.dumps(result["factors"], indent=1))
+    print(json.dumps(factors, indent=1))
     print(machine.write(config.name, result, Path(config.out)))
-    draw([row for row in rows if row["part"] in ("depth", "text")], Path(config.out) / f"{config.name}.png")
+    if depths:
+        draw(depths, Path(config.out) / f"{config.name}.png")
 
 
 def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
     """Losses by rate, from three rates on until the best is inside; the best rate, and the losses there and at the dial's."""
-    rates = curve.rates(vocab_size)
-    middle = 1e-3 * 2 ** round(math.log2(rates["dial"] / 1e-3))
+    flags = curve.flags(vocab_size)
+    middle = 1e-3 * 2 ** round(math.log2(flags["lr"] / 1e-3))
     losses = {}
 
     def try_out(*rates: float) -> None:
-        losses.update((rate, [train(config, curve, rate, seed) for seed in curve.seeds]) for rate in rates)
+        losses.update((rate, [train(config, curve, flags | dict(lr=rate, seed=s)) for s in curve.seeds]) for rate in rates)
 
     try_out(middle, middle / 2, middle * 2)
     while (best := min(losses, key=lambda rate: sum(losses[rate]))) in (min(losses), max(losses)) and len(losses) < 9:
@@ -115,32 +123,35 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
     near = [rate for rate in means if best / 2 <= rate <= best * 2 or means[rate] < means[best] + 0.05]
     parabola = np.polynomial.Polynomial.fit(np.log2(near), [means[rate] for rate in near], 2)
     place = float(np.clip(parabola.deriv().roots()[0], math.log2(near[0]), math.log2(near[-1])))
-    at_dial = math.log2(rates["dial"])
+    at_dial = math.log2(flags["lr"])
     inside = math.log2(near[0]) <= at_dial <= math.log2(near[-1])
     dial_loss = parabola(at_dial) if inside else np.interp(at_dial, np.log2(list(means)), list(means.values()))
-    found = {"width": curve.flags()["n_embd"], "best_rate": 2**place, "best_loss": float(parabola(place)), **rates}
-    print(curve, f"best {2**place:.3g}, dial {rates['dial']:.3g}", flush=True)
-    return found | {"dial_loss": float(dial_loss), "losses": {f"{rate:g}": losses[rate] for rate in means}}
+    print(curve, f"best {2**place:.3g}, dial {flags['lr']:.3g}", flush=True)
+    found = {"width": flags["n_embd"], "best_rate": 2**place, "dial": flags["lr"], "nanochat": curve.nanochat()}
+    found |= {"best_loss": float(parabola(place)), "dial_loss": float(dial_loss)}
+    return found | {"losses": {f"{rate:g}": losses[rate] for rate in means}}
 
 
-def train(config: DialConfig, curve: Curve, rate: float, seed: int) -> float:
+def train(config: DialConfig, curve: Curve, flags: dict) -> float:
     """The validation loss of a run; infinity if it diverged."""
-    flags = curve.flags()
-    name = f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}-s{seed}-lr{rate:g}"
+    name = (
+        f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}-s{flags['seed']}-lr{flags['lr']:g}"
+    )
     name += "" if curve.architecture == "qwen3" else f"-{curve.architecture}"
+    name += "-own" if curve.own else ""
     records = Path(machine.ROOT, config.runs, name, "metrics.jsonl")
     if not records.exists() or "val_loss" not in machine.metrics(records.parent)[-1]:
-        machine.run(**flags, lr=rate, seed=seed, tokens=config.tokens, out_dir=config.runs, name=name)
+        machine.run(**flags, tokens=config.tokens, out_dir=config.runs, name=name)
     loss = machine.metrics(records.parent)[-1]["val_loss"]
     return loss if math.isfinite(loss) else math.inf
 
 
-def factors(rows: list[dict]) -> dict:
+def factors_of(rows: list[dict]) -> dict:
     """Over the depths: the factor between the best rates; and the same in units of the dial's rates, and of nanochat's."""
     found = {}
     for rule in ("constant", "dial", "nanochat"):
-        ratios = [row["best_rate"] / row.get(rule, 1.0) for row in rows if row["part"] in ("depth", "text")]
-        found[rule] = round(max(ratios) / min(ratios), 3) if ratios else None
+        ratios = [row["best_rate"] / row.get(rule, 1.0) for row in rows]
+        found[rule] = round(max(ratios) / min(ratios), 3)
     return found
 
 
