@@ -29,7 +29,13 @@ LENGTH = dict(tokens_per_update=8192, seq_len=256, eval_every=0, save_every=0)
 
 
 @dataclass(frozen=True)
-class LossConfig(machine.Out):
+class CutsConfig(machine.Out):
+    wikitext: str = ""
+    """A file of WikiText, whose articles and paragraphs are taken, too."""
+
+
+@dataclass(frozen=True)
+class LossConfig(CutsConfig):
     seeds: str = "1,2,3"
     steps: int = 100
     """Updates of each run."""
@@ -40,23 +46,17 @@ class TimeConfig(machine.Out):
     rounds: int = 2
 
 
-@dataclass(frozen=True)
-class CutsConfig(machine.Out):
-    wikitext: str = ""
-    """A file of WikiText, whose articles and paragraphs are counted, too."""
-
-
 def losses(config: LossConfig) -> None:
     """Train models on the same tokens with --attend=window and --attend=document, for several seeds, in turns.
 
-    The texts are the functions and classes of Python's standard library, each a document, and its files, which are long. Each
-    loss is with the attention that its run was trained with. The functions are also packed: best-fit, so that no document of
-    at most seq_len tokens is cut; their validation split is not, so that all losses are of the same windows.
+    Each loss is with the attention that its run was trained with. The functions are also packed: best-fit, so that no document
+    of at most seq_len tokens is cut; their validation split is not, so that all losses are of the same windows.
     """
     with machine.workspace() as folder:
-        prepare(folder / "functions", functions(folder))
-        prepare(folder / "files")
-        filled = pack_dataset(folder / "functions", folder / "packed", LENGTH["seq_len"])
+        sources = texts(folder, config.wikitext)
+        for name, source in sources.items():
+            prepare(folder / name, source)
+        filled = pack_dataset(folder / "functions of Python", folder / "packed", LENGTH["seq_len"])
 
         def val_loss(text: str, attend: str, seed: str) -> float:
             shutil.rmtree(folder / "run", ignore_errors=True)
@@ -64,18 +64,15 @@ def losses(config: LossConfig) -> None:
             machine.timed(machine.arguments("train.py", **flags, out_dir=folder, name="run"), machine.ROOT)
             return machine.metrics(folder / "run")[-1]["val_loss"]
 
-        pairs = [(text, attend) for text in ("functions", "files") for attend in ("window", "document")]
+        pairs = [(text, attend) for text in sources for attend in ("window", "document")]
         found = {", ".join(pair): [] for pair in [*pairs, ("packed", "document")]}
         for seed in config.seeds.split(","):
             for name in found:
                 found[name].append(val_loss(*name.split(", "), seed))
-                print(f"seed {seed}  {name:<28} {found[name][-1]:.4f}", flush=True)
+                print(f"seed {seed}  {name:<33} {found[name][-1]:.4f}", flush=True)
     result = {}
-    for one, other in [
-        ("functions, document", "functions, window"),
-        ("files, document", "files, window"),
-        ("packed, document", "functions, document"),
-    ]:
+    compared = [(f"{text}, document", f"{text}, window") for text in sources]
+    for one, other in [*compared, ("packed, document", "functions of Python, document")]:
         each = np.subtract(found[one], found[other])
         error = each.std(ddof=1) / len(each) ** 0.5 if len(each) > 1 else None
         result[f"{one} - {other}"] = {"mean": each.mean(), "standard error": error, "all": [*each]}
@@ -107,14 +104,7 @@ def cuts(config: CutsConfig) -> None:
     """Count the documents that windows cut, as they are and by best-fit packing (Ding et al. 2024), which pads instead."""
     rows = {}
     with machine.workspace() as folder:
-        sources = {"functions of Python": functions(folder), "files of Python": ""}
-        if config.wikitext:
-            text = Path(config.wikitext).read_text().split("\n")
-            starts = [0, *(i for i, line in enumerate(text) if line[:3] == " = " != line[2:5]), len(text)]
-            articles = ("\n".join(text[first:end]) for first, end in itertools.pairwise(starts))
-            sources["articles of WikiText"] = write_documents(folder / "articles.jsonl", articles)
-            sources["paragraphs of WikiText"] = write_documents(folder / "paragraphs.jsonl", text)
-        for name, source in sources.items():
+        for name, source in texts(folder, config.wikitext).items():
             prepare(folder / name, source)
             lengths = document_lengths(read_train(folder / name)[0])
             for seq_len in (256, 1024):
@@ -185,6 +175,18 @@ def pack_dataset(source: Path, out: Path, seq_len: int) -> float:
     train |= {"tokens": packed.size, "documents": len(lengths), "sha256": sha256}
     (out / "dataset.json").write_text(json.dumps(metadata))
     return len(tokens) / packed.size
+
+
+def texts(folder: Path, wikitext: str) -> dict[str, str]:
+    """Short documents and long ones, as sources for `prepare`, by name: of Python's library, and of WikiText if it is given."""
+    sources = {"functions of Python": functions(folder), "files of Python": ""}
+    if wikitext:
+        text = Path(wikitext).read_text().split("\n")
+        starts = [0, *(i for i, line in enumerate(text) if line[:3] == " = " != line[2:5]), len(text)]
+        articles = ("\n".join(text[first:end]) for first, end in itertools.pairwise(starts))
+        sources["articles of WikiText"] = write_documents(folder / "articles.jsonl", articles)
+        sources["paragraphs of WikiText"] = write_documents(folder / "paragraphs.jsonl", text)
+    return sources
 
 
 def functions(folder: Path) -> str:
