@@ -38,16 +38,13 @@ class PrepareConfig:
 
 def main(config: PrepareConfig) -> None:
     """Measure all in turns. Print and write MB of text a second."""
-    from dataset.sources import TextFormat, embedded_corpus
-    from prepare_data import make_tokenizer
-
     script = Path(config.build_nanogpt).resolve() / "fineweb.py"
     if config.build_nanogpt and not script.exists():
         raise UserError(f"--build_nanogpt={config.build_nanogpt} is no checkout of build-nanogpt")
     with machine.workspace() as folder:
-        text, tokenizer, outs = folder / "text.parquet", folder / "tokenizer.json", itertools.count()
+        text, tokenizer, outs = folder / "text.parquet", folder / "small" / "tokenizer.json", itertools.count()
         size = make_text(text, config.megabytes)
-        make_tokenizer("train:4096", embedded_corpus(), TextFormat()).save(tokenizer)
+        machine.timed(["prepare_data.py", f"--out={tokenizer.parent}", "--tokenizer=train:4096"], machine.ROOT)
 
         def ours() -> float:
             arguments = [text, f"--out={folder}/out{next(outs)}", f"--tokenizer={tokenizer}"]

@@ -53,6 +53,23 @@ def test_resume_accepts_equal_runs_and_no_others(tokens, tmp_path, capsys):
     assert "DIFFERENT" in capsys.readouterr().out
 
 
+def test_prepare_measures_each_contender_with_the_same_text(tmp_path):
+    output, result = run("prepare", tmp_path, "prepare", megabytes=1, rounds=1)
+    speeds = {name: value["median"] for name, value in result.items() if name.endswith(", MB/s")}
+    assert [name.split(",")[0] for name in speeds] == ["ours", "tiktoken encode_ordinary_batch", "tiktoken encode_to_numpy"]
+    assert result["ours / tiktoken encode_to_numpy"] == speeds["ours, MB/s"] / speeds["tiktoken encode_to_numpy, MB/s"]
+    assert result["bytes"] >= 1e6 and "ours / tiktoken encode_to_numpy: " in output
+
+
+@pytest.mark.slow
+def test_grad_sync_measures_each_strategy_and_its_distance_from_one_process(tmp_path):
+    flags = dict(strategies="ddp,exact", ranks="1,2", rounds=1, updates=1, micro_batches=2)
+    rows = run("grad_sync", tmp_path, "grad_sync", "strategies", **flags)[1]["rows"]
+    assert [(row["strategy"], row["ranks"]) for row in rows] == [("ddp", 1), ("exact", 1), ("ddp", 2), ("exact", 2)]
+    sent, distance = ([row[key] for row in rows] for key in ("sent_mb", "largest_difference"))
+    assert sent[:2] == [0, 0] and 0 < sent[2] < sent[3] and distance[0] == 0 and distance[1] == distance[3] < 1e-5
+
+
 def test_hard_kills_finds_no_unusable_state_and_reports_one(tokens, tmp_path, capsys):
     output, result = run("drill", tmp_path, "hard_kills", "kills", kills=5, tokens=tokens)
     assert result["unusable"] == [] and sum(result["killed_while"].values()) == 5 and all(result["same"].values())
