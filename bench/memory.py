@@ -26,6 +26,7 @@ SETTINGS = {
     "llama, grouped queries, untied": (1, 2, dict(architecture="llama", n_kv_head=2, tie_embeddings=False)),
     "llama, grouped queries, Muon": (1, 2, dict(architecture="llama", n_kv_head=2, optimizer="muon")),
     "qwen3, Muon, short context": (1, 2, dict(architecture="qwen3", optimizer="muon", seq_len=256, micro_batch_size=8)),
+    "llama, documents": (1, 2, dict(attend="document", architecture="llama", n_layer=2, seq_len=4096, micro_batch_size=1)),
     "ddp, one micro-batch": (2, 1, dict(strategy="ddp")),
     "ddp, accumulating": (2, 2, dict(strategy="ddp", dtype="float32", micro_batch_size=1)),
     "zero1, accumulating": (2, 2, dict(strategy="zero1")),

@@ -74,7 +74,7 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
     exact = config.parallel.strategy == "exact"
     share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world_size
     rows = rows_at_a_time(model.vocab_size, device)
-    per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff)
+    per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff) + document_mask(config, device)
 
     def size(micro_batch: int) -> float:
         if device == "cpu":
@@ -114,6 +114,7 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
     shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
     embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
     activation, recomputed = activations(config, device, strategy)
+    activation += config.train.micro_batch_size * document_mask(config, device)
     loss, loss_backward = loss_buffers(config, device)
     casts, block_casts = weight_copies(config, strategy)
     accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
@@ -179,6 +180,12 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
     if gpu:  # the gradients in the MLP, while all of the block is still there
         block += s * F * (2 if gpt2 else 3)
     return N * model.n_layer * C * residual + ends, N * block
+
+
+def document_mask(config: Config, device: str) -> int:
+    """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.within_documents` has one."""
+    flex = device == "cuda" and not config.model.dropout
+    return 0 if config.data.attend == "window" or flex else element_bytes(config) * config.model.seq_len**2
 
 
 def loss_buffers(config: Config, device: str) -> tuple[float, float]:

@@ -163,6 +163,18 @@ def test_checkpointing_and_sharding_save_memory():
         assert total(made.other_memory) < total(made.memory)
 
 
+def test_the_mask_within_documents_is_counted_where_there_is_one():
+    flags = ["--seq_len=4096", "--micro_batch_size=2", "--dtype=bfloat16", "--tokens_per_update=65536"]
+
+    def mask(*more):
+        within, window = (total(planned(f"--attend={attend}", *flags, *more).memory) for attend in ("document", "window"))
+        return within - window
+
+    assert mask("--plan_gpu=cpu", "--plan_world_size=1") == 2 * 2 * 4096**2  # bfloat16, two sequences
+    assert mask("--plan_gpu=h100", "--dropout=0.1") == 2 * 2 * 4096**2
+    assert mask("--plan_gpu=h100") == 0
+
+
 def test_scaling_is_worse_for_what_waits_and_on_slow_networks():
     def efficiency(*args):
         return planned("--micro_batch_size=4", *args).scaling
@@ -187,6 +199,7 @@ def test_plan_flags_are_no_settings_of_the_run():
 
 
 @pytest.mark.slow
-def test_predicted_memory_is_that_of_a_run(tmp_path):
-    command = [sys.executable, "bench/memory.py", "settings", "--only=ddp, accumulating", f"--out={tmp_path}"]
+@pytest.mark.parametrize("setting", ["ddp, accumulating", "llama, documents"])
+def test_predicted_memory_is_that_of_a_run(setting, tmp_path):
+    command = [sys.executable, "bench/memory.py", "settings", f"--only={setting}", f"--out={tmp_path}"]
     assert "1 predictions" in execute(command, timeout=300, fork=False).stdout
