@@ -6,8 +6,10 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
     from common import errors
+    from hardware import host
 
     errors.begin()
+    host.prepare_torch()
 
 import math
 from dataclasses import dataclass

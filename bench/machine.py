@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 from common import cli, errors
 from common.errors import RunError, UserError
 from common.files import publish_directory, publish_text, sha256
-from hardware.host import cores, cpu_name, memory_bytes
+from hardware.host import cores, cpu_name, memory_bytes, prepare_torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -151,6 +151,7 @@ def kill(process: subprocess.Popen) -> None:
 
 def prepare_to_fork() -> None:
     """Import what training imports, once, for all forks of this process, without starting a thread: a fork would lack it."""
+    prepare_torch()
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     import matplotlib.figure  # noqa: F401
     from tqdm import tqdm

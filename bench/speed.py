@@ -26,6 +26,7 @@ import machine  # puts the project's folder on the path
 import numpy as np
 
 from common.errors import RunError, UserError
+from hardware import host
 from machine import in_fresh_process, in_turns, ratio, run_until, spread, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
@@ -134,6 +135,7 @@ def chosen_dtype() -> str:
 
 def products_alone(dtype: str) -> float:
     """Tokens/s of the products of a step with the weights and nothing else: outputs, gradients of inputs and of weights."""
+    host.prepare_torch()
     import torch
 
     width, rows = SHAPE["n_embd"], BATCH * SEQ_LEN

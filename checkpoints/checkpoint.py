@@ -121,6 +121,8 @@ def origin(config: Config, source: Path) -> Origin:
 def versions(own: torch.device) -> dict[str, str]:
     """What the bits of a run depend on besides its settings."""
     packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    if torch.backends.mkl.is_available():
+        packages["mkl"] = os.environ.get("MKL_CBWR", "")  # the mode in which it multiplies (host.prepare_torch)
     return packages | {"hardware": device.describe(own)}
 
 

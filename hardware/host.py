@@ -15,11 +15,15 @@ def cores() -> int:
 
 
 def prepare_torch() -> None:
-    """Set the variables of the environment that torch reads when it is imported, unless the user has set them.
+    """Set the variables of the environment that torch and its libraries read at their start, unless the user has set them.
+
+    MKL, which multiplies float32 matrices on most CPUs, promises the same bits in every run only in its reproducible mode. This
+    mode also uses a thread of an AMD processor that is idle otherwise (bench/LOG.md, "Classes of processors").
 
     Expandable segments keep CUDA's allocator from losing memory to fragmentation. torch reads their variable under three
     names, and which one wins depends on its version: a user's setting under any of them stands alone.
     """
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # "conditional numerical reproducibility"
     os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -38,7 +38,10 @@ TINY = machine.TINY | dict(
 
 # train.py with a change to its modules before it runs.
 CHANGED = """
-import os, sys, torch, settings, train
+import os, sys
+from hardware import host
+host.prepare_torch()
+import torch, settings, train
 from common import errors
 {change}
 with errors.user_errors():

@@ -1,6 +1,7 @@
 """What hardware/ and evaluate.py do on GPUs, checked on a CPU: torch's answers about a device are replaced."""
 
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -110,11 +111,21 @@ def test_cuda_s_allocator_has_expandable_segments_unless_the_user_says_otherwise
     assert {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name} == read
 
 
-@pytest.mark.parametrize("script", ["train.py", "replay.py"])
+@pytest.mark.parametrize("script", ["train.py", "replay.py", "evaluate.py"])
 def test_torch_is_told_before_it_is_imported(script, tmp_path):
-    (tmp_path / "torch.py").write_text("import os; raise SystemExit(os.environ['PYTORCH_ALLOC_CONF'])")
-    done = execute([sys.executable, script, "--steps=1"], status=1, env={"PYTHONPATH": str(tmp_path)}, fork=False)
-    assert done.stderr.strip() == "expandable_segments:True"
+    (tmp_path / "torch.py").write_text("import os; e = os.environ; raise SystemExit(e['PYTORCH_ALLOC_CONF'] + e['MKL_CBWR'])")
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = execute([sys.executable, script, "--steps=1"], status=1, env=env, fork=False)
+    assert done.stderr.strip() == "expandable_segments:TrueAUTO"
+    done = execute([sys.executable, script, "--steps=1"], status=1, env=env | {"MKL_CBWR": "COMPATIBLE"}, fork=False)
+    assert done.stderr.strip() == "expandable_segments:TrueCOMPATIBLE"
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch multiplies by another library")
+def test_mkl_multiplies_reproducibly(train):
+    done = execute(train.command("mkl", steps=1), env={"MKL_VERBOSE": "1"}, fork=False)  # MKL tells the mode of each product
+    modes = set(re.findall(r"SGEMM.* CNR:(\S+)", done.stdout))
+    assert modes == {"AUTO"}, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("kind, pinned", [("cuda", True), ("xpu", False), ("mps", False), ("cpu", False)])
