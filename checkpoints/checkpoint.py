@@ -136,6 +136,7 @@ class Checkpoints:
         self.directory, self.config, self.dataset, self.world, self.log = directory, config, dataset, world, log
         self.retention = Retention(directory, config.checkpoint.keep_last, config.checkpoint.keep_best, start_step)
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
+        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may not be there yet
         self._saver = ThreadPoolExecutor(1)
         self._save: Future | None = None  # under way, or done and not yet looked at
         self._writers = range(footprint.writers(config, world.size))
@@ -197,15 +198,19 @@ class Checkpoints:
         self.prune(state)
 
     def evaluated(self, state: TrainState, val_loss: float) -> None:
-        """Remember the validation loss of the weights at `state.step` if they are saved and among the best."""
+        """Remember the validation loss of the weights at `state.step` if they are saved, or will be, and among the best."""
         if self.saved_at == state.step and math.isfinite(val_loss):
-            state.best = sorted([*state.best, (val_loss, state.step)])[: max(1, self.config.checkpoint.keep_best)]
+            self._evaluated = (val_loss, state.step)
         self.prune(state)
 
     def prune(self, state: TrainState) -> None:
         """Point `best` at the best evaluated checkpoint and remove those that are neither new nor good enough to keep."""
         if not self.world.is_master:
             return
+        # While its checkpoint is being written, and where that fails, the best one before it stays.
+        if self._evaluated and self.retention.counts(step_directory(self.directory, self._evaluated[1])):
+            state.best = sorted([*state.best, self._evaluated])[: max(1, self.config.checkpoint.keep_best)]
+            self._evaluated = None
         best, link = [step_directory(self.directory, step) for _, step in state.best], self.directory / "best"
         try:
             best = [path for path in best if path.exists()]

@@ -177,6 +177,10 @@ class Retention:
         """Count `path` as intact: this process has just written and flushed it."""
         self._intact[path] = stamp(path)
 
+    def counts(self, path: Path) -> bool:
+        """Whether `path` counts as intact."""
+        return path in self._intact
+
     def prune(self, best: Iterable[Path]) -> list[str]:
         """Remove what is older than the last `keep_last` intact checkpoints and not among the first `keep_best` of `best`.
 
