@@ -278,15 +278,20 @@ class Lines:
 
 
 def lock(directory: Path):
-    """Hold the directory until this process ends. Raises UserError if another live process holds it."""
+    """Hold the directory until this process ends. Raises UserError if another live process holds it.
+
+    A file system without locks, as some that nodes share, lets everybody have it.
+    """
     file = files.open_own(directory / ".lock")  # the lock lasts as long as the file is open
     if fcntl is not None:
         for _ in range(20):  # a killed run's process may take a moment to be gone
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return file
-            except OSError:
+            except BlockingIOError:
                 time.sleep(0.1)
+            except OSError:  # this file system has no locks
+                return file
         raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
     return file
 
