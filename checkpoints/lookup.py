@@ -102,8 +102,8 @@ def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Pa
         start, damaged = newest(checkpoints)
         if start is None:
             raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
-        ignored = f"; --resume={resume} is for a new run and is not read" if resume != "auto" else ""
-        return start, None, [*notes, *damaged, f"continuing from {start}{ignored}"]
+        notes += [f"--resume={resume} is for a new run and is not read"] if resume != "auto" else []
+        return start, None, [*notes, *damaged, f"continuing from {start}"]
     if resume not in ("auto", "off"):
         start, damaged = find(resume)
         notes += [*damaged, f"starting from {start}"]
@@ -194,15 +194,15 @@ def find_origin(run: Path, origin: Origin) -> Path:
     )
 
 
-def find_model(name: str) -> tuple[Path, list[str]]:
+def find_model(name: str, *patterns) -> tuple[Path, list[str]]:
     """The model directory that a user means, and warnings: a run, a checkpoint, any Hugging Face directory or hub id.
 
-    Raises UserError.
+    See `huggingface.find_model` for `patterns`. Raises UserError.
     """
     path = Path(name)
     if (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
         return find(name)
-    return huggingface.find_model(name), []
+    return huggingface.find_model(name, *patterns), []
 
 
 def load_model(name: str) -> tuple[Path, GPT]:

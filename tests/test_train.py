@@ -1,5 +1,6 @@
 """Pretraining through the front door: real processes, real torchrun, real wandb, real transformers."""
 
+import errno
 import hashlib
 import json
 import re
@@ -8,6 +9,7 @@ import signal
 import struct
 import sys
 import tomllib
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from wandb.proto import wandb_internal_pb2
 import settings
 from checkpoints import checkpoint, retention
 from conftest import ROOT, before_update, execute, largest_difference, wait_for
+from reports import curves, log
 
 
 def test_a_run_learns_and_leaves_the_promised_directory(shared):
@@ -180,7 +183,8 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     few = train("few", steps=5, resume=train.runs / "first", status=2).stderr
     assert "--steps=6 is the least" in few and "--init_from=PATH, or leave --resume out" in few
     again = train("branch", steps=12, resume=train.runs / "first")
-    assert f"step-00000010; --resume={train.runs / 'first'} is for a new run and is not read" in again.stdout
+    assert f"--resume={train.runs / 'first'} is for a new run and is not read" in again.stdout
+    assert curves.read(train.runs / "branch").restarts == [10]
     assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
 
 
@@ -279,6 +283,12 @@ def test_a_run_directory_in_use_is_refused(train):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 75
+
+
+def test_a_file_system_without_locks_is_no_directory_in_use(monkeypatch, tmp_path):
+    for error in (errno.ENOSYS, errno.ENOLCK):
+        monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, "no locks here")))
+        log.lock(tmp_path)
 
 
 def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
