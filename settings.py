@@ -230,8 +230,8 @@ class Config:
     @property
     def skipped_batches(self) -> tuple[int, ...]:
         """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises ValueError."""
-        parts = [part.split("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
-        ranges = [range(int(first) - 1, int((last or [first])[0])) for first, *last in parts]
+        parts = [part.partition("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
+        ranges = [range(int(first) - 1, int(last if dash else first)) for first, dash, last in parts]
         sizes = [batches.stop - batches.start for batches in ranges]  # of one that runs backwards, 0 or less
         if min(sizes, default=1) < 1 or sum(sizes) > MOST_SKIPPED:
             raise ValueError
