@@ -37,6 +37,7 @@ def begin() -> None:
     The first Ctrl-C ends the process at once during an import, which might swallow a KeyboardInterrupt. The second one always
     does. What an import raises is printed as by `user_errors`. Output to a console that is closed goes nowhere.
     """
+    sys.excepthook = end_by
     if sys.platform == "win32":
         raise UserError("Windows itself lacks signals and links that a run needs; use WSL, as docs/platforms.md says")
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
@@ -53,7 +54,6 @@ def begin() -> None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(Console(sys.stdout.fileno(), "w", closefd=False)), **style)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)
-    sys.excepthook = end_by
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -441,7 +441,7 @@ def test_what_a_failing_test_leaves_is_ended(tmp_path):
     wait_for(lambda: not stat.exists() or stat.read_text().split()[2] == "Z")  # which it is until somebody has asked after it
 
 
-def test_windows_itself_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(UserError, match="use WSL"):
-        errors.begin()
+@pytest.mark.parametrize("script", ["train.py", "plot.py"])
+def test_windows_itself_is_refused(script):
+    start = f"import runpy, sys; sys.platform = 'win32'; sys.path[:0] = ['.']; runpy.run_path('{script}', run_name='__main__')"
+    assert re.fullmatch("error: .*use WSL.*\n", execute([sys.executable, "-c", start], status=2).stderr)
