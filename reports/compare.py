@@ -27,10 +27,10 @@ def settings_of(run: Path) -> dict[str, str]:
         return {}
     try:
         tables = tomllib.loads(files.read_text(path, 1 << 20))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     settings = {name: value for table in tables.values() if isinstance(table, dict) for name, value in table.items()}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in settings.items()}
 
 
 def differences(runs: list[Path]) -> list[dict[str, str]]:

@@ -1,5 +1,6 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
+import contextlib
 import csv
 import json
 import os
@@ -156,6 +157,15 @@ def test_smoothing_neither_lags_nor_follows_a_spike():
     spiked[50] = 1000.0
     assert curves.smooth(spiked) == [1.0] * 100
     assert curves.smooth([]) == [] and curves.smooth([3.0]) == [3.0]
+
+
+@pytest.mark.parametrize("text", ["[train]\nwhen = 2026-01-01\n", "x = " + "[" * 5000, "x = \n"])
+def test_a_config_that_is_none_of_ours_is_no_traceback(tmp_path, text):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    (runs[0] / "config.toml").write_text(text)
+    (runs[1] / "config.toml").write_text("[train]\nlr = 0.1\n")
+    with contextlib.suppress(UserError):
+        assert "2026-01-01" in compare.table(runs)[1]
 
 
 def test_datasets_and_missing_settings_are_told_in_the_table_and_the_csv(train, tokens, tmp_path):
