@@ -97,7 +97,7 @@ class Progress:
 
     def done(self, state, dataset) -> None:
         """Say what a run has reached that is complete now, and what to do next."""
-        best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
+        best = f", best checkpoint: validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
         self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {self.log.directory}")
         self.tell_next(dataset)
 
