@@ -81,6 +81,16 @@ def test_the_best_stays_until_a_better_one_is_there(tmp_path, monkeypatch):
     assert os.readlink(tmp_path / "best") == "step-00000004" and not (tmp_path / "step-00000001").exists()
 
 
+def test_older_checkpoints_are_verified_while_training_goes_on(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        Miniature(tmp_path, keep_last=0).save(step)
+    run, verified = Miniature(tmp_path, keep_last=3), []
+    monkeypatch.setattr(retention, "fault", lambda path: verified.append((path.name, threading.current_thread().name)))
+    assert run.save(4)  # step 1 has to go, so three others have to count
+    assert [name for name, thread in verified if thread != "MainThread"] == ["step-00000002"] == [name for name, _ in verified]
+    assert names(tmp_path) == ["latest", *(f"step-0000000{step}" for step in (2, 3, 4))]
+
+
 @pytest.mark.parametrize("what", ["file", "FIFO", "dangling link"])
 def test_checkpoints_that_is_not_a_directory_is_refused_at_the_start(train, what):
     path = train.runs / "run" / "checkpoints"
