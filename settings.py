@@ -29,6 +29,7 @@ SizeOrZero = Annotated[int, Meta(ge=0, le=1 << 24)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 BEFORE = {"muon_dtype": "bfloat16"}  # what a run did whose version did not have the setting
+REMOVED = ("wandb_group", "wandb_tags", "wandb_artifact")  # settings that the config.toml of an older run may have
 MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 
 
@@ -207,12 +208,6 @@ class LogConfig:
     """Also write the metrics to the run's directory as TensorBoard reads them."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
-    wandb_group: str = ""
-    """The group of the run, such as a sweep's name."""
-    wandb_tags: str = ""
-    """Tags of the run, as in baseline,124m."""
-    wandb_artifact: bool = False
-    """Give the checkpoint of the last step to wandb, as an artifact of type model."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +307,7 @@ def read_preset(path: Path) -> Config:
                 mistakes.append(f"{key} stands there twice; leave one")
             elif key in flags:
                 values[key] = ",".join(map(str, value)) if key == "tokens" and isinstance(value, list) else value
-            else:
+            elif key not in REMOVED:
                 mistakes.append(f"unknown key {key}{cli.suggestion(key, flags)}")
     found, wrong = read_values(Config, values, strict=True)
     refuse(f"{path}: {mistake}" for mistake in [*mistakes, *(f"{key} {mistake}" for key, mistake in wrong.items())])

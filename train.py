@@ -210,9 +210,6 @@ def train(run: Run) -> int:
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
-    if config.log.wandb_artifact:
-        facts = {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss}
-        log.save_artifact(run.checkpoints.directory / "latest", facts)
     run.progress.check_finite(state, run.val_loss, loss)
     run.progress.done(state, run.dataset)
     return 0

@@ -11,10 +11,10 @@ from common import cli, files
 from common.errors import UserError
 from reports.curves import Curves, read
 from reports.log import duration, read_records
-from settings import LogConfig
+from settings import REMOVED, LogConfig
 
 # Settings in which runs differ without being different.
-SILENT = {"name", "out_dir", "resume", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig)}
+SILENT = {"name", "out_dir", "resume", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig), *REMOVED}
 # Settings that follow from others where they are not set.
 DERIVED = {"n_kv_head", "head_dim", "d_ff", "warmup_steps", "min_lr", "micro_batch_size", "dtype", "muon_dtype", "compile"}
 MISSING = "-"

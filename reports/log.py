@@ -23,7 +23,7 @@ try:
 except ImportError:  # not on Windows, where two runs in one directory are not noticed
     fcntl = None
 
-FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest: an artifact may be large; after a failure, others wait
+FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest; after a failure, others wait
 LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
@@ -153,8 +153,6 @@ class Log:
             self.wandb = wandb.init(
                 project=config.log.wandb_project,
                 name=config.run.name,
-                group=config.log.wandb_group or None,
-                tags=[tag.strip() for tag in config.log.wandb_tags.split(",") if tag.strip()],
                 dir=self.directory,
                 config=flat_values(config) | more,
                 mode=config.log.wandb,
@@ -211,17 +209,6 @@ class Log:
                 if "sample" in record:  # Markdown, in which four spaces keep text as it is
                     board.add_text("sample", textwrap.indent(record["sample"], "    "), record["step"], record["time"])
                 self.board = board
-
-    def save_artifact(self, checkpoint: Path, metadata: dict) -> None:
-        """Give a checkpoint to wandb, if wandb is on, as the next version of the run's model."""
-        if self.wandb is None:
-            return
-        with self.surviving("the artifact for wandb"):
-            import wandb
-
-            artifact = wandb.Artifact(f"model-{self.wandb.id}", type="model", metadata=metadata)
-            artifact.add_dir(str(checkpoint))
-            self.wandb.log_artifact(artifact, aliases=["latest", f"step-{metadata['step']}"])
 
     def close(self, status: int) -> None:
         """End the bar, and wandb with the exit status."""

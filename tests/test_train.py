@@ -104,11 +104,11 @@ def wandb_records(folder):
 
 
 def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
-    flags = dict(ranks=2, wandb="offline", wandb_project="test", wandb_group="sweep", wandb_tags="small, tiny")
+    flags = dict(ranks=2, wandb="offline", wandb_project="test", env=dict(WANDB_RUN_GROUP="sweep", WANDB_TAGS="small,tiny"))
     train("logged", steps=10, **flags)
     folders = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"))
     assert len(folders) == 1
-    train("logged", steps=12, wandb_artifact="true", lr=5e-3, **flags)
+    train("logged", steps=12, lr=5e-3, **flags)
     first, second = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"), key=lambda folder: folder != folders[0])
     run_id = train.state("logged")["wandb_run_id"]
     steps = [record["step"] for record in train.metrics("logged", "loss")]
@@ -130,11 +130,7 @@ def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
             if record.HasField("history")
         ]
         seen += [row["step"] for row in history if "loss" in row]
-        artifacts = [record.artifact for record in records if record.HasField("artifact")]
     assert seen == steps
-    assert [(a.name, a.type, sorted(a.aliases)) for a in artifacts] == [(f"model-{run_id}", "model", ["latest", "step-12"])]
-    names = {entry.path for entry in artifacts[0].manifest.contents}
-    assert names == {path.name for path in train.latest("logged").iterdir()}
 
 
 def test_wandb_is_not_imported_when_off(train):
