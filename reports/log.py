@@ -1,5 +1,6 @@
 """What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
 
+import fcntl
 import json
 import os
 import sys
@@ -17,11 +18,6 @@ from common.cli import flat_values
 from common.errors import FULL_DISK, RunError, UserError, plural, printable, survive_lost_console, within
 from common.records import Count
 from settings import Config
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two runs in one directory are not noticed
-    fcntl = None
 
 FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest; after a failure, others wait
 LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
@@ -270,17 +266,15 @@ def lock(directory: Path):
     A file system without locks, as some that nodes share, lets everybody have it.
     """
     file = files.open_own(directory / ".lock")  # the lock lasts as long as the file is open
-    if fcntl is not None:
-        for _ in range(20):  # a killed run's process may take a moment to be gone
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return file
-            except BlockingIOError:
-                time.sleep(0.1)
-            except OSError:  # this file system has no locks
-                return file
-        raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
-    return file
+    for _ in range(20):  # a killed run's process may take a moment to be gone
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:  # this file system has no locks
+            return file
+    raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
 
 
 def duration(seconds: float) -> str:
