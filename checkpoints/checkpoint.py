@@ -6,7 +6,6 @@ checkpoint or the new one, complete. Large tensors are in several files, as `ten
 them.
 """
 
-import json
 import math
 import os
 import platform
@@ -18,12 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from msgspec import Meta
 from torch import Tensor
 
 import optim
@@ -39,11 +37,10 @@ from hardware import device, footprint
 from parallel.world import World
 from reports.log import Log
 from reports.progress import due
-from settings import Config
+from settings import Config, Ranks
 
 # How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
-Ranks = Annotated[int, Meta(ge=1, le=1 << 20)]
 # How a run went on from a step.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
 
@@ -247,7 +244,7 @@ def write(
             layout.write_index(directory)
         huggingface.write_description(directory, snapshot.config, dataset.tokenizer, dataset.eot_token)
         content = asdict(state) | {"best_val_loss": state.best_val_loss}
-        (directory / "trainer_state.json").write_text(json.dumps(content, indent=2) + "\n")
+        tensor_files.write_json(directory / "trainer_state.json", content)
         write_manifest(directory, records)
     files.link(checkpoints / "latest", path)
 

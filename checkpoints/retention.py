@@ -8,7 +8,6 @@ them is somebody else's: it is neither read nor removed. Two rules hold whatever
 """
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -27,7 +26,6 @@ MANIFEST = "manifest.json"
 FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
-LINKS = {"latest", "best"}
 # The names that a killed process leaves in a run's checkpoints/.
 LEFTOVER = re.compile(r"\.+(step-[0-9]{8,}|latest|best|probe)(\.old|\.link|\.tmp)*\.tmp")
 Step = TypedDict("Step", {"step": Count})  # what is read of trainer_state.json here
@@ -51,7 +49,7 @@ def published(checkpoints: Path) -> list[Path]:
 
 def strangers(checkpoints: Path) -> list[str]:
     """The other names in `checkpoints`, sorted: copies, what was moved aside, files of somebody else."""
-    ours = LINKS | {path.name for path in published(checkpoints)}
+    ours = {"latest", "best", *(path.name for path in published(checkpoints))}
     return sorted(path.name for path in checkpoints.glob("*") if path.name not in ours and path.name[0] != ".")
 
 
@@ -61,7 +59,7 @@ def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) 
     if missing := known.keys() - set(names):
         raise OSError(f"{min(missing)} was written on another node and is not here; all nodes need a common --out_dir")
     manifest = {name: known.get(name) or record(directory / name) for name in names}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    tensor_files.write_json(directory / MANIFEST, manifest)
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
