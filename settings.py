@@ -19,15 +19,14 @@ from msgspec import Meta
 from common import cli, files
 from common.cli import flat_fields, flat_values, parse, read_values, replace
 from common.errors import UserError, refuse
-from common.records import Seed, Size
+from common.records import Count, Seed, Share, Size
 
 HERE = Path(__file__).parent
-# The upper limits keep small what is computed from a number, such as a list.
+# The upper limits bound what is computed or allocated from a number, such as a list.
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
-Count = Annotated[int, Meta(ge=0, le=10**12)]
 SizeOrZero = Annotated[int, Meta(ge=0, le=1 << 24)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
-Share = Annotated[float, Meta(ge=0, lt=1)]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
 BEFORE = {"muon_dtype": "bfloat16"}  # what a run did whose version did not have the setting
 REMOVED = ("wandb_group", "wandb_tags", "wandb_artifact")  # settings that the config.toml of an older run may have
 MOST_SKIPPED = 10**6  # batches that --skip_steps may name
@@ -84,7 +83,7 @@ class ModelConfig:
     """Width inside the MLP (0: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64)."""
     seq_len: Size = 1024
     """Context length T in tokens."""
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     tie_embeddings: bool = True
     """Share the embedding with the output layer."""
     rope_theta: Annotated[float, Meta(gt=0, le=10**12)] = 10000.0
@@ -119,9 +118,9 @@ class OptimConfig:
     cooldown_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.2
     weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.1
     """Decoupled, on tensors of two and more dimensions."""
-    beta1: Share = 0.9
-    beta2: Share = 0.95
-    momentum: Share = 0.95
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    momentum: Fraction = 0.95
     """Momentum of Muon."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the products in which Muon orthogonalizes its updates. auto: bfloat16 where that is fast."""
@@ -251,7 +250,7 @@ class PlanConfig:
     """GPUs of the planned run."""
     plan_gpu: Literal["a100", "h100", "h200", "b200", "4090", "cpu"] = "h100"
     """cpu: this machine."""
-    plan_mfu: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    plan_mfu: Share = 0.0
     """Model FLOPs utilization to plan with, from 0 to 1 (0: a usual one)."""
     plan_depths: str = ""
     """Plan several depths of the dial and print a row for each, as in 12,16,20,24."""
