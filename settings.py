@@ -152,7 +152,7 @@ class TrainConfig:
     deterministic: bool = True
     """Use only kernels of CUDA that give the same bits every time. Those of other devices all do."""
     max_skipped_steps: Count = 30
-    """End the run after this many updates in a row whose gradient is not finite and which were therefore left out."""
+    """End the run after this many updates in a row whose gradient is not finite and which were therefore skipped."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class TrainState:
     step: Count = 0  # updates done
     tokens: Count = 0  # tokens seen
     best: list[tuple[float, Count]] = field(default_factory=list)  # lowest (validation loss, step), best first
-    skipped: Count = 0  # updates left out because of a non-finite gradient
+    skipped: Count = 0  # updates skipped because of a non-finite gradient
     wandb_run_id: str = ""
     grad_scaler: dict[str, float | int] = field(default_factory=dict)
     dataset: str = ""  # identity of the dataset

@@ -39,7 +39,7 @@ class Progress:
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
-            self.log.warn(f"step {step}: the gradient is not finite, update left out ({count})")
+            self.log.warn(f"step {step}: the gradient is not finite, update skipped ({count})")
         if due(self.config.log.log_every, step) or step in (1, steps):
             self.report(state, loss, grad_norm)
 

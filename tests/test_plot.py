@@ -102,16 +102,16 @@ def test_restarts_are_marked(train, figure_of):
         print("continuing from runs/run/checkpoints/step-00000020", file=log)  # started once more when it was complete
     assert curves.read(train.runs / "run").restarts == [10]
     figure = figure_of(train.runs / "run")
-    assert "continued" in words(figure) and "left out" not in words(figure)
+    assert "continued" in words(figure) and "skipped" not in words(figure)
     marks = [line for axis in figure.axes for line in axis.lines if line.get_marker() == "^"]
     assert [list(line.get_xdata()) for line in marks] == [[10]] * 4
 
 
-def test_updates_left_out_are_marked(tmp_path, figure_of):
+def test_skipped_updates_are_marked(tmp_path, figure_of):
     lost = [{"step": step, "loss": 1.0, "skipped": skipped} for step, skipped in ((70, 2), (80, 2), (90, 3))]
     run = write_run(tmp_path / "run", tail="".join(json.dumps(record) + "\n" for record in lost))
     assert curves.read(run).skipped() == [70, 90]
-    assert "left out" in words(figure_of(run)) and "continued" not in words(figure_of(run))
+    assert "skipped" in words(figure_of(run)) and "continued" not in words(figure_of(run))
 
 
 def test_a_gradient_norm_over_decades_is_drawn_on_a_log_axis(tmp_path, figure_of):
