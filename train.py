@@ -170,7 +170,7 @@ def open_files(run: Run, continues: bool) -> None:
     if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config))
     facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-    state.wandb_run_id = log.start_boards(config, state.step, state.wandb_run_id if continues else "", facts)
+    state.wandb_run_id = log.start_trackers(config, state.step, state.wandb_run_id if continues else "", facts)
 
 
 def train(run: Run) -> int:

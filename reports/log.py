@@ -53,7 +53,7 @@ class Log:
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
         self.bar = self.board = self.wandb = None
-        self._text, self._metrics = Lines(), Lines()
+        self._text, self._metrics = AppendFile(), AppendFile()
         self._is_new = not (directory / "metrics.jsonl").exists()
         self._lock = lock(directory) if is_master and os.path.lexists(directory / ".lock") else None
 
@@ -131,7 +131,7 @@ class Log:
             reason = str(error).rstrip(".")
         raise UserError(f"--wandb=online: {reason}; --wandb=offline needs no account")
 
-    def start_boards(self, config: Config, step: int, run_id: str, more: dict) -> str:
+    def start_trackers(self, config: Config, step: int, run_id: str, more: dict) -> str:
         """Start TensorBoard's files and wandb's run, where they are on. Returns the id of the latter.
 
         wandb continues its run `run_id` if there is one. Its config has all settings and `more`. TensorBoard forgets what it
@@ -184,7 +184,7 @@ class Log:
             self.show(record)
 
     def sample(self, step: int, text: str) -> None:
-        """Say what the model has written after `step` updates, on one line, and show it on the boards."""
+        """Say what the model has written after `step` updates, on one line, and show it to wandb and TensorBoard."""
         if self.is_master:
             self.say(f"step {step:>6}  sample {json.dumps(text, ensure_ascii=False)}")
             self.show({"step": step, "sample": text, "time": round(time.time(), 3)})
@@ -223,7 +223,7 @@ class Log:
                 within(seconds, lambda: self.wandb.finish(exit_code=status))
 
 
-class Lines:
+class AppendFile:
     """A file that lines are appended to. They wait in memory before it is open, and while the disk is full."""
 
     def __init__(self):

@@ -371,7 +371,7 @@ def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(train):
 # A disk that is full until the files of a run have been written to so many times.
 FULL = """
 from reports import log
-open_file, write = log.Lines.open, log.Lines.write
+open_file, write = log.AppendFile.open, log.AppendFile.write
 def open_on_a_full_disk(self, path):
     open_file(self, path)
     self.disk, self.file, self.calls = self.file, open("/dev/full", "ab", buffering=0), 0
@@ -379,7 +379,7 @@ def write_later(self, text):
     self.calls = getattr(self, "calls", 0) + 1
     self.file = self.disk if self.file and self.calls == {calls} else self.file
     write(self, text)
-log.Lines.open, log.Lines.write = open_on_a_full_disk, write_later
+log.AppendFile.open, log.AppendFile.write = open_on_a_full_disk, write_later
 """
 
 
@@ -403,7 +403,7 @@ def start(self, config, step, run_id, more):
         raise RuntimeError("wandb is gone")
     self.wandb = types.SimpleNamespace(log=fail, finish=fail, id="x") if self.is_master else None
     return "x"
-log.Log.start_boards = start
+log.Log.start_trackers = start
 """
 
 
