@@ -303,7 +303,7 @@ def read_preset(path: Path) -> Config:
     for table, keys in content.items():
         for key, value in keys.items() if isinstance(keys, dict) else [(table, keys)]:
             if key in values:
-                mistakes.append(f"{key} stands there twice; leave one")
+                mistakes.append(f"{key} is given twice; keep one")
             elif key in flags:
                 values[key] = ",".join(map(str, value)) if key == "tokens" and isinstance(value, list) else value
             elif key not in REMOVED:

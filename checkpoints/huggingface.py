@@ -333,7 +333,8 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     path = directory / "tokenizer.json"
     if not tokenizer or not path.exists():
         which = directory if tokenizer else "the dataset"
-        return [f"warning: {which} has no tokenizer.json; nothing shows that weights and tokens have the same tokenizer"]
+        unknown = "it cannot be checked that the weights and the tokens use the same tokenizer"
+        return [f"warning: {which} has no tokenizer.json, so {unknown}"]
     theirs = vocabulary(path)
     for i, token in sorted(vocabulary(tokenizer).items()):
         if theirs.get(i) != token:

@@ -109,7 +109,7 @@ def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Pa
         notes += [*damaged, f"starting from {start}"]
     elif config.model.init_from != "scratch":
         pretrained, damaged = find_model(config.model.init_from)
-        notes += [*damaged, f"starting with the weights of {pretrained}, whose shape wins over settings and flags"]
+        notes += [*damaged, f"starting with the weights of {pretrained}, whose shape overrides settings and flags"]
     if start or pretrained:
         notes += huggingface.check_tokenizer(start or pretrained, dataset.tokenizer)
     return start, pretrained, notes
@@ -148,7 +148,7 @@ def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
         refused.append(f"{skip}; an earlier checkpoint may begin a run without it: --name=... --resume=PATH")
     least = state.step if own else state.step + 1  # a complete run may be started again, a new one trains
     if config.train.steps < least:
-        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={least} is the least")
+        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps must be at least {least}")
     if refused:
         way_out = "take only the weights with --init_from=PATH, or leave --resume out"
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))

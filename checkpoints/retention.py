@@ -57,7 +57,7 @@ def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) 
     """Write the size and sha256 of every file in `directory`. Those of some files may be known already."""
     known, names = known or {}, sorted(path.name for path in directory.iterdir())
     if missing := known.keys() - set(names):
-        raise OSError(f"{min(missing)} was written on another node and is not here; all nodes need a common --out_dir")
+        raise OSError(f"{min(missing)} was written on another node and is not here; all nodes must share --out_dir")
     manifest = {name: known.get(name) or record(directory / name) for name in names}
     tensor_files.write_json(directory / MANIFEST, manifest)
 

@@ -240,7 +240,7 @@ def datasheet_flops(name: str) -> float | None:
 def memory(device: torch.device) -> tuple[int, int]:
     """The bytes of memory that are free for this rank, and all bytes: of its GPU, or of the machine for a CPU.
 
-    Of an xpu and of mps, what this process holds counts as taken; what others hold is not known.
+    On xpu and mps only this process's own memory counts as used; that of other processes is not known.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)

@@ -177,5 +177,5 @@ def precision_remarks(config: Config, own: torch.device) -> list[str]:
     if own.type != "cpu" or not slow or device.fast_at_bfloat16(own):
         return []
     rates = device.product_rates()
-    times = f"{rates['float32'] / rates['bfloat16']:.3g} times as fast in float32 as in bfloat16"
-    return [f"warning: this processor is {times}; {' '.join(slow)} takes it, and changes the bits"]
+    times = f"{rates['float32'] / rates['bfloat16']:.3g} times as fast as bfloat16"
+    return [f"warning: on this processor float32 is {times}; {' '.join(slow)} would use it, but changes the bits"]

@@ -108,7 +108,7 @@ def depths(command: Command, args: list[str]) -> str:
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    lines += ["!: more than a rank has"] * any(" !" in line for line in lines)
+    lines += ["!: does not fit in a rank's memory"] * any(" !" in line for line in lines)
     lines += [f"loss: as {path.parent} foretells it, within 90 %"] * bool(found)
     return "\n".join(lines)
 

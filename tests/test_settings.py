@@ -110,7 +110,7 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     [
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
         ("lrr = 1\n", "unknown key lrr; perhaps you meant --lr"),
-        ("[model]\nlr = 1\n[optim]\nlr = 2\n", "mine.toml: lr stands there twice; leave one"),
+        ("[model]\nlr = 1\n[optim]\nlr = 2\n", "mine.toml: lr is given twice; keep one"),
         ('[optim]\nlr = "1"\n', r"mine.toml: lr must be NUMBER, not '1'"),
         ("[optim]\nlr = true\n", r"lr must be NUMBER, not True"),
         ("[train]\nsteps = 10.0\n", r"steps must be INTEGER, not 10.0"),

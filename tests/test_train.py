@@ -177,7 +177,7 @@ def test_resume_off_and_resume_from_another_run(train, shared):
     assert f"changed: tokens {train.tokens} -> {share},{share}" in mixed
     assert "at step 7; " in mixed.splitlines()[-2]  # its own lowest validation loss, not that of step 5
     few = train("few", steps=5, resume=train.runs / "first", status=2).stderr
-    assert "--steps=6 is the least" in few and "--init_from=PATH, or leave --resume out" in few
+    assert "--steps must be at least 6" in few and "--init_from=PATH, or leave --resume out" in few
     again = train("branch", steps=12, resume=train.runs / "first")
     assert f"--resume={train.runs / 'first'} is for a new run and is not read" in again.stdout
     assert curves.read(train.runs / "branch").restarts == [10]
@@ -312,7 +312,7 @@ def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
     source = [ROOT / "train.py", f"--out={other_tokens}", "--tokenizer=train:257", "--val_fraction=0.1"]
     execute([sys.executable, "prepare_data.py", *source])
     done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
-    assert f"of {start}, whose shape wins over settings and flags\n" in done.stdout and "2 layers" in done.stdout
+    assert f"of {start}, whose shape overrides settings and flags\n" in done.stdout and "2 layers" in done.stdout
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
     done = train("tuned", init_from=start, steps=3, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
     assert "continuing from" in done.stdout and "2 layers" in done.stdout
