@@ -63,7 +63,8 @@ class GPT(nn.Module):
         if self.document_token is not None and cache is None:
             places, within = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            x = x + self.positions.weight[places]
+            # The backward of weight[places] would add on several threads of a CPU, in any order. That of an embedding has one.
+            x = x + (self.positions.weight[places] if within is None else self.positions(places))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):

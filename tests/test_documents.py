@@ -13,6 +13,7 @@ import settings
 from checkpoints import huggingface
 from conftest import execute
 from model import GPT, compile_blocks, initialize
+from parallel.replicas import digest
 from settings import ModelConfig
 
 START = 0  # the token that starts a document
@@ -73,6 +74,24 @@ def test_gradients_stay_within_documents():
     x = model.embed(tokens).detach().requires_grad_()
     run_from(model, tokens, x)[0, 20:].sum().backward()
     assert not x.grad[0, :20].any() and x.grad[0, 20:].any() and not x.grad[1].any()
+
+
+def test_every_backward_of_two_threads_gives_the_same_bits():
+    shape = ModelConfig(architecture="gpt2", n_layer=1, n_head=1, n_embd=64, seq_len=64, vocab_size=128)
+    model, threads = GPT(settings.resolve_model(shape, 128)), torch.get_num_threads()
+    initialize(model, seed=0)
+    model.document_token = START
+    tokens = torch.randint(0, 128, (32, 65), generator=torch.Generator().manual_seed(0))
+    gradients = set()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(12):
+            model.zero_grad()
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            gradients.add(tuple(digest(name, parameter.grad) for name, parameter in model.named_parameters()))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(gradients) == 1
 
 
 def run_from(model, tokens, x):
