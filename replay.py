@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import json
 import shutil
 import tempfile
+from collections import ChainMap
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -98,15 +99,14 @@ def main(config: ReplayConfig) -> int:
     last = step + config.steps - 1
     if step < 1 or last > max(records, default=0):
         raise UserError(f"--step={step} --steps={config.steps}: {directory} has steps 1 to {max(records, default=0)}")
+    if world.is_master and not config.json:
+        for warning in warnings:
+            print(warning, flush=True)
     replayed, first = [], step
     while first <= last:  # each part of the run with its own settings
-        run = open_before(config, directory, state, world, first)
         end = min([last, *(era["step"] for era in parts(state) if era["step"] >= first)])
-        if world.is_master and not config.json:
-            for line in [*warnings, f"replaying steps {run.state.step + 1} to {end}"]:
-                print(line, flush=True)
-        replayed += replay(run, end, range(first, end + 1), records)
-        first, warnings = end + 1, []
+        replayed += replay_part(config, directory, state, world, range(first, end + 1), records)
+        first = end + 1
     if world.is_master:
         if config.json:
             print(json.dumps({"run": str(directory), "steps": [asdict(r) | {"same": r.same} for r in replayed]}))
@@ -182,6 +182,16 @@ def open_before(
     run = train.build(training, world, dataset, lookup.Start(before, start, pretrained))
     run.engine.warm_up(training.train.micro_batch_size, training.model.seq_len)
     return run
+
+
+def replay_part(
+    config: ReplayConfig, directory: Path, state: TrainState, world: World, steps: range, records: dict[int, Record]
+) -> list[Replayed]:
+    """Look closely at `steps`, which are of one part of the run. Its model is freed at the end, before another is made."""
+    run = open_before(config, directory, state, world, steps[0])
+    if world.is_master and not config.json:
+        print(f"replaying steps {run.state.step + 1} to {steps[-1]}", flush=True)
+    return replay(run, steps[-1], steps, records)
 
 
 def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -> list[Replayed]:
@@ -308,13 +318,7 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
                 if world.is_master:
                     print(f"{end.name} cannot be checked {reason}")
                 continue
-            run = open_before(config, directory, state, world, first + 1, start)
-            replay(run, last, range(0), {})
-            snapshot, again = take_snapshot(run.engine, run.optimizers, run.config, world), {}
-            with tempfile.TemporaryDirectory() as temporary:
-                for records in world.all_gather(snapshot.write(Path(temporary))):
-                    again |= records
-            kept_files = retention.read_manifest(end)
+            again, kept_files = compute_again(config, directory, state, world, start, last), retention.read_manifest(end)
             different = [name for name in sorted(again) if again[name] != kept_files.get(name)]
             problem = f"{', '.join(different)} would be others" if different else None
         if world.is_master:
@@ -322,6 +326,15 @@ def verify(config: ReplayConfig, directory: Path, state: TrainState, world: Worl
             print(f"{end.name} {verdict}")
         wrong += problem is not None
     return int(wrong > 0)
+
+
+def compute_again(config: ReplayConfig, directory: Path, state: TrainState, world: World, start: Path, last: int) -> dict:
+    """The files of a checkpoint of step `last`, computed from the checkpoint `start`: size and sha256 by name."""
+    run = open_before(config, directory, state, world, retention.step_of(start) + 1, start)
+    replay(run, last, range(0), {})
+    snapshot = take_snapshot(run.engine, run.optimizers, run.config, world)
+    with tempfile.TemporaryDirectory() as temporary:
+        return dict(ChainMap(*world.all_gather(snapshot.write(Path(temporary)))))
 
 
 def obstacle(directory: Path, state: TrainState, world: World, first: int, last: int) -> str:

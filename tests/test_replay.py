@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import data
 import machine
+import replay as replay_py
 import settings
+import train as train_py
 from checkpoints import checkpoint, lookup, retention
 from common.errors import UserError
 from conftest import execute
@@ -134,6 +137,24 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     assert "step-00000010 DOES NOT follow from step-00000005: model.safetensors" in out
     assert "step-00000015 DOES NOT follow from step-00000010" in out
     assert "step-00000020 follows from step-00000015" in out
+
+
+@pytest.mark.parametrize("options", [dict(verify=True), dict(step=9, steps=6)], ids=["verify", "steps"])
+def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
+    made = []
+
+    def build(*args, original=train_py.build):
+        assert not any(engine() for engine in made)
+        run = original(*args)
+        made.append(weakref.ref(run.engine))
+        return run
+
+    parts = replay_py.parts
+    monkeypatch.setattr(train_py, "build", build)
+    # As if a change had begun another part at step 10.
+    monkeypatch.setattr(replay_py, "parts", lambda state: parts(state) + [parts(state)[0] | {"step": 10}] * ("step" in options))
+    replay_py.main(replay_py.ReplayConfig(str(kept), **options))  # its bits may be others in this process
+    assert len(made) > 1
 
 
 @pytest.mark.slow
