@@ -203,7 +203,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
     def note_norms() -> None:
         for name, parameter in run.engine.parameters.items():
             if parameter.grad is not None:
-                norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item()
+                norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item() / run.engine.scaler.get_scale()
 
     replayed = []
     while run.state.step < last:

@@ -218,7 +218,7 @@ def train(run: Run) -> int:
 def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | None = None) -> tuple[float, float]:
     """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm.
 
-    inspect: what to call when the gradients are complete, before they are clipped.
+    inspect: what to call when the gradients are complete, before they are clipped; float16's are still scaled.
     """
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))

@@ -1,6 +1,7 @@
 """replay.py and --skip_steps through the front door: was it the data or the machine, and how to leave the data out."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -155,6 +156,12 @@ def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
     monkeypatch.setattr(replay_py, "parts", lambda state: parts(state) + [parts(state)[0] | {"step": 10}] * ("step" in options))
     replay_py.main(replay_py.ReplayConfig(str(kept), **options))  # its bits may be others in this process
     assert len(made) > 1
+
+
+def test_the_norms_of_tensors_are_those_without_float16s_loss_scale(train):
+    train("half", dtype="float16", steps=3, save_every=0, eval_every=0)
+    step = json.loads(replay(train.runs / "half", "--step=3", "--json"))["steps"][-1]
+    assert math.hypot(*step["norms"].values()) == pytest.approx(step["grad_norm"])
 
 
 @pytest.mark.slow
