@@ -86,14 +86,21 @@ class Replayed:
 
 def main(config: ReplayConfig) -> int:
     """Replay and print. Returns 1 if something is not what the run recorded. Raises UserError."""
-    directory = Path(config.run)
     newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
-    world = train.join(state.config)
-    if config.verify:
-        if config.step:
-            raise UserError("--verify looks at all kept checkpoints; leave --step out")
-        return verify(config, directory, state, world)
+    world, failed = train.join(state.config), True
+    try:
+        with world.naming_missing_ranks():
+            status = verify(config, state, world) if config.verify else look_back(config, state, world, warnings)
+        failed = False
+    finally:
+        world.leave(failed)
+    return status
+
+
+def look_back(config: ReplayConfig, state: TrainState, world: World, warnings: list[str]) -> int:
+    """Replay the steps and print what they saw. Returns 1 if one of them is not what the run recorded. Raises UserError."""
+    directory = Path(config.run)
     records = recorded_steps(directory / "metrics.jsonl")
     step = config.step or max(records, default=0)
     last = step + config.steps - 1
@@ -116,7 +123,6 @@ def main(config: ReplayConfig) -> int:
             for i, r in enumerate(replayed):
                 if r.step >= step:
                     tell_step(r, replayed[:i])
-    world.leave(failed=False)
     return int(any(r.same is False for r in replayed))
 
 
@@ -304,8 +310,11 @@ def tell_step(r: Replayed, before: list[Replayed]) -> None:
     print(f"--skip_steps={r.skip_steps} leaves this batch out")
 
 
-def verify(config: ReplayConfig, directory: Path, state: TrainState, world: World) -> int:
+def verify(config: ReplayConfig, state: TrainState, world: World) -> int:
     """Compute each kept checkpoint from the one before it and compare sha256. Returns 1 if one does not follow."""
+    if config.step:
+        raise UserError("--verify looks at all kept checkpoints; leave --step out")
+    directory = Path(config.run)
     kept = retention.published(directory / "checkpoints")
     if len(kept) < 2:
         raise UserError(f"{directory} has {len(kept)} checkpoint; --verify compares each with the one before (see --keep_last)")

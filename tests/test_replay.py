@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import data
@@ -18,9 +20,10 @@ import replay as replay_py
 import settings
 import train as train_py
 from checkpoints import checkpoint, lookup, retention
-from common.errors import UserError
+from common.errors import RunError, UserError
 from conftest import execute
 from dataset.tokens import Stream
+from parallel import world
 from replay import CHANGED
 
 FLAGS = dict(keep_last=0, eval_every=0)
@@ -156,6 +159,22 @@ def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
     monkeypatch.setattr(replay_py, "parts", lambda state: parts(state) + [parts(state)[0] | {"step": 10}] * ("step" in options))
     replay_py.main(replay_py.ReplayConfig(str(kept), **options))  # its bits may be others in this process
     assert len(made) > 1
+
+
+@pytest.mark.parametrize(
+    "work, options", [("open_before", dict(step=3)), ("verify", dict(verify=True))], ids=["step", "verify"]
+)
+def test_a_rank_that_is_gone_is_named(kept, monkeypatch, work, options):
+    def lose(*args):
+        raise RuntimeError("[gloo] Connection closed by peer")
+
+    store = dist.HashStore()
+    monkeypatch.setattr(world, "PATIENCE", 0.1)
+    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 0, 2, torch.device("cpu"), store))
+    monkeypatch.setattr(replay_py, work, lose)
+    with pytest.raises(RunError, match="^rank 1 no longer answers: .gloo. Connection closed by peer"):
+        replay_py.main(replay_py.ReplayConfig(str(kept), **options))
+    assert store.check(["failed"])  # so that no other rank waits for this one
 
 
 def test_the_norms_of_tensors_are_those_without_float16s_loss_scale(train):
