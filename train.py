@@ -283,13 +283,12 @@ def validate(run: Run) -> None:
 
 def give_up(run: Run) -> None:
     """Raise RunError, because too many updates were left out in a row."""
-    limit = run.config.train.max_skipped_steps
+    limit, count = run.config.train.max_skipped_steps, run.progress.skipped_in_a_row
     run.checkpoints.finish(run.state)
-    newest = f"the checkpoint of step {run.checkpoints.saved_at} is the newest"
-    raise RunError(
-        f"{run.progress.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); "
-        f"{newest if run.checkpoints.saved_at else 'there is no checkpoint yet'}; lower --lr, or try --dtype=float32"
-    )
+    newest = run.world.from_master(run.checkpoints.retention.newest)  # the others do not know which saves went well
+    kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+    found = f"{count} updates in a row had no finite gradient (--max_skipped_steps={limit})"
+    raise RunError(f"{found}; {kept}; lower --lr, or try --dtype=float32")
 
 
 if __name__ == "__main__":
