@@ -128,14 +128,18 @@ class Engine:
 
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before, the same on all ranks."""
-        unscale_gradients(self.scaler, self.names)
         gradients = [p.grad for p in self.names if p.grad is not None]
-        # The only wait for a GPU in an update. The optimizer's work hides the launches of the next one.
-        norm = whole(nn.utils.get_total_norm(gradients)).item()
-        if self.shares_step:  # a rank that left the step out would be waited for, and only a fault of its own makes it differ
+        # Here an update waits for the GPU. The optimizer's work hides the launches of the next one.
+        norm = whole(nn.utils.get_total_norm(gradients)).item() / self.scaler.get_scale()
+        if self.shares_step:
+            # Otherwise the others would wait in the step's collectives for a rank that skipped it. Only a faulty rank has
+            # another norm.
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-            norm = norm if finite else math.nan
+            if not finite:
+                norm = math.nan
+                gradients[0].fill_(norm)  # so that the scaler finds it, too, and every rank has the same scale
+        unscale_gradients(self.scaler, self.names)
         if 0 < limit < norm < math.inf:
             torch._foreach_mul_(gradients, limit / norm)
         return norm

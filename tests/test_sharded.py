@@ -294,21 +294,24 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
 
 # The third gradient of one rank is not finite although the sum over the ranks was.
 POISONED_RANK = """
-from parallel import engine
-seen, unscale = [], engine.unscale_gradients
-def poisoned(scaler, parameters):
+from parallel.engine import Engine
+seen = []
+def poisoned(self, limit, clip=Engine.clip):
     seen.append(1)
     if os.environ["RANK"] == "1" and len(seen) == 3:
-        next(p for p in parameters if p.grad is not None).grad.view(-1)[0] = float("nan")
-    unscale(scaler, parameters)
-engine.unscale_gradients = poisoned
+        next(p for p in self.parameters.values() if p.grad is not None).grad.view(-1)[0] = float("nan")
+    return clip(self, limit)
+Engine.clip = poisoned
 """
 
 
-@pytest.mark.parametrize("flags", [dict(strategy="zero1"), dict(strategy="ddp", optimizer="muon")], ids=str)
+@pytest.mark.parametrize(
+    "flags", [dict(strategy="zero1"), dict(strategy="ddp", optimizer="muon"), dict(strategy="zero1", dtype="float16")], ids=str
+)
 def test_one_rank_whose_gradient_is_not_finite_does_not_leave_the_others_waiting(train, flags):
     done = train.changed(POISONED_RANK, "alone", 2, steps=6, timeout_minutes=0.2, **flags)
     assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
+    assert train.state("alone")["grad_scaler"].get("scale", 2**15) == 2**15  # float16's is halved on rank 0, too
 
 
 def test_float8_is_refused_where_there_is_none(train):
