@@ -27,6 +27,7 @@ import shutil
 import tempfile
 from collections import ChainMap
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -63,6 +64,10 @@ class ReplayConfig:
     """Check that each kept checkpoint follows from the one before it, sha256 for sha256."""
     tokens: str = ""
     """Where the dataset is now (empty: where the run found it)."""
+
+
+class CannotReplay(UserError):
+    """A step cannot be computed again on these ranks, or from the checkpoints that are left."""
 
 
 @dataclass
@@ -148,7 +153,10 @@ def parts(state: TrainState) -> list[Era]:
 def open_before(
     config: ReplayConfig, directory: Path, state: TrainState, world: World, step: int, start: Path | None = None
 ) -> train.Run:
-    """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning."""
+    """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning.
+
+    Raises CannotReplay where `step` cannot be computed from there, here; UserError where something is missing.
+    """
     eras = [era for era in parts(state) if era["step"] < step]
     if not eras:
         begins = state.history[0]["step"]
@@ -168,13 +176,14 @@ def open_before(
         start, pretrained = (None, source) if began.resume in ("auto", "off") else (source, None)
     before = checkpoint.load_state(start) if start else TrainState()
     if before.step < era["step"]:
-        raise UserError(
+        raise CannotReplay(
             f"{CHANGED} at step {era['step']}, and no intact checkpoint between it and step {step} is left (--keep_last)"
         )
     if training.parallel.strategy != "exact" and world.size != era["world_size"]:
-        raise UserError(
+        raise CannotReplay(
             f"step {step} was computed on {plural(era['world_size'], 'rank')}, and its bits depend on that; use torchrun "
-            f"--standalone --nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
+            f"--standalone --nproc_per_node={era['world_size']} replay.py {directory} "
+            + ("--verify" if config.verify else f"--step={step}")
         )
     dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
@@ -317,44 +326,34 @@ def verify(config: ReplayConfig, state: TrainState, world: World) -> int:
     directory = Path(config.run)
     kept = retention.published(directory / "checkpoints")
     if len(kept) < 2:
-        raise UserError(f"{directory} has {len(kept)} checkpoint; --verify compares each with the one before (see --keep_last)")
+        has = plural(len(kept), "checkpoint")
+        raise UserError(f"{directory} has {has}; --verify compares each with the one before (see --keep_last)")
     wrong = 0
-    for start, end in zip(kept, kept[1:], strict=False):
-        problem = retention.fault(start) or retention.fault(end)
-        if problem is None:
-            first, last = (checkpoint.load_state(path).step for path in (start, end))
-            if reason := obstacle(directory, state, world, first, last):
-                if world.is_master:
-                    print(f"{end.name} cannot be checked {reason}")
-                continue
-            again, kept_files = compute_again(config, directory, state, world, start, last), retention.read_manifest(end)
-            different = [name for name in sorted(again) if again[name] != kept_files.get(name)]
-            problem = f"{', '.join(different)} would be others" if different else None
+    for start, end in pairwise(kept):
+        try:
+            problem = difference(config, directory, state, world, start, end)
+            found = f"DOES NOT follow from {start.name}: {problem}" if problem else f"follows from {start.name}"
+        except CannotReplay as reason:
+            problem, found = "", f"cannot be checked: {reason}"
         if world.is_master:
-            verdict = f"DOES NOT follow from {start.name}: {problem}" if problem else f"follows from {start.name}"
-            print(f"{end.name} {verdict}")
-        wrong += problem is not None
+            print(f"{end.name} {found}", flush=True)
+        wrong += bool(problem)
     return int(wrong > 0)
 
 
-def compute_again(config: ReplayConfig, directory: Path, state: TrainState, world: World, start: Path, last: int) -> dict:
-    """The files of a checkpoint of step `last`, computed from the checkpoint `start`: size and sha256 by name."""
-    run = open_before(config, directory, state, world, retention.step_of(start) + 1, start)
+def difference(config: ReplayConfig, directory: Path, state: TrainState, world: World, start: Path, end: Path) -> str:
+    """In what checkpoint `end` is another than computed from checkpoint `start`. Empty if in nothing. Raises CannotReplay."""
+    if problem := retention.fault(start) or retention.fault(end):
+        return problem
+    last = retention.step_of(end)
+    run = open_before(config, directory, state, world, last, start)
     replay(run, last, range(0), {})
     snapshot = take_snapshot(run.engine, run.optimizers, run.config, world)
     with tempfile.TemporaryDirectory() as temporary:
-        return dict(ChainMap(*world.all_gather(snapshot.write(Path(temporary)))))
-
-
-def obstacle(directory: Path, state: TrainState, world: World, first: int, last: int) -> str:
-    """Why the steps after `first` up to `last` cannot be computed again from the checkpoint of `first`. Empty if they can."""
-    eras = parts(state)
-    if change := [era["step"] for era in eras if first < era["step"] < last]:
-        return f"from the one before: {CHANGED} at step {change[0]}, which has no checkpoint any more"
-    era = [era for era in eras if era["step"] <= first][-1:]
-    if not era or era[0]["settings"].get("strategy") == "exact" or era[0]["world_size"] == world.size:
-        return ""
-    return f"here; it can by torchrun --standalone --nproc_per_node={era[0]['world_size']} replay.py {directory} --verify"
+        again = ChainMap(*world.all_gather(snapshot.write(Path(temporary))))
+    kept = retention.read_manifest(end)
+    different = [name for name in sorted(again) if again[name] != kept.get(name)]
+    return f"{', '.join(different)} would be others" if different else ""
 
 
 if __name__ == "__main__":

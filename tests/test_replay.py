@@ -247,11 +247,12 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     assert [same[step] for step in range(7, 11)] == [True, True, None, True]
     assert "step 9  loss" in (out := replay(kept, "--step=9")) and "(not logged, so not compared; see --log_every)" in out
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
-    lost = f"step-00000012 cannot be checked from the one before: {CHANGED} at step 8,"
+    lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint between it and step 12 is left"
     assert lost in replay(kept, "--verify")
     train("kept", ranks=2, steps=14, eval_every=0, **flags | dict(keep_last=0))
     out = replay(kept, "--verify")
-    assert "step-00000014 cannot be checked here; it can by torchrun --standalone --nproc_per_node=2 replay.py" in out
+    assert "step-00000014 cannot be checked: step 14 was computed on 2 ranks" in out
+    assert f"use torchrun --standalone --nproc_per_node=2 replay.py {kept} --verify\n" in out
 
 
 def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):
