@@ -30,7 +30,7 @@ from settings import ModelConfig
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. `config` is resolved (`settings.resolve_model`). `initialize` sets the weights.
+    """Decoder-only language model. `config` is resolved (`settings.resolve_model`). `initial_weights` are those it starts with.
 
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
@@ -238,13 +238,6 @@ def compile_blocks(model: GPT) -> None:
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
     model.cross_entropy_part = torch.compile(cross_entropy_part, dynamic=False)
-
-
-@torch.no_grad()
-def initialize(model: GPT, seed: int) -> None:
-    """Set the weights to `initial_weights`."""
-    for name, value in initial_weights(model, seed):
-        model.get_parameter(name).copy_(value)
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:

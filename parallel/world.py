@@ -30,7 +30,6 @@ LONGEST_END = 3600.0  # seconds for which a rank that is done waits for others, 
 class World:
     rank: int
     size: int
-    local_rank: int
     local_size: int
     device: torch.device
     store: dist.Store | None = None  # held by torchrun, so it outlives the ranks
@@ -81,11 +80,6 @@ class World:
         ]
         if found := next(filter(None, self.all_gather(different)), None):
             raise UserError("; ".join([*found, "all ranks need the same command, tokens and version of torch"]))
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()
 
     def leave(self, failed: bool) -> None:
         """Wait until every rank is done: one that left earlier would fail those that still read from it.
@@ -244,7 +238,7 @@ def connect(
         except (RuntimeError, TimeoutError) as error:
             reason = (str(error) or f"no answer in {timeout_minutes:g} minutes").splitlines()[0]
             raise RunError(f"rank {rank} could not connect to the other ranks: {reason}") from None
-    return World(rank, size, local_rank, local_size, own, store)
+    return World(rank, size, local_size, own, store)
 
 
 def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist.Store:

@@ -170,7 +170,7 @@ def test_a_rank_that_is_gone_is_named(kept, monkeypatch, work, options):
 
     store = dist.HashStore()
     monkeypatch.setattr(world, "PATIENCE", 0.1)
-    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 0, 2, torch.device("cpu"), store))
+    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 2, torch.device("cpu"), store))
     monkeypatch.setattr(replay_py, work, lose)
     with pytest.raises(RunError, match="^rank 1 no longer answers: .gloo. Connection closed by peer"):
         replay_py.main(replay_py.ReplayConfig(str(kept), **options))

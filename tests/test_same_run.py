@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
 
 def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
     config = settings.replace(settings.Config(), keep_last=1, keep_best=0)
-    world = World(0, 1, 0, 1, torch.device("cpu"))
+    world = World(0, 1, 1, torch.device("cpu"))
     checkpoints = checkpoint.Checkpoints(tmp_path, config, dataset=None, world=world, log=None, start_step=0)
     for step in range(1, 100):
         saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(machine.fake_checkpoint(tmp_path, s)))

@@ -11,7 +11,7 @@ import torch
 import settings
 from common.errors import UserError
 from conftest import largest_difference
-from model import GPT, initialize
+from model import GPT, initial_weights
 from parallel import engine, sharded
 from parallel.engine import Engine
 from parallel.world import connect
@@ -260,7 +260,7 @@ def test_activation_checkpointing_keeps_less_for_backward():
         config = settings.replace(config, activation_checkpointing=checkpointing, dtype="float32", n_kv_head=2, compile="off")
         config = settings.replace(config, tokens_per_update=32, micro_batch_size=2)
         engine = Engine(GPT(config.model), config, connect("cpu", 1))
-        initialize(engine.module, 0)
+        engine.module.load_state_dict(dict(initial_weights(engine.module, seed=0)))
         inputs, sizes = torch.arange(32).view(2, 16), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
             engine.model(inputs, inputs)

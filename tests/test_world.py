@@ -74,7 +74,7 @@ def test_auto_takes_the_precision_that_the_cpu_is_fast_at_and_the_plan_does_too(
     assert device.choose_dtype("auto", torch.device("cpu")) == dtype
     assert device.choose_dtype("float16", torch.device("cpu")) == "float16"
     config = settings.load(["--optimizer=muon"], "")
-    alone = world.World(0, 1, 0, 1, torch.device("cpu"))
+    alone = world.World(0, 1, 1, torch.device("cpu"))
     assert choices.choose_precision(config, alone, {}) == {"dtype": dtype, "muon_dtype": dtype}
     options = settings.PlanConfig(plan_gpu="cpu", plan_world_size=1)
     assert plan.make(config, options).config.train.dtype == dtype
@@ -82,7 +82,7 @@ def test_auto_takes_the_precision_that_the_cpu_is_fast_at_and_the_plan_does_too(
 
 def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
     monkeypatch.setattr(device, "product_rates", lambda: {"float32": 1e11, "bfloat16": 3e9})
-    config, alone = settings.load([], ""), world.World(0, 1, 0, 1, torch.device("cpu"))
+    config, alone = settings.load([], ""), world.World(0, 1, 1, torch.device("cpu"))
     elsewhere = {"device": "cpu", "dtype": "bfloat16", "muon_dtype": "bfloat16"}
     kept = choices.choose_precision(config, alone, elsewhere)
     assert kept == {"dtype": "bfloat16", "muon_dtype": "bfloat16"}
@@ -140,7 +140,7 @@ def test_ranks_that_share_cores_share_their_peak_rate(monkeypatch):
     monkeypatch.setattr(device, "peak_flops", lambda on, dtype: 5.0)
     cores, threads = host.cores(), torch.get_num_threads()
     for ranks, peak in ((1, 5.0), (4 * cores, 5.0 * cores / threads)):
-        alone = world.World(0, ranks, 0, ranks, torch.device("cpu"))
+        alone = world.World(0, ranks, ranks, torch.device("cpu"))
         assert choices.peak_flops(alone, "float32") == pytest.approx(peak)
 
 
