@@ -3,6 +3,7 @@
 Autograd would read and write memory more often than these need. Each one is tested against the plain formula.
 """
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -18,7 +19,12 @@ from hardware.footprint import SHORT, rows_at_a_time
 
 # Where bits may differ from run to run, cuDNN's attention goes first: 632 TFLOP/s on an H100, where PyTorch's own has 329
 # (pytorch/pytorch#142132). PyTorch itself takes it last, and not at all under --deterministic=true.
-FREE_KERNELS = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("CUDNN", "FLASH", "EFFICIENT")] + [SDPBackend.MATH]
+SDPA_PRIORITY = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, within: "Tensor | BlockMask | None" = None) -> Tensor:
@@ -36,16 +42,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, within: "
     if within is not None:
         return F.scaled_dot_product_attention(q, k, v, within, dropout_p, enable_gqa=grouped)
     mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
-    if q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not has_flash_attention_3():
-        with sdpa_kernel(FREE_KERNELS, set_priority=True):
-            return attend(q, k, v, mask, dropout_p, is_causal=T == S)
-    return attend(q, k, v, mask, dropout_p, is_causal=T == S)
+    free = q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not has_flash_attention_3()
+    with sdpa_kernel(SDPA_PRIORITY, set_priority=True) if free else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
 
 
 def has_flash_attention_3() -> bool:
     """Whether `choose_attention_kernel` has put FlashAttention 3 in the place of PyTorch's own."""
-    return bool(getattr(torch.nn.attention, "current_flash_attention_impl", bool)())
+    return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
 def within_documents(starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":

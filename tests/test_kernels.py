@@ -214,7 +214,7 @@ def test_the_preferred_kernel_is_chosen_in_compiled_code_too(monkeypatch):
     """The compiler takes the choice as a part of its graph, which it would have to break otherwise."""
 
     def attend(q):
-        with sdpa_kernel(kernels.FREE_KERNELS, set_priority=True):
+        with sdpa_kernel(kernels.SDPA_PRIORITY, set_priority=True):
             return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     q = torch.randn(1, 2, 8, 16)
