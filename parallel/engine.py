@@ -43,6 +43,7 @@ class Engine:
     def __init__(self, module: nn.Module, config: Config, world: World, weights: Iterable[tuple[str, Any]] = ()):
         self.module, self.world, self.dtype = module, world, config.train.dtype
         self.strategy = config.parallel.strategy
+        self.sharded = self.strategy == "fsdp" and world.size > 1
         # Ranks average their gradients; exact adds integers and divides them once, by the number of all micro-batches.
         self.loss_divisor = 1 if self.strategy == "exact" else len(world.share(config.micro_batches))
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == "float16")
@@ -55,24 +56,23 @@ class Engine:
         if config.train.activation_checkpointing:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        sharded = self.strategy == "fsdp" and world.size > 1
         # FSDP takes and frees memory in pieces of many sizes. Where the C library kept them all, a rank of fsdp needed twice
         # the memory, nearly as much as one of ddp.
-        if world.device.type == "cpu" and sys.platform == "linux" and not sharded:
+        if world.device.type == "cpu" and sys.platform == "linux" and not self.sharded:
             device.keep_freed_memory()
-        if sharded:
+        if self.sharded:
             from parallel.sharded import FullyShard  # here, because importing FSDP2 takes a second
 
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
         if weights:
-            if sharded:
+            if self.sharded:
                 module.to_empty(device=world.device)
             else:  # the same, but `to_empty` of a tensor on the meta device imports the compiler's symbols: half a second
                 empty = {name: torch.empty(value.shape, device=world.device) for name, value in module.named_parameters()}
                 module.load_state_dict(empty, assign=True)
             for name, value in weights:
                 copy_rows(module.get_parameter(name), value)
-        if not sharded:  # with the weights, because DDP compares those of the ranks
+        if not self.sharded:  # after the weights are loaded: DDP's constructor broadcasts those of rank 0
             self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches, self.compiled)
         # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
         eager = self.compiled and world.device.type == "cpu"
@@ -80,9 +80,10 @@ class Engine:
         self.parameters = dict(module.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self.staging: Tensor | None = None
-        # Whether ranks with gradients of their own exchange something in the optimizer's step. fsdp's norm is one of all ranks.
+        # Whether the optimizer's step runs collectives although each rank computed its own gradient norm. Under fsdp the
+        # norm is global.
         exchanges = self.strategy == "zero1" or config.optim.optimizer == "muon"
-        self.shares_step = world.size > 1 and self.strategy != "fsdp" and exchanges
+        self.shares_step = world.size > 1 and not self.sharded and exchanges
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
         """The optimizers of the model. The strategy may share their work and their state out over the ranks."""
@@ -98,7 +99,7 @@ class Engine:
         if self.world.size == 1 or self.strategy == "zero1":  # zero1's optimizers have their own matrices only
             return optim.orthogonalize
         shares = functools.partial(optim.orthogonalize_shares, multiple=optim.BATCH if self.strategy == "exact" else 1)
-        if self.strategy != "fsdp":
+        if not self.sharded:
             return functools.partial(shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
         owners = functools.partial(optim.orthogonalize_by_owners, group=self.model.mesh.get_group("shard"))
         if self.model.mesh.ndim == 1:
@@ -163,7 +164,7 @@ class Engine:
         `writers` names the rank that writes each of `tensors`; the other ranks keep nothing of it. All ranks must call this.
         """
         copies, divided, rank = {}, {}, self.world.rank
-        if self.strategy == "fsdp" and self.world.size > 1:
+        if self.sharded:
             from parallel.sharded import gather_own
 
             divided, group = {name: t for name, t in tensors.items() if is_sharded(t)}, self.model.mesh.get_group("shard")
