@@ -27,21 +27,22 @@ SDPA_PRIORITY = [
 ]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, within: "Tensor | BlockMask | None" = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Tensor | BlockMask | None" = None) -> Tensor:
     """Causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]. Returns [B, H, T, D].
 
     The T queries belong to the last T of the S tokens, so each of them sees S - T earlier tokens, and itself, and no later one.
-    Dropout acts on the attention weights. within: what `within_documents` returns, where T = S.
+    Dropout acts on the attention weights. mask: what `document_mask` returns, where T = S.
     """
     T, S, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
-    if isinstance(within, BlockMask):
+    if isinstance(mask, BlockMask):
         flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-        return flex(q, k, v, block_mask=within, enable_gqa=grouped)
+        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     if q.device.type == "cpu" and q.dtype is torch.bfloat16 and T == S <= SHORT:
-        return short_attention(q, k, v, dropout_p, within)
-    if within is not None:
-        return F.scaled_dot_product_attention(q, k, v, within, dropout_p, enable_gqa=grouped)
-    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        return short_attention(q, k, v, dropout_p, mask)
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, enable_gqa=grouped)
+    if T not in (1, S):
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     free = q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not has_flash_attention_3()
     with sdpa_kernel(SDPA_PRIORITY, set_priority=True) if free else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
@@ -52,21 +53,21 @@ def has_flash_attention_3() -> bool:
     return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
-def within_documents(starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":
-    """What keeps `attention` within documents. starts: for each token [B, T] the place in its window where its document starts.
+def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":
+    """What keeps `attention` within documents. document_starts [B, T]: the position where the document of each token starts.
 
-    On CUDA it is FlexAttention's mask (Dong et al. 2024), which computes no block between documents. Elsewhere, and with
-    dropout, which FlexAttention does not have, it is what to add to the scores: 0 or -inf, [B, 1, T, T] in `dtype`.
+    On CUDA it is a FlexAttention mask (Dong et al. 2024), which skips blocks between documents. FlexAttention has no dropout,
+    so with dropout, and on other devices, it is an additive mask of 0 and -inf, [B, 1, T, T] in `dtype`.
     """
-    B, T = starts.shape
-    if starts.device.type == "cuda" and not dropout_p:
+    B, T = document_starts.shape
+    if document_starts.device.type == "cuda" and not dropout_p:
 
         def seen(b, h, query, key):
-            return (key <= query) & (key >= starts[b, query])
+            return (key <= query) & (key >= document_starts[b, query])
 
-        return create_block_mask(seen, B, None, T, T, device=starts.device)
-    places = torch.arange(T, device=starts.device)
-    seen = (places <= places[:, None]) & (places >= starts[:, :, None])  # [B, T queries, T keys]
+        return create_block_mask(seen, B, None, T, T, device=document_starts.device)
+    positions = torch.arange(T, device=document_starts.device)
+    seen = (positions <= positions[:, None]) & (positions >= document_starts[:, :, None])  # [B, T queries, T keys]
     return torch.where(seen, 0.0, float("-inf")).to(dtype)[:, None]
 
 
@@ -120,7 +121,7 @@ def joins(x: Tensor, layers: list[nn.Linear]) -> bool:
     return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
 
 
-def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, within: Tensor | None = None) -> Tensor:
+def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
     """`attention` for S = T up to SHORT, as two matrix products and a softmax, with the [T, T] weights in memory.
 
     For bfloat16 on a CPU, PyTorch's flash attention takes two to four times as long, because its backward pass does not use
@@ -129,8 +130,8 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, within: T
     B, H, T, D = q.shape
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] != H else x for x in (k, v))
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
-    if within is not None:
-        scores = (torch.bmm(q, k.transpose(1, 2)) * D**-0.5).unflatten(0, (B, H)).add(within).flatten(0, 1)
+    if mask is not None:
+        scores = (torch.bmm(q, k.transpose(1, 2)) * D**-0.5).unflatten(0, (B, H)).add(mask).flatten(0, 1)
     elif torch.compiler.is_compiling():  # the compiler fuses scale, mask and softmax into one pass over memory
         scores = torch.bmm(q, k.transpose(1, 2)) * D**-0.5 + mask_table(T, q.dtype, q.device)
     else:

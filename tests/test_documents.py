@@ -96,9 +96,9 @@ def test_every_backward_of_two_threads_gives_the_same_bits():
 
 def run_from(model, tokens, x):
     """The last hidden states of `model` for embeddings `x` of `tokens`."""
-    _, within = model.find_documents(tokens, x.dtype)
+    _, mask = model.find_documents(tokens, x.dtype)
     for block in model.blocks:
-        x = block(x, model.rope.table[:, : x.shape[1]], None, within)
+        x = block(x, model.rope.table[:, : x.shape[1]], None, mask)
     return x
 
 
