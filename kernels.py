@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from hardware.footprint import SHORT, rows_at_a_time
+from settings import ModelConfig
 
 # Where bits may differ from run to run, cuDNN's attention goes first: 632 TFLOP/s on an H100, where PyTorch's own has 329
 # (pytorch/pytorch#142132). PyTorch itself takes it last, and not at all under --deterministic=true.
@@ -49,7 +50,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Te
 
 
 def has_flash_attention_3() -> bool:
-    """Whether `choose_attention_kernel` has put FlashAttention 3 in the place of PyTorch's own."""
+    """Whether `activate_attention_kernel` has put FlashAttention 3 in the place of PyTorch's own."""
     return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
@@ -77,17 +78,21 @@ def compiled_flex_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
-    """Let `attention` use FlashAttention 3 if it is installed and can compute inputs like `q` and `k`. Says which kernel runs.
+@functools.cache  # it is asked again for what the console says
+def activate_attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Let `attention`, in this process, use FlashAttention 3 if it is installed and fits the model. Says which kernel runs.
 
     PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
     reaches 474 (Dao-AILab/flash-attention#1893). Its package is built from the folder `hopper` of that repository.
+    dtype: that of the matrix products.
     """
     flash, problem = "FlashAttention 2", ""
-    if q.device.type == "cuda" and importlib.util.find_spec("flash_attn_interface"):
+    q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
+    k = q[:, : config.n_kv_head]
+    if device.type == "cuda" and importlib.util.find_spec("flash_attn_interface"):
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-            attention(q.detach().requires_grad_(), k, k, dropout_p).sum().backward()
+            attention(q.detach().requires_grad_(), k, k, config.dropout).sum().backward()
             flash = "FlashAttention 3"
         except (AttributeError, ImportError, RuntimeError) as error:  # an older PyTorch, a broken package, another GPU, dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"
@@ -100,23 +105,23 @@ def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
         "ScaledDotProductCudnnAttentionBackward0": "cuDNN's attention",
         "ScaledDotProductEfficientAttentionBackward0": "memory-efficient attention",
     }
-    backward = attention(q.detach().requires_grad_(), k, k, dropout_p).grad_fn.name()
+    backward = attention(q.detach().requires_grad_(), k, k, config.dropout).grad_fn.name()
     return kernels.get(backward, "matrix products and softmax") + problem
 
 
-def linear_of_all(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
+def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
     """What each of several linear `layers` makes of the same `x` [..., C]. On a GPU one product with all weights does it."""
-    if not joins(x, layers):
+    if not fuses(x, layers):
         return [layer(x) for layer in layers]
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     together = F.linear(x, torch.cat([layer.weight for layer in layers]), bias)
     return list(together.split([layer.out_features for layer in layers], dim=-1))
 
 
-def joins(x: Tensor, layers: list[nn.Linear]) -> bool:
-    """Whether the products of `layers` are joined: on CUDA, where narrow ones leave units idle. Float8 layers are no nn.Linear.
+def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
+    """Whether the products of `layers` are fused: on CUDA, where narrow ones leave units idle. Float8 layers are no nn.Linear.
 
-    A CPU gains nothing (bench/LOG.md), and joining would change its bits: the gradient of `x` is then added up in one product.
+    A CPU gains nothing (bench/LOG.md), and fusing would change its bits: the gradient of `x` is then added up in one product.
     """
     return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
 

@@ -4,7 +4,6 @@ The three give the same logits as transformers' GPT2LMHeadModel, LlamaForCausalL
 B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from kernels import (
     BlockMask,
     attention,
-    choose_attention_kernel,
     compute_dtype,
     cross_entropy_part,
     document_mask,
+    fused_linear,
     gelu,
     linear_cross_entropy,
-    linear_of_all,
     norm_and_rotate,
     rms_norm,
     rotate,
@@ -139,7 +137,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (y.view(heads) for y in linear_of_all(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
+        q, k, v = (y.view(heads) for y in fused_linear(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
         if self.q_norm is not None:
             q = norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
             k = norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
@@ -167,7 +165,7 @@ class MLP(nn.Module):
         """`x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
             return self.down(self.gelu(self.up(x)))
-        gate, up = linear_of_all(x, [self.gate, self.up])
+        gate, up = fused_linear(x, [self.gate, self.up])
         return self.down(F.silu(gate) * up)
 
 
@@ -220,13 +218,6 @@ class RMSNorm(nn.RMSNorm):
 def norm_layer(config: ModelConfig) -> nn.Module:
     """LayerNorm for gpt2, RMSNorm for the others."""
     return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)
-
-
-@functools.cache  # it is asked again for what the console says
-def attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Choose the fastest kernel for the attention of a model on `device`, with matrix products in `dtype`. Returns its name."""
-    q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
-    return choose_attention_kernel(q, q[:, : config.n_kv_head], config.dropout)
 
 
 def compile_blocks(model: GPT) -> None:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from common.errors import RunError, UserError
 from hardware import device
-from model import attention_kernel, compile_blocks
+from kernels import activate_attention_kernel
+from model import compile_blocks
 from optim import Optimizers, copy_rows
 from parallel.exact import Exact
 from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
@@ -50,7 +51,7 @@ class Engine:
         self.compiled = config.train.compile == "on"
         if config.train.fp8:
             use_float8(module, world)
-        attention_kernel(config.model, device.DTYPES[self.dtype], world.device)  # every rank must choose, also in a replay
+        activate_attention_kernel(config.model, device.DTYPES[self.dtype], world.device)  # on every rank, also in a replay
         if self.compiled:
             compile_blocks(module)
         if config.train.activation_checkpointing:

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpoints import huggingface
 from conftest import ROOT
 from hardware.footprint import flops_per_token
-from model import GPT, attention_kernel, compile_blocks, generate, initial_weights, new_cache
+from kernels import activate_attention_kernel
+from model import GPT, compile_blocks, generate, initial_weights, new_cache
 from settings import ModelConfig, resolve_model
 
 SHAPES = {
@@ -281,7 +282,7 @@ def test_parameter_count_counts_tied_weights_once():
 def test_the_kernel_of_attention_is_named():
     config = resolve_model(SHAPES["llama_gqa"], 90)
     cpu = torch.device("cpu")
-    assert attention_kernel(config, torch.float32, cpu) == "PyTorch's flash attention for CPUs"
-    assert attention_kernel(config, torch.bfloat16, cpu) == "matrix products and softmax"
+    assert activate_attention_kernel(config, torch.float32, cpu) == "PyTorch's flash attention for CPUs"
+    assert activate_attention_kernel(config, torch.bfloat16, cpu) == "matrix products and softmax"
     longer = dataclasses.replace(config, seq_len=600)
-    assert attention_kernel(longer, torch.bfloat16, cpu) == "PyTorch's flash attention for CPUs"
+    assert activate_attention_kernel(longer, torch.bfloat16, cpu) == "PyTorch's flash attention for CPUs"

@@ -210,16 +210,16 @@ def test_tasks_of_slurm_without_torchrun_are_warned_of(train):
     assert "warning: SLURM_NTASKS=4, but this run has one rank: start torchrun by srun" in told
 
 
-def test_every_rank_chooses_the_attention_kernel_also_in_a_replay(train):
-    # The choice switches FlashAttention 3 on for the process that makes it; ranks and replays must not differ.
-    note = "import model\nchoose = model.choose_attention_kernel\n"
-    note += "def told(*a):\n    print('chosen by', os.environ.get('RANK', '0'), flush=True)\n    return choose(*a)\n"
-    note += "model.choose_attention_kernel = told"
+def test_every_rank_activates_the_attention_kernel_also_in_a_replay(train):
+    # It may switch FlashAttention 3 on, for its own process; ranks and replays must not differ.
+    note = "from parallel import engine\nactivate = engine.activate_attention_kernel\n"
+    note += "def told(*a):\n    print('activated by', os.environ.get('RANK', '0'), flush=True)\n    return activate(*a)\n"
+    note += "engine.activate_attention_kernel = told"
     done = train.changed(note, "two", ranks=2, strategy="exact", steps=2, save_every=1, eval_every=0)
-    assert "chosen by 0" in done.stdout and "chosen by 1" in done.stdout
+    assert "activated by 0" in done.stdout and "activated by 1" in done.stdout
     replayed = note + "\nimport replay\ntrain.main = lambda config: replay.main(replay.ReplayConfig("
     replayed += "config.run.out_dir + '/two', step=2))"
-    assert "chosen by 0" in train.changed(replayed, "replayed", steps=2).stdout
+    assert "activated by 0" in train.changed(replayed, "replayed", steps=2).stdout
 
 
 def test_threads_look_for_work_less_often_beside_a_program_that_computes(monkeypatch):
