@@ -42,7 +42,7 @@ from checkpoints.snapshot import take_snapshot
 from common.errors import UserError, plural
 from dataset import tokenizer
 from dataset.tokens import read_windows
-from parallel.engine import whole
+from parallel.engine import full_tensor
 from parallel.world import World
 from reports.log import Record, read_records
 
@@ -115,9 +115,9 @@ def look_back(config: ReplayConfig, state: TrainState, world: World, warnings: l
         for warning in warnings:
             print(warning, flush=True)
     replayed, first = [], step
-    while first <= last:  # each part of the run with its own settings
-        end = min([last, *(era["step"] for era in parts(state) if era["step"] >= first)])
-        replayed += replay_part(config, directory, state, world, range(first, end + 1), records)
+    while first <= last:  # each era with its own settings
+        end = min([last, *(era["step"] for era in eras(state) if era["step"] >= first)])
+        replayed += replay_era(config, directory, state, world, range(first, end + 1), records)
         first = end + 1
     if world.is_master:
         if config.json:
@@ -136,8 +136,8 @@ def recorded_steps(path: Path) -> dict[int, Record]:
     return {record["step"]: record for _, record in read_records(path) if record and "loss" in record and "grad_norm" in record}
 
 
-def parts(state: TrainState) -> list[Era]:
-    """The parts of a run whose steps were computed alike, each from its `step` on. What changes no bit begins none."""
+def eras(state: TrainState) -> list[Era]:
+    """The eras of a run whose steps were computed alike, each from its `step` on. What changes no bit begins none."""
     found = []
     for era in state.history:
         config = settings.from_record(era["settings"], f"its settings from step {era['step']} on")
@@ -157,11 +157,11 @@ def open_before(
 
     Raises CannotReplay where `step` cannot be computed from there, here; UserError where something is missing.
     """
-    eras = [era for era in parts(state) if era["step"] < step]
-    if not eras:
+    begun = [era for era in eras(state) if era["step"] < step]
+    if not begun:
         begins = state.history[0]["step"]
         raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
-    era = eras[-1]
+    era = begun[-1]
     training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
     for path in reversed(retention.published(directory / "checkpoints")) if start is None else ():
         if retention.step_of(path) < step and retention.fault(path) is None:
@@ -199,10 +199,10 @@ def open_before(
     return run
 
 
-def replay_part(
+def replay_era(
     config: ReplayConfig, directory: Path, state: TrainState, world: World, steps: range, records: dict[int, Record]
 ) -> list[Replayed]:
-    """Look closely at `steps`, which are of one part of the run. Its model is freed at the end, before another is made."""
+    """Look closely at `steps`, which are of one era. Its model is freed at the end, before another is made."""
     run = open_before(config, directory, state, world, steps[0])
     if world.is_master and not config.json:
         print(f"replaying steps {run.state.step + 1} to {steps[-1]}", flush=True)
@@ -218,7 +218,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
     def note_norms() -> None:
         for name, parameter in run.engine.parameters.items():
             if parameter.grad is not None:
-                norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item() / run.engine.scaler.get_scale()
+                norms[name] = full_tensor(torch.linalg.vector_norm(parameter.grad)).item() / run.engine.scaler.get_scale()
 
     replayed = []
     while run.state.step < last:
@@ -235,7 +235,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
 
 def relative_change(before: torch.Tensor, after: torch.Tensor) -> float:
     """The norm of the change of a tensor over the norm that it had."""
-    change, norm = (whole(torch.linalg.vector_norm(t)).item() for t in (after - before, before))
+    change, norm = (full_tensor(torch.linalg.vector_norm(t)).item() for t in (after - before, before))
     return change / norm if norm else float("inf") if change else 0.0
 
 

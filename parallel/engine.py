@@ -20,7 +20,7 @@ from common.errors import RunError, UserError
 from hardware import device
 from kernels import activate_attention_kernel
 from model import compile_blocks
-from optim import Optimizers, copy_rows
+from optim import Optimizers, load_rows
 from parallel.exact import Exact
 from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from parallel.replicas import check_replicas
@@ -72,14 +72,14 @@ class Engine:
                 empty = {name: torch.empty(value.shape, device=world.device) for name, value in module.named_parameters()}
                 module.load_state_dict(empty, assign=True)
             for name, value in weights:
-                copy_rows(module.get_parameter(name), value)
+                load_rows(module.get_parameter(name), value)
         if not self.sharded:  # after the weights are loaded: DDP's constructor broadcasts those of rank 0
             self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches, self.compiled)
         # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
         eager = self.compiled and world.device.type == "cpu"
         self.eval_model = torch.compiler.set_stance("force_eager")(module) if eager else module
         self.parameters = dict(module.named_parameters())
-        self.names = {parameter: name for name, parameter in self.parameters.items()}
+        self.name_of = {parameter: name for name, parameter in self.parameters.items()}
         self.staging: Tensor | None = None
         # Whether the optimizer's step runs collectives although each rank computed its own gradient norm. Under fsdp the
         # norm is global.
@@ -130,9 +130,9 @@ class Engine:
 
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before, the same on all ranks."""
-        gradients = [p.grad for p in self.names if p.grad is not None]
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         # Here an update waits for the GPU. The optimizer's work hides the launches of the next one.
-        norm = whole(nn.utils.get_total_norm(gradients)).item() / self.scaler.get_scale()
+        norm = full_tensor(nn.utils.get_total_norm(gradients)).item() / self.scaler.get_scale()
         if self.shares_step:
             # Otherwise the others would wait in the step's collectives for a rank that skipped it. Only a faulty rank has
             # another norm.
@@ -141,7 +141,7 @@ class Engine:
             if not finite:
                 norm = math.nan
                 gradients[0].fill_(norm)  # so that the scaler finds it, too, and every rank has the same scale
-        unscale_gradients(self.scaler, self.names)
+        unscale_gradients(self.scaler, self.parameters.values())
         if 0 < limit < norm < math.inf:
             torch._foreach_mul_(gradients, limit / norm)
         return norm
@@ -151,12 +151,12 @@ class Engine:
 
         Zeros instead of None would do for a single run, but a resumed one starts with None: the first sums would differ.
         """
-        for parameter in self.names:
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def state(self, optimizers: Optimizers) -> dict[str, Any]:
         """The state of `optimizers` by "parameter.key": plain tensors, or tensors that are divided among the ranks."""
-        return {f"{self.names[parameter]}.{key}": value for parameter, key, value in optimizers.state()}
+        return {f"{self.name_of[parameter]}.{key}": value for parameter, key, value in optimizers.state()}
 
     @torch.no_grad()
     def gather(self, tensors: dict[str, Any], writers: dict[str, int]) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class Engine:
             if rank < group.size():  # the other groups have copies of the same rows
                 copies = {name: self.to_host(tensor) for name, tensor in gather_own(divided, writers, group)}
         for name in [name for name in tensors if name not in divided]:
-            tensor = whole(tensors[name])
+            tensor = full_tensor(tensors[name])
             if writers[name] == rank:
                 copies[name] = self.to_host(tensor.clone() if tensor.device.type == "cpu" else tensor)
         return copies
@@ -188,7 +188,7 @@ class Engine:
 
         The tensors may be in a file. Then each rank reads the rows that it holds.
         """
-        state = {parameter: {} for parameter in self.names}
+        state = {parameter: {} for parameter in self.parameters.values()}
         for name, value in tensors.items():
             parameter_name, _, key = name.rpartition(".")
             state[self.parameters[parameter_name]][key] = value
@@ -250,7 +250,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a shard; all ranks must call it. A plain tensor is whole already."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 

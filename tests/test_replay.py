@@ -153,10 +153,10 @@ def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
         made.append(weakref.ref(run.engine))
         return run
 
-    parts = replay_py.parts
+    eras = replay_py.eras
     monkeypatch.setattr(train_py, "build", build)
-    # As if a change had begun another part at step 10.
-    monkeypatch.setattr(replay_py, "parts", lambda state: parts(state) + [parts(state)[0] | {"step": 10}] * ("step" in options))
+    # As if a change had begun another era at step 10.
+    monkeypatch.setattr(replay_py, "eras", lambda state: eras(state) + [eras(state)[0] | {"step": 10}] * ("step" in options))
     replay_py.main(replay_py.ReplayConfig(str(kept), **options))  # its bits may be others in this process
     assert len(made) > 1
 

@@ -135,7 +135,7 @@ def local(tensor):
 def measured(run, original=train.train):
     status = original(run)
     states = [value for part in run.optimizers.parts for state in part.state.values() for value in state.values()]
-    held = {{"state": sum(map(local, states)), "weights": sum(map(local, run.engine.names))}}
+    held = {{"state": sum(map(local, states)), "weights": sum(map(local, run.engine.parameters.values()))}}
     with open("{folder}/" + os.environ.get("RANK", "0"), "w") as file:
         json.dump(held, file)
     return status
@@ -174,7 +174,7 @@ from watch import Watch
 def measured(*args, original=train.build):
     with Watch("cpu") as watch:
         run = original(*args)
-        sizes = [4 * parameter.numel() for parameter in run.engine.names]
+        sizes = [4 * parameter.numel() for parameter in run.engine.parameters.values()]
         record = {{"peak": watch.peak, "after": watch.alive, "weights": sum(sizes), "largest": max(sizes)}}
     Path("{folder}", os.environ.get("RANK", "0")).write_text(json.dumps(record))
     return run
