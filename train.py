@@ -238,7 +238,7 @@ def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | 
         # over the ranks: parallel/from_scratch.py shows how. (--strategy=exact divides once, at its end.)
         engine.scaler.scale(loss / engine.loss_divisor).backward()
         losses[micro_batch] = loss.detach()
-    # The mean loss travels to the host. `clip` waits for a GPU once, so the last line finds it there.
+    # Start copying the mean loss to the host. `clip` waits for the GPU anyway, so `.item()` below does not wait again.
     mean_loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
     if inspect:
         inspect()

@@ -103,7 +103,7 @@ class ScratchAllReduce(nn.Module):
     def prepare_sync(self) -> None:
         """Arrange that `sync_gradients` runs at the end of this backward. Called when its first gradient is ready."""
         # No gradient knows that it is the last one, and unused parameters have none. The autograd engine knows: it runs a
-        # queued callback when the whole backward is done, before `loss.backward()` returns. FSDP2 uses the same way.
+        # queued callback when the whole backward is done, before `loss.backward()` returns. FSDP2 does the same.
         self.sync_is_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self.sync_gradients)
 

@@ -312,7 +312,8 @@ class Stop:
 
     def _note(self, number: int, frame) -> None:
         if self.world.is_master and not self.reason:
-            with contextlib.suppress(OSError):  # nobody may read it; and print cannot be called again while it prints
+            # stderr may be closed, and print is not reentrant, so a signal handler must not call it.
+            with contextlib.suppress(OSError):
                 os.write(2, b"\nstopping after this update or the next; Ctrl-C ends at once, without saving\n")
         self.reason = self.reason or signal.Signals(number).name
         signal.signal(signal.SIGINT, signal.SIG_DFL)
