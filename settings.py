@@ -150,7 +150,7 @@ class TrainConfig:
     threads: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
     """CPU threads of each rank (0: cores // local ranks, and 1 under --strategy=exact)."""
     deterministic: bool = True
-    """Use only kernels of CUDA that give the same bits every time. Those of other devices all do."""
+    """Use only kernels of CUDA that give the same bits every time. On a CPU the model needs no others."""
     max_skipped_steps: Count = 30
     """End the run after this many updates in a row whose gradient is not finite and which were therefore skipped."""
 

@@ -133,7 +133,7 @@ def updates(config, ranks: int):
     shape = (config.train.micro_batch_size, config.model.seq_len)
     watch = Watch("cuda", fake=True)
     with fake_gpu(ranks), watch, mock.patch("data.make_batches"):
-        world = World(0, ranks, 0, min(ranks, 8), torch.device("cuda", 0))
+        world = World(0, ranks, min(ranks, 8), torch.device("cuda", 0))
         run = train.build(config, world, mock.Mock(document_token=lambda attend: None), Start(TrainState()))
         tokens = functools.partial(torch.zeros, 2, *shape, dtype=torch.long, device=world.device)
         if hasattr(run.engine.model, "reducer"):

@@ -68,7 +68,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     import torch
     from safetensors.torch import save_file
 
-    from model import GPT, initialize
+    from model import GPT, initial_weights
     from parallel.engine import Engine
     from parallel.world import connect
 
@@ -77,7 +77,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     training = settings.replace(training, **cli.flat_values(settings.resolve_model(training.model, FLAGS["vocab_size"])))
     world = connect("cpu", threads=1)
     module = GPT(training.model)
-    initialize(module, 0)
+    module.load_state_dict(dict(initial_weights(module, seed=0)))
     engine = Engine(module, training, world)
     optimizers = engine.build_optimizers(training.optim)
     size = (config.micro_batches, FLAGS["micro_batch_size"], FLAGS["seq_len"] + 1)
@@ -97,7 +97,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
 
     def timed(*works) -> list[float]:
         """Milliseconds of each of `works`, one after the other."""
-        world.barrier()
+        world.sum_over_ranks(torch.zeros(1))  # waits for all ranks
         times = [time.perf_counter()]
         for work in works:
             work()
@@ -115,7 +115,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
         save_file(weights, weights_file)
     without = [timed(alone, engine.drop_gradients)[0] for _ in range(config.updates)]
     state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
-    world.barrier()
+    world.sum_over_ranks(torch.zeros(1))
     return {
         "update_ms": statistics.median(map(sum, updates)),
         "exposed_ms": statistics.median(part for part, _ in updates) - statistics.median(without),

@@ -54,7 +54,7 @@ class Miniature:
         found, _ = retention.newest(checkpoints)
         self.warnings = []
         log = SimpleNamespace(say=lambda _: None, warn=self.warnings.append)
-        world = World(0, 1, 0, 1, torch.device("cpu"))
+        world = World(0, 1, 1, torch.device("cpu"))
         config = settings.replace(MODEL, **dict(async_save=False, save_every=0) | keep)
         self.state = checkpoint.load_state(found) if found else checkpoint.TrainState()
         self.state.begin(config, DATASET, world, found is not None, None)

@@ -125,7 +125,7 @@ def shares_are_right(batches, size: int, step: int) -> bool:
     n, B = batches.streams[0].num_windows(batches.seq_len), batches.sequences_per_update
     first, shares = batches.first_sequence(step), []
     for rank in range(size):
-        share = World(rank, size, 0, 8, torch.device("cpu")).share(B // batches.micro_batch_size)
+        share = World(rank, size, 8, torch.device("cpu")).share(B // batches.micro_batch_size)
         shares.append(batches.sequences(first + share.start, len(share))[1])
     windows, epochs = np.concatenate(shares), np.arange(first, first + B) // n
     once = len(np.unique(np.stack([epochs, windows]), axis=1).T) == B  # no window twice in an epoch
@@ -171,7 +171,7 @@ def one_rank(size: int, copies: int) -> dict:
     flags |= dict(dtype="bfloat16", compile="on", device="cuda", tokens_per_update=size * LLAMA_70B["seq_len"])
     config = settings.replace(settings.Config(), **flags)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    world = World(0, size, 0, 8, torch.device("cpu"))
+    world = World(0, size, 8, torch.device("cpu"))
     began = time.perf_counter()
     module = without_values(config.model)
     model = FullyShard(module, torch.bfloat16, world, copies)

@@ -175,7 +175,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def make_deterministic(device: torch.device, integers_only: bool) -> None:
-    """Let CUDA and NCCL use only kernels that give the same bits every time. A CPU has no others.
+    """Let CUDA and NCCL use only kernels that give the same bits every time. On a CPU the model needs no others.
 
     Call it before the process group is made: NCCL reads its variables when the first communicator is.
     integers_only: the ranks add nothing but integers, whose sum does not depend on the order.

@@ -183,7 +183,7 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
 
 
 def document_mask(config: Config, device: str) -> int:
-    """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.within_documents` has one."""
+    """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.document_mask` has one."""
     flex = device == "cuda" and not config.model.dropout
     return 0 if config.data.attend == "window" or flex else element_bytes(config) * config.model.seq_len**2
 

@@ -16,7 +16,7 @@ from checkpoints import huggingface
 from common.errors import UserError, plural
 from hardware import device, footprint, host
 from hardware.host import cores
-from model import attention_kernel
+from kernels import activate_attention_kernel
 from parallel.world import World
 from planning import rules
 from settings import Config
@@ -139,8 +139,8 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device)
     compiled = "compiled" if train.compile == "on" else "not compiled"
-    kernel = attention_kernel(model, device.DTYPES[train.dtype], world.device)
-    if config.data.attend == "document":  # as `kernels.within_documents` chooses
+    kernel = activate_attention_kernel(model, device.DTYPES[train.dtype], world.device)
+    if config.data.attend == "document":  # as `kernels.document_mask` chooses
         flex = "a mask" if model.dropout else "FlexAttention"
         kernel = f"{flex if world.device.type == 'cuda' else kernel}, within documents"
     memory = sum(footprint.of_rank(config, world.size, world.device.type).values())

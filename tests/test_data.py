@@ -26,7 +26,7 @@ ONE = (data.SHARES,)
 
 
 def world(rank, size):
-    return World(rank, size, rank, size, torch.device("cpu"))
+    return World(rank, size, size, torch.device("cpu"))
 
 
 def stream_of(sizes):

@@ -35,7 +35,7 @@ def test_auto_fits_the_micro_batch_to_the_memory_of_the_gpu(monkeypatch, kind):
     monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 8 * GIB)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 48 * GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 8 * GIB)
-    config, alone = resolved(), World(0, 1, 0, 1, torch.device(kind))
+    config, alone = resolved(), World(0, 1, 1, torch.device(kind))
     chosen = choices.fit_micro_batch(config, None, alone)
     assert chosen > 1
 
@@ -156,7 +156,7 @@ def test_evaluation_sends_pinned_batches_to_cuda_alone_without_waiting(monkeypat
         num_windows=lambda seq_len: 6,
         read_windows=lambda numbers, seq_len: np.zeros((len(numbers), seq_len + 1), np.int64),
     )
-    world = World(0, 1, 0, 1, torch.device("cpu"))
+    world = World(0, 1, 1, torch.device("cpu"))
     gpu = SimpleNamespace(
         size=1, device=torch.device(kind), share=world.share, zeros=world.zeros, sum_over_ranks=world.sum_over_ranks
     )
@@ -198,5 +198,5 @@ def test_make_train_starts_a_rank_for_each_gpu_that_torch_finds(monkeypatch, kin
 def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypatch):
     """As a T4 does, which says that it supports bfloat16 if emulation counts."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    config, alone = settings.load(["--optimizer=muon"], ""), World(0, 1, 0, 1, torch.device("cuda"))
+    config, alone = settings.load(["--optimizer=muon"], ""), World(0, 1, 1, torch.device("cuda"))
     assert choices.choose_precision(config, alone, {}) == {"dtype": "float16", "muon_dtype": "float32"}

@@ -11,7 +11,7 @@ import optim
 import settings
 from conftest import ROOT, execute
 from dataset.tokens import open_dataset
-from model import GPT, initialize
+from model import GPT, initial_weights
 from planning import dial
 
 
@@ -115,7 +115,7 @@ def change_of_activations(width, optimizer, constant):
     flags = [f"--n_embd={width}", f"--n_head={width // 32}", "--steps=256", "--tokens_per_update=2048", "--seq_len=32"]
     config = turned("--depth=4", f"--optimizer={optimizer}", "--muon_dtype=float32", "--vocab_size=384", *flags)
     module = GPT(settings.resolve_model(config.model, 384))
-    initialize(module, seed=0)
+    module.load_state_dict(dict(initial_weights(module, seed=0)))
     settled = dataclasses.replace(config.optim, lr=constant) if constant else config.optim
     optimizers, seen = optim.build(module, settled), []
     module.norm.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].detach()))

@@ -159,7 +159,7 @@ def test_the_choice_of_a_cpu_has_not_changed(preset, vocab_size, chosen):
 def test_each_rank_that_writes_a_checkpoint_needs_memory_for_it(monkeypatch):
     config = planned("--plan_gpu=cpu", "--plan_world_size=2", "--strategy=fsdp", "--max_shard_bytes=1000000")
     config = config.config
-    world, of_ranks = World(0, 2, 0, 2, torch.device("cpu")), 2 * total(footprint.of_rank(config, 2, "cpu"))
+    world, of_ranks = World(0, 2, 2, torch.device("cpu")), 2 * total(footprint.of_rank(config, 2, "cpu"))
     for copies, refuses in ((1.5, contextlib.nullcontext()), (0.75, pytest.raises(errors.UserError, match="make one of them"))):
         monkeypatch.setattr("hardware.host.memory_bytes", lambda n=copies: of_ranks + n * footprint.host_bytes(config, 1))
         with refuses:

@@ -1,22 +1,29 @@
 """replay.py and --skip_steps through the front door: was it the data or the machine, and how to leave the data out."""
 
 import json
+import math
 import re
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import data
 import machine
+import replay as replay_py
 import settings
+import train as train_py
 from checkpoints import checkpoint, lookup, retention
-from common.errors import UserError
+from common.errors import RunError, UserError
 from conftest import execute
 from dataset.tokens import Stream
+from parallel import world
 from replay import CHANGED
 
 FLAGS = dict(keep_last=0, eval_every=0)
@@ -136,6 +143,46 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     assert "step-00000020 follows from step-00000015" in out
 
 
+@pytest.mark.parametrize("options", [dict(verify=True), dict(step=9, steps=6)], ids=["verify", "steps"])
+def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
+    made = []
+
+    def build(*args, original=train_py.build):
+        assert not any(engine() for engine in made)
+        run = original(*args)
+        made.append(weakref.ref(run.engine))
+        return run
+
+    eras = replay_py.eras
+    monkeypatch.setattr(train_py, "build", build)
+    # As if a change had begun another era at step 10.
+    monkeypatch.setattr(replay_py, "eras", lambda state: eras(state) + [eras(state)[0] | {"step": 10}] * ("step" in options))
+    replay_py.main(replay_py.ReplayConfig(str(kept), **options))  # its bits may be others in this process
+    assert len(made) > 1
+
+
+@pytest.mark.parametrize(
+    "work, options", [("open_before", dict(step=3)), ("verify", dict(verify=True))], ids=["step", "verify"]
+)
+def test_a_rank_that_is_gone_is_named(kept, monkeypatch, work, options):
+    def lose(*args):
+        raise RuntimeError("[gloo] Connection closed by peer")
+
+    store = dist.HashStore()
+    monkeypatch.setattr(world, "PATIENCE", 0.1)
+    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 2, torch.device("cpu"), store))
+    monkeypatch.setattr(replay_py, work, lose)
+    with pytest.raises(RunError, match="^rank 1 no longer answers: .gloo. Connection closed by peer"):
+        replay_py.main(replay_py.ReplayConfig(str(kept), **options))
+    assert store.check(["failed"])  # so that no other rank waits for this one
+
+
+def test_the_norms_of_tensors_are_those_without_float16s_loss_scale(train):
+    train("half", dtype="float16", steps=3, save_every=0, eval_every=0)
+    step = json.loads(replay(train.runs / "half", "--step=3", "--json"))["steps"][-1]
+    assert math.hypot(*step["norms"].values()) == pytest.approx(step["grad_norm"])
+
+
 @pytest.mark.slow
 def test_three_ranks_under_exact_are_replayed_by_one_process_and_others_by_their_own_number(train):
     train("exact", ranks=3, strategy="exact", **FLAGS)
@@ -200,11 +247,12 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     assert [same[step] for step in range(7, 11)] == [True, True, None, True]
     assert "step 9  loss" in (out := replay(kept, "--step=9")) and "(not logged, so not compared; see --log_every)" in out
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
-    lost = f"step-00000012 cannot be checked from the one before: {CHANGED} at step 8,"
+    lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint between it and step 12 is left"
     assert lost in replay(kept, "--verify")
     train("kept", ranks=2, steps=14, eval_every=0, **flags | dict(keep_last=0))
     out = replay(kept, "--verify")
-    assert "step-00000014 cannot be checked here; it can by torchrun --standalone --nproc_per_node=2 replay.py" in out
+    assert "step-00000014 cannot be checked: step 14 was computed on 2 ranks" in out
+    assert f"use torchrun --standalone --nproc_per_node=2 replay.py {kept} --verify\n" in out
 
 
 def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):

@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
 
 def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
     config = settings.replace(settings.Config(), keep_last=1, keep_best=0)
-    world = World(0, 1, 0, 1, torch.device("cpu"))
+    world = World(0, 1, 1, torch.device("cpu"))
     checkpoints = checkpoint.Checkpoints(tmp_path, config, dataset=None, world=world, log=None, start_step=0)
     for step in range(1, 100):
         saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(machine.fake_checkpoint(tmp_path, s)))
@@ -297,8 +297,11 @@ def test_one_number_that_is_not_finite_on_one_rank_is_seen_by_exact(train):
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
     done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
     assert "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
-    assert retention.fault(train.latest("nan")) is None
+    newest = train.latest("nan").resolve()
+    assert retention.fault(newest) is None and f"the newest checkpoint is {newest};" in done.stderr
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
+    flags = dict(resume=newest, steps=20, max_skipped_steps=0, save_every=0, eval_every=0, status=1)
+    assert "; there is no checkpoint yet;" in train.changed(POISONED.format(bad="True"), "other", **flags).stderr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import settings
 from common.errors import UserError
 from conftest import largest_difference
-from model import GPT, initialize
+from model import GPT, initial_weights
 from parallel import engine, sharded
 from parallel.engine import Engine
 from parallel.world import connect
@@ -135,7 +135,7 @@ def local(tensor):
 def measured(run, original=train.train):
     status = original(run)
     states = [value for part in run.optimizers.parts for state in part.state.values() for value in state.values()]
-    held = {{"state": sum(map(local, states)), "weights": sum(map(local, run.engine.names))}}
+    held = {{"state": sum(map(local, states)), "weights": sum(map(local, run.engine.parameters.values()))}}
     with open("{folder}/" + os.environ.get("RANK", "0"), "w") as file:
         json.dump(held, file)
     return status
@@ -174,7 +174,7 @@ from watch import Watch
 def measured(*args, original=train.build):
     with Watch("cpu") as watch:
         run = original(*args)
-        sizes = [4 * parameter.numel() for parameter in run.engine.names]
+        sizes = [4 * parameter.numel() for parameter in run.engine.parameters.values()]
         record = {{"peak": watch.peak, "after": watch.alive, "weights": sum(sizes), "largest": max(sizes)}}
     Path("{folder}", os.environ.get("RANK", "0")).write_text(json.dumps(record))
     return run
@@ -260,7 +260,7 @@ def test_activation_checkpointing_keeps_less_for_backward():
         config = settings.replace(config, activation_checkpointing=checkpointing, dtype="float32", n_kv_head=2, compile="off")
         config = settings.replace(config, tokens_per_update=32, micro_batch_size=2)
         engine = Engine(GPT(config.model), config, connect("cpu", 1))
-        initialize(engine.module, 0)
+        engine.module.load_state_dict(dict(initial_weights(engine.module, seed=0)))
         inputs, sizes = torch.arange(32).view(2, 16), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
             engine.model(inputs, inputs)
@@ -294,21 +294,24 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
 
 # The third gradient of one rank is not finite although the sum over the ranks was.
 POISONED_RANK = """
-from parallel import engine
-seen, unscale = [], engine.unscale_gradients
-def poisoned(scaler, parameters):
+from parallel.engine import Engine
+seen = []
+def poisoned(self, limit, clip=Engine.clip):
     seen.append(1)
     if os.environ["RANK"] == "1" and len(seen) == 3:
-        next(p for p in parameters if p.grad is not None).grad.view(-1)[0] = float("nan")
-    unscale(scaler, parameters)
-engine.unscale_gradients = poisoned
+        next(p for p in self.parameters.values() if p.grad is not None).grad.view(-1)[0] = float("nan")
+    return clip(self, limit)
+Engine.clip = poisoned
 """
 
 
-@pytest.mark.parametrize("flags", [dict(strategy="zero1"), dict(strategy="ddp", optimizer="muon")], ids=str)
+@pytest.mark.parametrize(
+    "flags", [dict(strategy="zero1"), dict(strategy="ddp", optimizer="muon"), dict(strategy="zero1", dtype="float16")], ids=str
+)
 def test_one_rank_whose_gradient_is_not_finite_does_not_leave_the_others_waiting(train, flags):
     done = train.changed(POISONED_RANK, "alone", 2, steps=6, timeout_minutes=0.2, **flags)
     assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
+    assert train.state("alone")["grad_scaler"].get("scale", 2**15) == 2**15  # float16's is halved on rank 0, too
 
 
 def test_float8_is_refused_where_there_is_none(train):
