@@ -26,6 +26,7 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 
 # isort: split
+import forks
 import gpu_probe
 import settings
 from common import errors
@@ -90,7 +91,7 @@ class Bench:
 
     def operation(self, name: str, function: Callable, *arguments, limit: float = LIMIT):
         """The measurement `name`: a function in a fork."""
-        return self.measure(name, lambda at: machine.in_forks(function, *arguments, folder=at, limit=limit)[0], limit)
+        return self.measure(name, lambda at: forks.in_forks(function, *arguments, folder=at, limit=limit)[0], limit)
 
     def config(self, preset: str, **changes) -> settings.Config:
         """A preset on this device and the made tokens."""
@@ -281,7 +282,7 @@ def main(args: list[str]) -> int:
         work, tiny = folder / "work", options.tiny == "true"
         work.mkdir()
         device = "cpu" if tiny else "cuda"
-        facts = machine.in_forks(gpu_probe.facts, folder=folder, limit=LIMIT)[0]
+        facts = forks.in_forks(gpu_probe.facts, folder=folder, limit=LIMIT)[0]
         if not facts["gpus"] and not tiny:
             raise UserError("no CUDA device: these questions need a GPU and its torch; --tiny=true tries them on a CPU")
         out = Path(options.out or (work if tiny else machine.RESULTS), "gpu.json")

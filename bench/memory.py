@@ -12,6 +12,7 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 
 # isort: split
+import forks
 import settings
 from hardware import footprint, host
 from planning import plan
@@ -48,7 +49,7 @@ def of_settings(config: machine.Predictions) -> int:
     adds up the bytes of the tensors that are alive: what `max_memory_allocated` is on a GPU. Prints bytes of the rank with the
     highest peak and writes memory.json. Ends with 1 if a prediction is more than 10 % off. Two minutes on two cores.
     """
-    machine.prepare_to_fork()
+    forks.prepare_to_fork()
     with machine.workspace() as folder:
         machine.make_tokens(folder / "tokens", 200_000, BASE["vocab_size"])
         return machine.hold_against("memory", measured(config.only, folder), config, most=0.1)
@@ -61,7 +62,7 @@ def measured(only: str, folder: Path) -> Iterator[dict]:
             flags = BASE | flags
             flags["tokens_per_update"] = ranks * micro_batches * flags["micro_batch_size"] * flags["seq_len"]
             own = machine.arguments("", **flags, tokens=folder / "tokens", out_dir=folder, name=f"run{number}")[1:]
-            rows = machine.in_forks(two_updates, settings.load(own, ""), folder=folder, ranks=ranks)
+            rows = forks.in_forks(two_updates, settings.load(own, ""), folder=folder, ranks=ranks)
             yield {"setting": name, "ranks": ranks, "flags": flags} | max(rows, key=lambda row: row["measured"])
 
 
@@ -96,14 +97,14 @@ def of_ranks(config: RanksConfig) -> int:
     flags = dict(architecture="llama", n_layer=config.n_layer, n_embd=1024, n_head=16, d_ff=2816, tie_embeddings="false")
     flags |= dict(vocab_size=384, optimizer="adamw", seq_len=128, micro_batch_size=1, tokens_per_update=config.ranks * 128)
     flags |= dict(device="cpu", compile="off", eval_tokens=128)
-    machine.prepare_to_fork()
+    forks.prepare_to_fork()
     held: dict[str, dict[str, list[float]]] = {"ddp": {}, "fsdp": {}}
     with machine.workspace() as folder:
         machine.make_tokens(folder / "tokens", 20_000, 384)
         for strategy, (start, steps) in itertools.product(held, {"begun": 2, "resumed": 4}.items()):
             own = flags | dict(strategy=strategy, tokens=folder / "tokens", out_dir=folder, name=strategy, steps=steps)
             training = settings.load(machine.arguments("", **own)[1:], "")
-            sizes = held[strategy][start] = machine.in_forks(resident_after, training, folder=folder, ranks=config.ranks)
+            sizes = held[strategy][start] = forks.in_forks(resident_after, training, folder=folder, ranks=config.ranks)
             print(f"{strategy:<5} {start:<8} {', '.join(f'{size / 1e9:.2f}' for size in sizes)} GB", flush=True)
     ddp, fsdp = (max(map(max, starts.values())) for starts in held.values())
     print(f"the largest rank of fsdp holds {fsdp / ddp:.2f} of what the largest of ddp does")

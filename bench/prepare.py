@@ -21,8 +21,9 @@ from pathlib import Path
 
 import machine  # puts the project's folder on the path
 from common.errors import UserError
+from forks import in_fresh_process
 from hardware.host import cores
-from machine import in_fresh_process, ratio, spread
+from machine import ratio, spread
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ import machine  # puts the project's folder on the path
 import numpy as np
 
 import data
+import forks
 import settings
 from common import cli
 from hardware import footprint, gpus
@@ -73,7 +74,7 @@ def main(config: ScaleConfig) -> int:
         return machine.hold_against("step_time", step_times(config), config, most=0.25)
     parts = {"sampler": sampler, "startup": startup, "scaling": scaling}
     chosen = {name: part for name, part in parts.items() if config.part in ("all", name)}
-    result = {name: machine.in_fresh_process(measure) for name, measure in chosen.items()}
+    result = {name: forks.in_fresh_process(measure) for name, measure in chosen.items()}
     if config.part == "all":
         print(machine.write("scale", result, Path(config.out)))
     return 0

@@ -26,8 +26,9 @@ import machine  # puts the project's folder on the path
 import numpy as np
 
 from common.errors import RunError, UserError
+from forks import in_fresh_process
 from hardware import host
-from machine import in_fresh_process, in_turns, ratio, run_until, spread, timed
+from machine import in_turns, ratio, run_until, spread, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65

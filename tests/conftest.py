@@ -20,8 +20,10 @@ from safetensors.torch import load_file
 import machine
 import settings
 import warm
+from checkpoints import retention
 from common import cli
-from machine import ROOT
+from common.files import publish_directory
+from machine import ROOT, damage  # noqa: F401  for tests
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
 STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
@@ -217,11 +219,13 @@ def nothing_is_left():
         yield
 
 
-def damage(path):
-    """Change the last byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def fake_checkpoint(checkpoints, step):
+    """Publish a checkpoint of a few bytes that is intact by its manifest."""
+    with publish_directory(retention.step_directory(checkpoints, step)) as directory:
+        for name in (*retention.FILES, "model.safetensors", "optimizer.safetensors"):
+            (directory / name).write_text(json.dumps({"step": step}))
+        retention.write_manifest(directory)
+    return retention.step_directory(checkpoints, step)
 
 
 def largest_difference(a, b):

@@ -11,7 +11,7 @@ import drill
 import machine
 import same_run
 from common import files
-from conftest import ROOT, environment
+from conftest import ROOT, environment, fake_checkpoint
 
 
 def run(script, out, result, case="", **flags):
@@ -87,7 +87,7 @@ def test_hard_kills_finds_no_unusable_state_and_reports_one(tokens, tmp_path, ca
 def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(tmp_path):
     assert drill.examine(tmp_path, 0) == [] and drill.newest_step(tmp_path) == 0
     for step in (3, 4):
-        machine.fake_checkpoint(tmp_path, step)
+        fake_checkpoint(tmp_path, step)
     files.link(tmp_path / "latest", tmp_path / "step-00000004")
     assert drill.examine(tmp_path, 4) == [] and drill.killed_while(tmp_path) == "no checkpoint under way"
     assert "of step 5 and is now of step 4" in drill.examine(tmp_path, 5)[0]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import forks
 import gpu
 import gpu_probe
 import machine
@@ -158,7 +159,7 @@ def test_a_device_on_which_a_model_learns_otherwise_is_seen(bench):
 def test_a_fork_that_fails_says_why_and_one_that_hangs_is_killed(tmp_path, capsys):
     (tmp_path / "b").mkdir()
     with capsys.disabled(), pytest.raises(RunError, match="failed within 60 s: ZeroDivisionError"):
-        machine.in_forks(lambda: 1 / 0, folder=tmp_path, limit=60)
+        forks.in_forks(lambda: 1 / 0, folder=tmp_path, limit=60)
     with pytest.raises(RunError, match="was not done within 0 s"):
-        machine.in_forks(lambda: __import__("time").sleep(60), folder=tmp_path / "b", limit=0.3)
-    assert machine.in_forks(lambda: [1, None], folder=tmp_path / "b", limit=60) == [[1, None]]
+        forks.in_forks(lambda: __import__("time").sleep(60), folder=tmp_path / "b", limit=0.3)
+    assert forks.in_forks(lambda: [1, None], folder=tmp_path / "b", limit=60) == [[1, None]]

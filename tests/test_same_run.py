@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import machine
 import settings
 from checkpoints import checkpoint, retention
-from conftest import STRATEGIES, before_update, damage, wait_for
+from conftest import STRATEGIES, before_update, damage, fake_checkpoint, wait_for
 from parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
 from parallel.world import World
 
@@ -177,7 +176,7 @@ def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
     world = World(0, 1, 0, 1, torch.device("cpu"))
     checkpoints = checkpoint.Checkpoints(tmp_path, config, dataset=None, world=world, log=None, start_step=0)
     for step in range(1, 100):
-        saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(machine.fake_checkpoint(tmp_path, s)))
+        saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(fake_checkpoint(tmp_path, s)))
         saver.start()
         while saver.is_alive():
             checkpoints.prune(checkpoint.TrainState())
