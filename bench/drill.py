@@ -39,6 +39,7 @@ DDP_VARIANTS = {"--grad_compression=bf16": BF16, "several buckets, compiled": SE
 DDP_VARIANTS |= {"several buckets, --grad_compression=bf16": SEVERAL_BUCKETS | BF16}
 DDP_VARIANTS |= {"several buckets, Muon, bfloat16": SEVERAL_BUCKETS | dict(optimizer="muon", dtype="bfloat16")}
 CORRUPTION_RANKS = 3
+TRIALS = 4  # flips of each kind under each strategy
 CORRUPTION = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
 CORRUPTION |= dict(save_every=1, keep_last=0)
 PLACES = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
@@ -127,10 +128,8 @@ def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
 
     checkpoints, chance, moments, unusable = run / "checkpoints", random.Random(0), Counter(), []
     for number in tqdm(range(1, config.kills + 1), unit="kill", dynamic_ncols=True):
-        before, ranks = (
-            newest_step(checkpoints),
-            chance.randint(1, config.ranks) if config.strategy == "exact" else config.ranks,
-        )
+        before = newest_step(checkpoints)
+        ranks = chance.randint(1, config.ranks) if config.strategy == "exact" else config.ranks
         statuses = train(ranks, run, flags, limit=120, enough=random_instant(checkpoints, before, chance))
         if any(status != signal.SIGKILL for status in statuses):
             raise RunError(f"attempt {number} ended before its kill: {forks.failure(run, statuses)}")
@@ -266,14 +265,7 @@ class Fault:
     seed: int
 
 
-@dataclass(frozen=True)
-class CorruptionConfig(machine.Options):
-    strategies: str = "ddp,zero1,exact"
-    trials: int = 4
-    """Flips of each kind under each strategy."""
-
-
-def corruption(config: CorruptionConfig) -> int:
+def corruption(config: machine.Options) -> int:
     """What finds a bit that flips silently, and how late?
 
     Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the
@@ -288,13 +280,12 @@ def corruption(config: CorruptionConfig) -> int:
 
     chance, trials = random.Random(0), []
     with machine.workspace() as runs:
-        for strategy in config.strategies.split(","):
+        for strategy in ("ddp", "zero1", "exact"):
             flags = dict(CORRUPTION, strategy=strategy, tokens=config.tokens)
             undisturbed = train_to_the_end(CORRUPTION_RANKS, runs / strategy, flags)
-            for number, kind in enumerate([kind for kind in PLACES for _ in range(config.trials)]):
-                fault = Fault(
-                    kind, chance.randrange(CORRUPTION_RANKS), chance.randint(2, flags["steps"] - 5), chance.randrange(2**32)
-                )
+            for number, kind in enumerate(kind for kind in PLACES for _ in range(TRIALS)):
+                rank, step = chance.randrange(CORRUPTION_RANKS), chance.randint(2, flags["steps"] - 5)
+                fault = Fault(kind, rank, step, seed=chance.randrange(2**32))
                 run = runs / f"{strategy}-{number}"
                 completed = not any(train(CORRUPTION_RANKS, run, flags, fault))
                 by, step = discovery(strategy, run, fault, completed, completed and machine.digests(run) == undisturbed)
@@ -387,5 +378,5 @@ if __name__ == "__main__":
         __doc__,
         kills=(KillsConfig, kills),
         resume=(ResumeConfig, resume),
-        corruption=(CorruptionConfig, corruption),
+        corruption=(machine.Options, corruption),
     )

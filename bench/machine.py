@@ -126,7 +126,7 @@ def start(ranks: int = 1, **flags) -> subprocess.Popen:
 
 def run(ranks: int = 1, **flags) -> None:
     """Run train.py to its end. Raises RunError with its last output if it fails."""
-    timed(command(ranks, **flags)[1:], ROOT, OMP_NUM_THREADS="1")
+    timed(command(ranks, **flags)[1:], OMP_NUM_THREADS="1")
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -148,7 +148,7 @@ def all_cores() -> dict[str, str]:
     return {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
 
 
-def timed(command: list, cwd: Path, **variables: str) -> float:
+def timed(command: list, cwd: Path = ROOT, **variables: str) -> float:
     """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
     began, arguments = time.perf_counter(), [sys.executable, *map(str, command)]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -235,7 +235,7 @@ def digests(run: Path) -> dict[str, str]:
 def prepare_tokens(directory: str) -> None:
     """Prepare the embedded corpus in `directory` if there is no dataset."""
     if not (ROOT / directory / "dataset.json").exists():
-        timed(["prepare_data.py", f"--out={directory}"], ROOT)
+        timed(["prepare_data.py", f"--out={directory}"])
 
 
 @contextlib.contextmanager
