@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -11,14 +10,12 @@ import drill
 import machine
 import same_run
 from common import files
-from conftest import ROOT, environment, fake_checkpoint
+from conftest import execute, fake_checkpoint
 
 
 def run(script, out, result, case="", **flags):
     """Run a benchmark to its end. Returns its output and the JSON it wrote."""
-    command = [sys.executable, *machine.arguments(f"bench/{script}.py", case, out=out, **flags)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = execute([sys.executable, *machine.arguments(f"bench/{script}.py", case, out=out, **flags)], timeout=300, fork=False)
     return done.stdout, json.loads((out / f"{result}.json").read_text())
 
 
