@@ -181,7 +181,7 @@ def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
     assert train.state("fixed")["step"] == 10
 
 
-def test_resume_off_and_resume_from_another_run(train, shared):
+def test_resume_off_and_resume_from_another_run(train):
     train("first", steps=5)
     assert "--name" in train("first", steps=5, resume="off", status=2).stderr
     train("branch", steps=10, resume=train.runs / "first")
