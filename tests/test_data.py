@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import data
 from common.errors import RunError, UserError
-from conftest import wait_for
+from conftest import foreign_tokens, wait_for
 from dataset.tokens import Stream, open_dataset, open_shard, write_shard
 from parallel.world import World
 
@@ -140,20 +140,13 @@ def test_identity_is_of_the_tokens_not_of_the_place(tmp_path):
     assert open_dataset(make(tmp_path / "b", train=(501, 300))).identity != a
 
 
-def test_foreign_directories_are_read_without_conversion(tmp_path):
+@pytest.mark.parametrize("kind", ["llm.c", "nanoGPT", "build-nanogpt"])
+def test_foreign_directories_are_read_without_conversion(tmp_path, kind):
     tokens = np.random.default_rng(1).integers(0, 50257, 3000).astype(np.uint16)
-    llmc, nano, build = (tmp_path / name for name in ("llmc", "nanogpt", "build"))
-    for directory in (llmc, nano, build):
-        directory.mkdir()
-    for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
-        write_shard(llmc / f"fineweb_{split}_000001.bin", part, 50257)
-        part.tofile(nano / f"{split}.bin")
-        np.save(build / f"edufineweb_{split}_000001.npy", part)
-    for directory in (llmc, nano, build):
-        dataset = open_dataset(directory)
-        assert np.array_equal(dataset.splits["train"].shards[0][:], tokens[:2000])
-        assert np.array_equal(dataset.splits["val"].shards[0][:], tokens[2000:])
-        assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
+    dataset = open_dataset(foreign_tokens(tmp_path / "other", kind, tokens))
+    assert np.array_equal(dataset.splits["train"].shards[0][:], tokens[:2000])
+    assert np.array_equal(dataset.splits["val"].shards[0][:], tokens[2000:])
+    assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 
 from common import errors
 from common.errors import UserError
-from conftest import ROOT, execute
+from conftest import ROOT, content, execute
 from dataset import sources, tokenizer
 from dataset.tokens import open_dataset, open_shard
 from prepare_data import PrepareConfig, prepare
@@ -58,10 +58,6 @@ class Made:
         assert tokens[0] == self.metadata["eot_token"]
         starts = np.flatnonzero(tokens == self.metadata["eot_token"])
         return [self.tokenizer.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
-
-
-def content(directory):
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def write_lines(path, documents=DOCUMENTS):
