@@ -170,7 +170,7 @@ def open_files(run: Run, continues: bool) -> None:
     if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config))
     facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-    state.wandb_run_id = log.start_boards(config, state.step, state.wandb_run_id if continues else "", facts)
+    state.wandb_run_id = log.start_trackers(config, state.step, state.wandb_run_id if continues else "", facts)
 
 
 def train(run: Run) -> int:
@@ -210,9 +210,6 @@ def train(run: Run) -> int:
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
-    if config.log.wandb_artifact:
-        facts = {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss}
-        log.save_artifact(run.checkpoints.directory / "latest", facts)
     run.progress.check_finite(state, run.val_loss, loss)
     run.progress.done(state, run.dataset)
     return 0

@@ -55,7 +55,7 @@ class Miniature:
         self.warnings = []
         log = SimpleNamespace(say=lambda _: None, warn=self.warnings.append)
         world = World(0, 1, 0, 1, torch.device("cpu"))
-        config = settings.replace(MODEL, async_save=False, save_every=0, **keep)
+        config = settings.replace(MODEL, **dict(async_save=False, save_every=0) | keep)
         self.state = checkpoint.load_state(found) if found else checkpoint.TrainState()
         self.state.begin(config, DATASET, world, found is not None, None)
         self.checkpoints = checkpoint.Checkpoints(checkpoints, config, DATASET, world, log, self.state.step)

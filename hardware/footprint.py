@@ -14,7 +14,7 @@ SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps it
 # Tensors may take this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
 # the estimate is wrong by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
 USABLE = 0.9
-CPU_BYTES = 1 << 28  # Activations of a CPU may take these: few enough for its caches, enough to hide the time of Python
+CPU_BYTES = 1 << 28  # of activations on a CPU: few enough for its caches, enough to hide Python's overhead
 
 
 def widths(model: ModelConfig) -> tuple[int, int, int, int]:

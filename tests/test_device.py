@@ -89,6 +89,24 @@ def test_float8_on_nvidia_is_told_by_the_compute_capability(monkeypatch, capabil
     assert not device.has_float8(torch.device("cpu"))
 
 
+def test_a_user_without_a_name_may_compile(monkeypatch):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError, as in a container that does not know the user
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    assert device.choose_compile("on", torch.device("cpu"), "bfloat16", 0) == "on"
+    assert os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+
+
+@pytest.mark.parametrize("limit, cores", [("150000 100000", 2), ("max 100000", 64), ("9900000 100000", 64), (None, 64)])
+def test_the_cores_of_a_container_are_those_of_its_quota(monkeypatch, tmp_path, limit, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(host, "CPU_LIMIT", tmp_path / "cpu.max", raising=False)
+    if limit:
+        host.CPU_LIMIT.write_text(limit + "\n")
+    assert host.cores() == cores
+
+
 def test_the_peak_of_an_unknown_gpu_is_measured_once(monkeypatch):
     made = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Nobody Knows 1")

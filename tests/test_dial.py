@@ -106,7 +106,7 @@ def test_a_run_keeps_what_the_dial_has_set(tokens, tmp_path):
 def test_the_plans_of_several_depths_are_a_table():
     command = [sys.executable, ROOT / "train.py", ROOT / "config" / "gpt2_124m.toml", "--plan", "--tokens=tokens/none"]
     rows = execute([*command, "--plan_depths=12,40"]).stdout.splitlines()
-    assert [row.split()[:2] for row in rows] == [["depth", "width"], ["12", "768"], ["40", "2,560"], ["!:", "more"]]
+    assert [row.split()[:2] for row in rows] == [["depth", "width"], ["12", "768"], ["40", "2,560"], ["!:", "does"]]
     one = execute([*command, "--depth=12"]).stdout
     assert rows[1].split()[3] in one and rows[1].split()[4] in one  # the batch and the steps
     assert "as in 12,16,20,24" in execute([*command, "--plan_depths=12,x"], status=2).stderr

@@ -257,6 +257,9 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
         ({"model.norm.weight": None}, "no model.norm.weight"),
         ({"model.norm.bias": torch.zeros(16)}, "unknown model.norm.bias"),
         ({"model.norm.weight": torch.zeros(15)}, "model.norm.weight has the wrong shape"),
+        ({"model.norm.weight": torch.zeros(())}, "model.norm.weight has the wrong shape"),
+        ({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}, "model.norm.weight is I8"),
+        ({"model.norm.weight": torch.zeros(16, dtype=torch.complex64)}, "model.norm.weight is C64"),
     ]:
         save_file({name: value for name, value in (tensors | change).items() if value is not None}, path)
         with pytest.raises(UserError, match=named):

@@ -14,6 +14,7 @@ import data
 import machine
 import settings
 from checkpoints import checkpoint, lookup, retention
+from common.errors import UserError
 from conftest import content, execute
 from dataset.tokens import Stream
 from replay import CHANGED
@@ -96,6 +97,12 @@ def test_skipped_batches_are_left_out_and_nothing_else():
     assert [skipping.first_sequence(step) // 4 for step in range(5)] == [1, 4, 5, 7, 8]
     assert (skipping.batch(1, 1) == plain.batch(4, 1)).all()
     assert lookup.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and lookup.seen_by(2, (5,)) == []
+
+
+@pytest.mark.parametrize("wrong", ["x", "5-", "-5", "0", "3--4", "7-5", "1-2-3"])
+def test_skip_steps_that_are_none_are_refused(wrong):
+    with pytest.raises(UserError, match=f"--skip_steps={wrong} must be steps"):
+        settings.load([f"--skip_steps={wrong}"], "")
 
 
 def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path):

@@ -268,7 +268,7 @@ torch.Tensor.backward = poisoned
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
     third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
     done = train.changed(POISONED.format(bad=third), "nan", ranks, strategy=strategy, steps=6, max_skipped_steps=2)
-    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
     assert train.state("nan")["skipped"] == 1
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
@@ -287,7 +287,7 @@ Exact.gradient_ready = poisoned
 
 def test_one_number_that_is_not_finite_on_one_rank_is_seen_by_exact(train):
     done = train.changed(POISONED_PARAMETER, "nan", 2, strategy="exact", steps=6)
-    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 

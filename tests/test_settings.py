@@ -84,8 +84,6 @@ def test_booleans(word, value):
         (["--rope_scaling=llama3"], "such as Llama 3.1's 8,1,4,8192"),
         (["--plan_mfu=0.5"], "--plan_mfu needs --plan"),
         (["--skip_steps=1-1000000000000"], "at most 1,000,000 in all"),
-        *[([f"--skip_steps={wrong}"], f"--skip_steps={wrong} must be steps") for wrong in ("x", "5-", "0", "3--4", "7-5")],
-        (["--wandb_artifact"], "--wandb_artifact needs --wandb=online or --wandb=offline"),
         (["--name=a/b"], "--out_dir"),
     ],
 )
@@ -112,7 +110,7 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     [
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
         ("lrr = 1\n", "unknown key lrr; perhaps you meant --lr"),
-        ("[model]\nlr = 1\n[optim]\nlr = 2\n", "mine.toml: lr stands there twice; leave one"),
+        ("[model]\nlr = 1\n[optim]\nlr = 2\n", "mine.toml: lr is given twice; keep one"),
         ('[optim]\nlr = "1"\n', r"mine.toml: lr must be NUMBER, not '1'"),
         ("[optim]\nlr = true\n", r"lr must be NUMBER, not True"),
         ("[train]\nsteps = 10.0\n", r"steps must be INTEGER, not 10.0"),
@@ -155,7 +153,7 @@ name out_dir seed resume plan plan_world_size max_minutes tokens order skip_step
 n_kv_head n_embd d_ff seq_len dropout tie_embeddings init_from optimizer lr min_lr warmup_steps schedule weight_decay
 beta1 beta2 grad_clip steps tokens_per_update micro_batch_size device dtype compile threads strategy replicate
 grad_compression check_replicas_every eval_every eval_tokens save_every keep_last keep_best async_save log_every
-wandb wandb_project wandb_group wandb_tags wandb_artifact
+wandb wandb_project
 """
 
 
@@ -214,7 +212,7 @@ def test_config_toml_reads_back(name, lr, steps, tied):
 
 def test_config_toml_is_a_preset(tmp_path):
     config = load("--lr=0.125", "--tie_embeddings=false", "--name=again")
-    (tmp_path / "config.toml").write_text(settings.dumps(config))
+    (tmp_path / "config.toml").write_text(settings.dumps(config) + 'wandb_tags = "of an older version"\n')
     assert load(str(tmp_path / "config.toml")) == config
 
 
@@ -433,7 +431,7 @@ def test_what_a_failing_test_leaves_is_ended():
     wait_for(lambda: not stat.exists() or stat.read_text().split()[2] == "Z")  # which it is until somebody has asked after it
 
 
-def test_windows_itself_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(UserError, match="use WSL"):
-        errors.begin()
+@pytest.mark.parametrize("script", ["train.py", "plot.py"])
+def test_windows_itself_is_refused(script):
+    start = f"import runpy, sys; sys.platform = 'win32'; sys.path[:0] = ['.']; runpy.run_path('{script}', run_name='__main__')"
+    assert re.fullmatch("error: .*use WSL.*\n", execute([sys.executable, "-c", start], status=2).stderr)

@@ -280,7 +280,7 @@ def test_fsdp_in_bfloat16_stays_near_float32_and_saves_float32(train, one):
 def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_all_ranks(train, strategy):
     third = POISONED.format(bad="os.environ['RANK'] == '0' and len(calls) == 3 * 6")
     done = train.changed(third, "nan", 2, strategy=strategy, steps=6, dtype="float16", **ADAMW)
-    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
     state = json.loads((train.latest("nan") / "trainer_state.json").read_text())
     assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15
@@ -302,7 +302,7 @@ engine.unscale_gradients = poisoned
 @pytest.mark.parametrize("flags", [dict(strategy="zero1"), dict(strategy="ddp", optimizer="muon")], ids=str)
 def test_one_rank_whose_gradient_is_not_finite_does_not_leave_the_others_waiting(train, flags):
     done = train.changed(POISONED_RANK, "alone", 2, steps=6, timeout_minutes=0.2, **flags)
-    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
 
 
 def test_float8_is_refused_where_there_is_none():
