@@ -9,10 +9,11 @@ import torch
 
 import optim
 import settings
+from common.errors import UserError
 from conftest import ROOT, execute
 from dataset.tokens import open_dataset
 from model import GPT, initial_weights
-from planning import dial
+from planning import dial, rules
 
 
 def turned(*args):
@@ -72,9 +73,10 @@ def test_steps_and_batch_agree_whichever_is_given():
         (["--depth=2", "--n_head=7"], "is not a multiple of --n_head=7"),
     ],
 )
-def test_a_wrong_depth_is_refused(tokens, tmp_path, flags, said):
-    command = [sys.executable, ROOT / "train.py", *flags, f"--tokens={tokens}", f"--out_dir={tmp_path}"]
-    assert said in execute(command, status=2).stderr
+def test_a_wrong_depth_is_refused(flags, said):
+    with pytest.raises(UserError) as refused:
+        rules.check(turned(*flags), 1)
+    assert said in str(refused.value)
 
 
 def test_a_text_of_ten_lines_is_refused(tmp_path):

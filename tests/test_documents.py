@@ -149,7 +149,7 @@ def meta_of_characters(count):
     return pickle.dumps(content)
 
 
-def test_the_benchmark_counts_what_windows_cut_and_packs_without_loss(tmp_path, rng):
+def test_the_benchmark_counts_what_windows_cut_and_packs_without_loss(rng):
     seq_len, lengths = 32, rng.integers(1, 80, size=200)
     text = np.repeat(np.arange(200), lengths)  # which document each token belongs to
     windows = [text[at : at + seq_len] for at in range(0, len(text), seq_len)]

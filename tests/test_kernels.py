@@ -210,7 +210,7 @@ def test_cudnn_s_attention_goes_first_where_bits_may_differ(monkeypatch, determi
     assert torch._C._get_sdp_priority_order() == usual
 
 
-def test_the_preferred_kernel_is_chosen_in_compiled_code_too(monkeypatch):
+def test_the_preferred_kernel_is_chosen_in_compiled_code_too():
     """The compiler takes the choice as a part of its graph, which it would have to break otherwise."""
 
     def attend(q):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import disk
-import power_cut
 from checkpoints import retention
 from checkpoints.retention import write_manifest
 from common import files
+from conftest import damage
 from power_cut import MEMORY, SCENARIOS, Cases, Miniature, Saves
 
 
@@ -61,7 +61,7 @@ def test_the_driver_notices_what_would_lose_a_checkpoint(memory, monkeypatch, ta
 
 
 DAMAGES = [
-    lambda path: power_cut.damage(path / "model.safetensors"),
+    lambda path: damage(path / "model.safetensors"),
     lambda path: os.truncate(path / "optimizer.safetensors", 10),
     lambda path: (path / "manifest.json").unlink(),
     shutil.rmtree,

@@ -21,7 +21,7 @@ import settings
 import train as train_py
 from checkpoints import checkpoint, lookup, retention
 from common.errors import RunError, UserError
-from conftest import execute
+from conftest import content, execute
 from dataset.tokens import Stream
 from parallel import world
 from replay import CHANGED
@@ -41,11 +41,6 @@ def reseal(checkpoint):
     retention.write_manifest(checkpoint)
 
 
-def everything_in(directory):
-    """Every file below a directory, with its content."""
-    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
-
-
 @pytest.fixture(scope="module")
 def kept(shared):
     """A run that keeps all its checkpoints."""
@@ -54,7 +49,7 @@ def kept(shared):
 
 
 def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
-    before = everything_in(kept)
+    before = content(kept)
     out = replay(kept, "--step=13")
     assert "replaying steps 11 to 13" in out and "bit for bit; look at the data" in out
     losses = [float(x) for x in re.findall(r"^ +([\d.]+)  sequence \d+: .*/train_00000\d.bin from token", out, re.M)]
@@ -66,7 +61,7 @@ def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
     assert len(sixth["sequences"]) == 24 and len(sixth["norms"]) == len(sixth["updates"]) > 10
     mean = sum(row["loss"] for row in sixth["sequences"]) / 24
     assert mean == pytest.approx(sixth["loss"], rel=1e-5)  # the sequences are those of the step
-    assert everything_in(kept) == before
+    assert content(kept) == before
 
 
 def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):

@@ -1,23 +1,22 @@
 """Sharded training: the same run as one process, a share of the memory, and checkpoints that fit every strategy."""
 
 import json
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import machine
 import settings
 from common.errors import UserError
-from conftest import largest_difference
+from conftest import TINY, largest_difference
 from model import GPT, initial_weights
 from parallel import engine, sharded
 from parallel.engine import Engine
 from parallel.world import connect
 from planning import rules
 from test_same_run import POISONED
-from test_train import GENTLE, wait_for
+from test_train import GENTLE
 
 ADAMW = dict(GENTLE, optimizer="adamw")
 MUON = dict(GENTLE, optimizer="muon")
@@ -199,7 +198,8 @@ def test_muon_continues_on_other_strategies_and_ranks(train, shared):
     # 60 micro-batches for any of the ranks; the last of five has none of a key's 16 rows.
     flags = dict(MUON, schedule="constant", n_kv_head=1, tokens_per_update=960, micro_batch_size=1)
     shared("muon_constant", **flags)
-    for strategy, ranks, steps in (("fsdp", 4, 5), ("ddp", 1, 8), ("fsdp", 5, 12), ("zero1", 3, 16), ("fsdp", 2, 20)):
+    legs = [("fsdp", 4, 5), ("exact", 1, 8), ("fsdp", 5, 12), ("zero1", 3, 16), ("scratch_overlap", 2, 18), ("fsdp", 2, 20)]
+    for strategy, ranks, steps in legs:
         train("legs", ranks, strategy=strategy, **dict(flags, steps=steps))
     updates, expected = (
         [r for r in runs.metrics(name) if "loss" in r] for runs, name in ((train, "legs"), (shared, "muon_constant"))
@@ -211,22 +211,16 @@ def test_muon_continues_on_other_strategies_and_ranks(train, shared):
 @pytest.mark.parametrize(
     "name, flags",
     [
-        ("dropout_zero1", dict(strategy="zero1")),
-        ("dropout_fsdp", dict(strategy="fsdp")),
         ("dropout_2x2", dict(strategy="fsdp", replicate=2, ranks=4)),
         ("dropout_2x3", dict(strategy="fsdp", replicate=2, ranks=6)),
     ],
 )
-def test_a_killed_run_continues_bit_identically(train, shared, name, flags):
+def test_a_killed_run_of_several_copies_continues_bit_identically(train, shared, name, flags):
     flags = DROPOUT | flags
     shared(name, **flags)
-    process = train.start("killed", **flags)
-    wait_for(lambda: (train.runs / "killed" / "checkpoints" / "step-00000010").exists())
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    train.kill("killed", (train.runs / "killed" / "checkpoints" / "step-00000010").exists, **flags)
     train("killed", **flags)
-    assert train.files("killed") == shared.files(name)
-    assert train.metrics("killed") == shared.metrics(name)
+    train.assert_same("killed", name, of=shared)
 
 
 # The C library is not asked to keep the memory that is freed.
@@ -314,7 +308,7 @@ def test_one_rank_whose_gradient_is_not_finite_does_not_leave_the_others_waiting
     assert train.state("alone")["grad_scaler"].get("scale", 2**15) == 2**15  # float16's is halved on rank 0, too
 
 
-def test_float8_is_refused_where_there_is_none(train):
+def test_float8_is_refused_where_there_is_none():
     with pytest.raises(UserError, match="--fp8=true: this cpu device has no float8 products"):
         engine.use_float8(torch.nn.Module(), SimpleNamespace(device=torch.device("cpu")))
 
@@ -335,10 +329,10 @@ def test_float8_is_refused_without_the_compiler():
         (dict(replicate=0), "--replicate must be greater than 0"),
     ],
 )
-def test_what_does_not_go_together_is_refused(train, flags, said):
-    refused = train("refused", status=2, env={"RANK": "0", "WORLD_SIZE": "3"}, **flags)
-    assert refused.stderr.startswith("error: ") and said in refused.stderr and "Traceback" not in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+def test_what_does_not_go_together_is_refused(flags, said):
+    with pytest.raises(UserError) as refused:
+        rules.check(settings.load(machine.arguments("", **TINY | flags)[1:], ""), 3)
+    assert said in str(refused.value) and len(str(refused.value).splitlines()) == 1
 
 
 def test_ranks_that_write_no_checkpoint_have_no_part_in_the_writers_group(train):

@@ -46,6 +46,21 @@ def test_a_run_learns_and_leaves_the_promised_directory(shared):
     assert state["best_val_loss"] == min(record["val_loss"] for record in evaluations[:-1])  # saved before the last
 
 
+def test_the_document_explains_every_file_and_every_field(shared):
+    parts = (ROOT / "docs/metrics.md").read_text().split("\n## ")
+    files, fields, checkpoint = (
+        {name.rstrip("/") for row in re.findall(r"^\|([^|]*`[^|]*)\|", part, re.M) for name in re.findall(r"`([^`]+)`", row)}
+        for part in (parts[0], parts[1], next(part for part in parts if part.startswith("A checkpoint")))
+    )
+    run = shared.runs / "plain"
+    sometimes = {"prediction.json", "metrics.jsonl.unreadable", "tensorboard", "wandb"}
+    there = {path.name for path in run.iterdir()} - {"checkpoints"}
+    assert {name for name in files if "/" not in name} - {"best"} == there | sometimes
+    told = set().union(*map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    assert fields | {"time"} == told | {"skipped", "val_loss/NAME", "val_bpb/NAME"}
+    assert {path.name for path in shared.latest("plain").iterdir()} <= checkpoint
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])  # a qwen3 is opened in test_export.py
 def test_a_checkpoint_is_a_hugging_face_model(train, architecture):
     flags = dict(architecture=architecture, steps=3, n_kv_head=0 if architecture == "gpt2" else 1)
@@ -139,9 +154,10 @@ def test_wandb_is_not_imported_when_off(train):
     assert "torch" in imported and "wandb" not in imported
 
 
-def test_compile_without_a_compiler_falls_back_with_one_warning(train, shared):
+def test_compile_without_a_compiler_falls_back_with_one_warning(train):
     done = train("fallback", compile="on", steps=5, env={"PATH": "", "CXX": "no-such-compiler"})
     assert (done.stdout + done.stderr).count("going on without it") == 1
+    assert tomllib.loads((train.runs / "fallback" / "config.toml").read_text())["train"]["compile"] == "off"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -164,7 +180,7 @@ def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
     assert train.state("fixed")["step"] == 10
 
 
-def test_resume_off_and_resume_from_another_run(train, shared):
+def test_resume_off_and_resume_from_another_run(train):
     train("first", steps=5)
     assert "--name" in train("first", steps=5, resume="off", status=2).stderr
     train("branch", steps=10, resume=train.runs / "first")

@@ -173,7 +173,7 @@ def test_ranks_that_were_started_differently_are_refused(train, tokens, tmp_path
         (0, "", "", "MASTER_ADDR and MASTER_PORT do not say where rank 0 is"),
     ],
 )
-def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, monkeypatch, rank, port, waits, ends):
+def test_a_rank_that_waits_for_others_says_so_and_ends_in_time(train, rank, port, waits, ends):
     if port == 0:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
