@@ -152,7 +152,14 @@ def begin(args: list[str]) -> Ladder:
         other = sorted(set(before["command"]) ^ set(words))
         what = f"settings ({' '.join(other)})" if before["tokens"] == facts["tokens"] else "tokens"
         raise UserError(f"{directory} is a ladder of other {what}; choose another --name, or delete it")
-    return Ladder(config, options, words, names, directory, mixture.vocab_size, min(mixture.once.values()), facts)
+    ladder = Ladder(config, options, words, names, directory, mixture.vocab_size, min(mixture.once.values()), facts)
+    shortest = min(HORIZONS) * ladder.most
+    if shortest < (least := ladder.fewest(shortest)):
+        raise UserError(
+            f"the text has {ladder.available:,.0f} tokens, too few for a ladder: its shortest run would have {shortest:,.0f} "
+            f"tokens and needs {least:,.0f}; prepare more text, or lower --seq_len or --tokens_per_update"
+        )
+    return ladder
 
 
 def spell(flags: dict) -> list[str]:
@@ -183,7 +190,7 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     rungs, times = divide(ladder, budget), 1.0
     if rungs:
         return rungs
-    while not divide(ladder, times * budget) and times < 1e9:
+    while not divide(ladder, times * budget):
         times *= 1.2
     least = f"--minutes={times * ladder.options.minutes:.2g}" if ladder.options.minutes else f"--flops={times * budget:.2g}"
     raise UserError(f"the budget is too small for a ladder of models of this shape; {least} may do")

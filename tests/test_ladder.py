@@ -113,6 +113,7 @@ def test_a_ladder_of_other_tokens_or_settings_is_refused(climbed, tokens, tmp_pa
         (dict(flops=0), "say how long all may take"),
         (dict(minutes=1), "in one of two ways: --minutes=60"),
         (dict(flops=1e6), "the budget is too small for a ladder of models of this shape; --flops="),
+        (dict(tokens_per_update=16 * 10**5), "tokens, too few for a ladder: its shortest run would have"),
         (dict(depth=3), "--depth is what the ladder finds"),
         (dict(steps=3), "--steps is what the ladder finds"),
         (dict(share=1.5), "--share must be"),
