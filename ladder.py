@@ -147,9 +147,10 @@ def begin(args: list[str]) -> Ladder:
     words = [*args[: len(args) - len(flags)], *spell({name: cli.flat_values(config)[name] for name in forwarded})]
     mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     directory = Path(config.run.out_dir, f"ladder-{config.run.name or mixture.names[0]}")
-    facts: law.Facts = {"tokens": mixture.identity, "command": words}
-    if (path := directory / "ladder.json").exists() and (before := law.read(path)["facts"]) != facts:
-        other = sorted(set(before["command"]) ^ set(words))
+    facts: law.Facts = {"tokens": mixture.identity, "command": words, "preset": files.sha256(preset)}
+    # An older ladder.json does not say what its preset held.
+    if (path := directory / "ladder.json").exists() and facts | (before := law.read(path)["facts"]) != facts:
+        other = sorted(set(before["command"]) ^ set(words)) or [f"{preset} has changed"]
         what = f"settings ({' '.join(other)})" if before["tokens"] == facts["tokens"] else "tokens"
         raise UserError(f"{directory} is a ladder of other {what}; choose another --name, or delete it")
     ladder = Ladder(config, options, words, names, directory, mixture.vocab_size, min(mixture.once.values()), facts)

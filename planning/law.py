@@ -101,6 +101,7 @@ class Facts(TypedDict):
 
     tokens: str  # the sha256 of the dataset
     command: list[str]  # the preset and the flags of train.py
+    preset: NotRequired[str]  # the sha256 of the preset
 
 
 class Foretold(TypedDict):

@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from common.errors import EX_TEMPFAIL
+import ladder
+from common.errors import EX_TEMPFAIL, UserError
 from conftest import ROOT, environment, execute
 from planning import law
 
@@ -105,6 +106,18 @@ def test_a_ladder_of_other_tokens_or_settings_is_refused(climbed, tokens, tmp_pa
     execute([sys.executable, ROOT / "prepare_data.py", ROOT / "optim.py", f"--out={other}", "--tokenizer=bytes"])
     assert "is a ladder of other tokens; choose another --name" in execute(command(other, runs), status=2).stderr
     assert "is a ladder of other settings" in execute(command(tokens, runs, lr=0.5), status=2).stderr
+
+
+def test_a_ladder_of_a_preset_that_was_edited_is_refused(tokens, tmp_path):
+    preset, flags = tmp_path / "mine.toml", command(tokens, tmp_path)[2:]
+    preset.write_text("lr = 0.01")
+    begun = ladder.begin([str(preset), *flags])
+    begun.directory.mkdir()
+    ladder.record(begun)
+    assert ladder.begin([str(preset), *flags]).facts == begun.facts
+    preset.write_text("lr = 0.02")
+    with pytest.raises(UserError, match=rf"is a ladder of other settings \({preset} has changed\); choose another --name"):
+        ladder.begin([str(preset), *flags])
 
 
 @pytest.mark.parametrize(
