@@ -97,12 +97,12 @@ class PrepareConfig:
 
 
 def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile], list[dict]]:
-    """The files of all sources in order, and the record of each source for dataset.json. Raises UserError.
+    """The files of all sources in order, each once, and the record of each source for dataset.json. Raises UserError.
 
     A source on the hub stays at the commit that it had on the first start. If the dataset is finished, the hub is not asked.
     """
     earlier, finished = earlier_sources(directory), (directory / "dataset.json").exists()
-    all_files, records = [], []
+    by_path, records = {}, []
     for source in sources:
         record = {"path": source}
         if source.startswith(hub.SCHEME) and finished:
@@ -124,8 +124,9 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
             if others:
                 say(f"{source}: skipped {errors.plural(others, 'file')} of other types")
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
-        all_files += found
-    return all_files, records
+        for file in found:
+            by_path.setdefault(os.path.abspath(file.path), file)
+    return list(by_path.values()), records
 
 
 def earlier_sources(directory: Path) -> dict[str, dict]:

@@ -281,6 +281,14 @@ def test_the_order_of_the_sources_does_not_matter(here):
     assert content("one") == content("two")
 
 
+def test_a_file_that_is_in_several_sources_is_read_once(here):
+    (here / "corpus").mkdir()
+    write_lines(here / "corpus" / "a.jsonl")
+    make("corpus", "corpus/", "corpus/a.jsonl", here / "corpus" / ".." / "corpus", out="often", val_fraction=0.2)
+    once = make("corpus", out="once", val_fraction=0.2)
+    assert Made(here / "often").documents("train") == once.documents("train")
+
+
 def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     write_lines(here / "a.jsonl")
     make("a.jsonl")
