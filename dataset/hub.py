@@ -61,7 +61,7 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
     """The files at an address that end in one of `suffixes`, at a commit, in order. Raises UserError.
 
     In a pattern * and ? stand for characters other than /, and [...] for one of some. downloads: the folder for the files of
-    all repositories.
+    all commits.
     """
     from huggingface_hub import HfApi, RepoFile
 
@@ -78,7 +78,7 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
             if path.is_absolute() or ".." in path.parts:
                 raise UserError(f"{source}: the repository lists {entry.path}, which leads out of it")
             digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
-            found.append(HubFile(repository, commit, entry.path, entry.size, digest, downloads / repository))
+            found.append(HubFile(repository, commit, entry.path, entry.size, digest, downloads / commit))
     return sorted(found, key=lambda file: PurePosixPath(file.path))
 
 
@@ -103,8 +103,8 @@ def download(file: HubFile) -> None:
 
 
 def remove_unfinished(downloads: Path) -> None:
-    """Remove what huggingface_hub keeps beside the files of each repository: unfinished files, and notes on finished ones."""
-    for notes in downloads.glob("*/*/.cache"):
+    """Remove what huggingface_hub keeps beside the files of each commit: unfinished files, and notes on finished ones."""
+    for notes in downloads.glob("*/.cache"):
         shutil.rmtree(notes)
 
 

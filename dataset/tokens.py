@@ -36,7 +36,7 @@ Part = Annotated[str, Meta(pattern=r"\A[1-9]\d{0,3}/[1-9]\d{0,3}\Z")]  # as in -
 AddedToken = TypedDict("AddedToken", {"id": TokenId, "content": Annotated[str, Meta(min_length=1)], "special": bool})
 AddedTokens = TypedDict("AddedTokens", {"added_tokens": list[AddedToken]}, total=False)
 # In dataset.json: a source of the text, the tokenizer, and the settings of prepare_data.py that are recorded if they are given.
-Source = TypedDict("Source", {"path": Required[str], "revision": str, "files": Count, "bytes": Count}, total=False)
+Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
 TokenizerRecord = TypedDict("TokenizerRecord", {"name": str, "sha256": Sha256})
 Options = TypedDict("Options", {"column": str, "max_tokens": Count, "part": Part, "shard_tokens": Count}, total=False)
 
