@@ -30,7 +30,8 @@ FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_en
 DOWNLOAD_SECONDS = 30
 LARGEST_TRAINED = 1_000_000  # N of train:N
 LONGEST_RUN = 2_000_000  # characters of white space that are encoded at once
-LONGEST_TOKEN = 1 << 16  # bytes; BPE trained on a text that repeats itself makes long ones
+LONGEST_WORD = 1 << 12  # characters of a word that train:N learns from: time grows with the square of its length
+LONGEST_TOKEN = 1 << 12  # bytes; BPE trained on a text that repeats itself makes long ones
 
 # Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
 # end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
@@ -159,9 +160,14 @@ def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = _pre_tokenizer(TRAINED_PATTERN)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=list(byte_chars().values()), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=list(byte_chars().values()),
+        max_token_length=LONGEST_TOKEN,
+        show_progress=False,
     )
-    model.train_from_iterator(texts, trainer)
+    long = re.compile(rf"(\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}})")
+    model.train_from_iterator((piece for text in texts for piece in long.split(text)), trainer)
     vocabulary = model.get_vocab()
     special = {END_OF_TEXT: vocabulary.pop(END_OF_TEXT)}
     return from_ranks(_ranks(vocabulary), TRAINED_PATTERN, special, name)

@@ -122,6 +122,14 @@ def test_too_little_text_gives_the_vocabulary_reached():
     assert ours.encode("abab").max() < ours.vocab_size
 
 
+@pytest.mark.parametrize("text", ["=" * 300_000, "一" * 20_000, "acgt" * 75_000], ids=["=", "一", "acgt"])
+def test_training_on_a_word_without_end_takes_seconds(text):
+    began = time.monotonic()
+    ours = tokenizer.resolve("train:300", lambda: [f"{text} {TEXT}", text])
+    assert time.monotonic() - began < 20  # 300,000 of = took minutes
+    assert ours.vocab_size == 300 and ours.fast and ours.decode(ours.encode(text[:9000])) == text[:9000]
+
+
 def test_training_compresses(made):
     ours, _, _ = made["train:1000"]
     assert len(TEXT.encode()) / len(ours.encode(TEXT)) > 2.5
