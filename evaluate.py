@@ -24,7 +24,7 @@ import data
 import settings
 from checkpoints import checkpoint, huggingface, lookup
 from common import cli, errors
-from common.errors import UserError
+from common.errors import UserError, say
 from common.records import Count
 from dataset.tokens import Stream
 from hardware import device
@@ -90,9 +90,14 @@ def main(config: EvaluateConfig) -> None:
     if config.seq_len > model.config.seq_len:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
     notes = huggingface.check_tokenizer(directory, mixture.tokenizer)
-    for note in notes if config.tokens else ():  # a run without a tokenizer is evaluated on its own tokens
-        print(note, flush=True)
     world = connect(config.device)
+
+    def tell(line: str) -> None:
+        if world.is_master:
+            say(line)
+
+    for note in notes if config.tokens else ():  # a run without a tokenizer is evaluated on its own tokens
+        tell(note)
     model.to(world.device)
     autocast = partial(device.autocast, world.device, device.choose_dtype(config.dtype, world.device))
     seq_len = config.seq_len or model.config.seq_len
@@ -100,11 +105,10 @@ def main(config: EvaluateConfig) -> None:
     for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
         losses.append(evaluate(model, stream, seq_len, micro_batch_size, config.eval_tokens, world, autocast))
         evaluated = num_windows(stream, seq_len, config.eval_tokens) * seq_len
-        print(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
-        print(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
+        tell(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
+        tell(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
     if len(losses) > 1:
-        print(f"{directory} on {mixture}")
-        print(describe(*list(mixture.validation(losses).values())[:2]))
+        tell(f"{directory} on {mixture}\n{describe(*list(mixture.validation(losses).values())[:2])}")
 
 
 def describe(loss: float, bits: float | None) -> str:

@@ -71,7 +71,10 @@ def main(config: SampleConfig) -> None:
     given = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
     prompt = [] if typed else encode(text, given, model)
-    own_device = connect(config.device).device
+    world = connect(config.device)
+    if not world.is_master:
+        return
+    own_device = world.device
     model.to(own_device)
     for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
     dtype = device.choose_dtype(for_one_token, own_device)
