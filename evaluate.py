@@ -113,7 +113,8 @@ def main(config: EvaluateConfig) -> None:
 
 def describe(loss: float, bits: float | None) -> str:
     """A loss in nats a token in all its units."""
-    return f"loss {loss:.4f}  perplexity {math.exp(loss):.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")
+    perplexity = math.inf if loss > 709 else math.exp(loss)  # math.exp raises an error where it would be infinite
+    return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")
 
 
 def trained_on(directory: Path) -> DataConfig | None:
