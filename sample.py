@@ -180,18 +180,16 @@ def converse(model, text, options: tuple) -> None:
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
     """The text of `prompt` and of each token of `new`, end-of-text left out; bytes wait for the rest of their character."""
-    tokens = [token for token in prompt if token != text.eot_token]
-    yield text.decode(tokens)
-    tokens, shown = [], 0
+    yield text.decode([token for token in prompt if token != text.eot_token])
+    tokens = []  # since the last whole character
     for token in new:
         if token == text.eot_token:
             break
         tokens.append(token)
-        whole = text.decode(tokens)
-        if not whole.endswith("\ufffd"):
-            yield whole[shown:]
-            shown = len(whole)
-    yield text.decode(tokens)[shown:]
+        if not (piece := text.decode(tokens)).endswith("\ufffd"):
+            yield piece
+            tokens = []
+    yield text.decode(tokens)
 
 
 if __name__ == "__main__":
