@@ -25,11 +25,10 @@ import settings
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Origin, TrainState
 from common import cli, errors, files
-from common.errors import UserError
+from common.errors import UserError, say
 from common.records import Count
 from dataset.tokens import read_metadata
 from reports.log import LOSSES, read_records
-from settings import Config
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SHOWN = 5  # sources of a dataset that the card names
@@ -106,27 +105,26 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
     source, warnings = lookup.find(config.run)
     for warning in warnings:
-        print(f"warning: {warning}", flush=True)
+        say(f"warning: {warning}")
     state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
     tokenizer = source / "tokenizer.json"
     eot_token = files.read_json(source / "generation_config.json", GenerationConfig)["eos_token_id"]
-    training = settings.replace(Config(), **state.settings)
     with files.publish_directory(out) as directory:
         dtype = getattr(torch, config.dtype)
         huggingface.write_model(
             directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, int(number) * UNITS[unit]
         )
-        (directory / "config.toml").write_text(settings.dumps(training))
+        (directory / "config.toml").write_text(settings.dumps(state.config))
         parameters = sum(value.numel() for value in weights.values())
-        (directory / "README.md").write_text(card(source, state, training, parameters, config.dtype))
+        (directory / "README.md").write_text(card(source, state, parameters, config.dtype))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     weights_files = errors.plural(len(list(out.glob("*.safetensors"))), "weights file")
-    print(f"{source} is now {out}: {weights_files}, {size:,} bytes, {config.dtype}")
+    say(f"{source} is now {out}: {weights_files}, {size:,} bytes, {config.dtype}")
 
 
-def card(source: Path, state: TrainState, training: Config, parameters: int, dtype: str) -> str:
+def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
     """The model card of a checkpoint."""
-    run, last = source.parent.parent, state.history[-1]
+    run, last, training = source.parent.parent, state.history[-1], state.config
     ranks, exact = last["world_size"], training.parallel.strategy == "exact"
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
     repeats = f"The weights are the same bit for bit on {'any' if exact else 'the same'} number of ranks, with these versions "

@@ -1,5 +1,6 @@
 """export.py through its front door: what it publishes is what transformers and --init_from take, and what it refuses."""
 
+import dataclasses
 import json
 import sys
 
@@ -9,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 import export
+from checkpoints import checkpoint
 from common import cli
 from common.errors import UserError
 from conftest import execute
@@ -94,4 +96,7 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
     for size in ("5", "GB", "-1GB", "0MB", "1.5GB", "5XB"):
         assert "--max_shard_size" in refused(run, f"--out={out}", f"--max_shard_size={size}")
     assert "neither a run" in refused(tmp_path, f"--out={out}")
+    state = dataclasses.replace(checkpoint.load_state(shared.latest("plain")), settings={"strategy": "other"})
+    with pytest.raises(UserError, match="settings.strategy must be"):
+        export.card(shared.latest("plain"), state, 1, "float32")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
