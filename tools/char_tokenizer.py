@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tyro
 
 from common import cli, errors, files
-from common.errors import UserError
+from common.errors import UserError, say
 from dataset import tokenizer
 
 # The opcodes that pickle writes for dictionaries, strings and whole numbers. None of them executes anything.
@@ -51,7 +51,7 @@ def main(config: CharConfig) -> None:
     if out.exists() and tokenizer.load(out).sha256 != made.sha256:
         raise UserError(f"{out} is another tokenizer; remove it, or choose another --out")
     made.save(out)
-    print(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
+    say(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
 
 
 def read_meta(path: Path) -> list[str]:
