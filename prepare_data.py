@@ -163,14 +163,19 @@ def sample(source_files: list[SourceFile], text: TextFormat) -> Iterator[str]:
 
 def prepare(config: PrepareConfig) -> None:
     """Make the dataset directory that `config` describes, finish it, or find it finished. Raises UserError."""
-    began = time.perf_counter()
-    options, part = read_options(config), read_part(config)
-    directory, text = out_directory(config), TextFormat(config.column, config.max_document_bytes)
+    options, part, directory = read_options(config), read_part(config), out_directory(config)
     if part:
         if (directory / "dataset.json").exists():
             raise UserError(f"--part={config.part}: {directory} already holds a whole dataset; choose another --out")
         directory = part_directory(directory, *part)
         options |= {"part": f"{part[0]}/{part[1]}", "shard_tokens": config.shard_tokens}  # what joining needs
+    with files.held(directory):
+        fill(directory, config, options, part)
+
+
+def fill(directory: Path, config: PrepareConfig, options: dict, part: tuple[int, int] | None) -> None:
+    """Write the dataset, or a part of it, into a directory that no other process writes to. Raises UserError."""
+    began, text = time.perf_counter(), TextFormat(config.column, config.max_document_bytes)
     source_files, records = find_files(sorted(set(config.sources)) or [EMBEDDED], directory)
     request = {
         "source": records,
@@ -242,14 +247,17 @@ def read_part(config: PrepareConfig) -> tuple[int, int] | None:
 
 
 def out_directory(config: PrepareConfig) -> Path:
-    """Where the dataset is made."""
+    """Where the dataset is made. Raises UserError where neither --out nor a source says it."""
     if config.out:
         return Path(config.out)
     if not config.sources:
         return Path("tokens/python")
     if config.sources[0].startswith(hub.SCHEME):
         return Path("tokens") / hub.parse_address(config.sources[0])["repository"].partition("/")[2]
-    return Path("tokens") / Path(config.sources[0]).resolve().name.split(".")[0]
+    name = Path(config.sources[0]).resolve().name.lstrip(".").partition(".")[0]
+    if not name:
+        raise UserError(f"{config.sources[0]} gives a dataset no name; add --out=tokens/NAME")
+    return Path("tokens") / name
 
 
 def encode_files(

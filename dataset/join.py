@@ -37,6 +37,12 @@ def part_files(source_files: list[SourceFile], number: int, count: int) -> range
 
 def join(directory: Path) -> None:
     """Make one dataset of the parts in `directory`, and remove them. Raises UserError."""
+    with files.held(directory):
+        join_held(directory)
+
+
+def join_held(directory: Path) -> None:
+    """`join` in a directory that no other process writes to."""
     files.remove_unfinished(directory)
     if (directory / "dataset.json").exists() and not list(directory.glob("part-*")):
         say(f"{directory} already holds this dataset")

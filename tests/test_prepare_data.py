@@ -16,12 +16,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common import errors
+from common import errors, files
 from common.errors import UserError
 from conftest import ROOT, execute
 from dataset import sources, tokenizer
 from dataset.tokens import open_dataset, open_shard
-from prepare_data import PrepareConfig, prepare
+from prepare_data import PrepareConfig, out_directory, prepare
 
 DOCUMENTS = [
     f"Document {i}: the naïve quick brown fox 🙂 jumps {i * i} times.\r\n\n" + "    lazy dog\n" * (i % 7) for i in range(150)
@@ -339,6 +339,21 @@ def test_files_that_are_not_utf8_are_named(here):
     assert "warning: 1 file with bytes that are not UTF-8, which became U+FFFD: text/b.txt\n" in out
 
 
+def test_the_first_source_names_the_dataset(here):
+    for source, name in ((".notes", "notes"), ("a.b.txt", "a"), ("hf://datasets/owner/na.me", "na.me")):
+        assert out_directory(PrepareConfig((source,))) == Path("tokens", name)
+    with pytest.raises(UserError, match="/ gives a dataset no name; add --out=tokens/NAME"):
+        out_directory(PrepareConfig(("/",)))
+
+
+def test_two_processes_do_not_write_one_dataset(here):
+    write_lines(here / "a.jsonl")
+    with files.held(here / "out"), pytest.raises(UserError, match="out is in use by another process"):
+        make("a.jsonl")
+    assert not (here / "out").exists()
+    make("a.jsonl")
+
+
 def test_a_directory_with_other_files_is_refused(here):
     write_lines(here / "a.jsonl")
     (here / "out").mkdir()
@@ -348,11 +363,16 @@ def test_a_directory_with_other_files_is_refused(here):
     assert content("out") == {"train.bin": b"mine"}
 
 
-def test_an_unfinished_dataset_of_another_request_is_begun_anew(here):
+def test_an_unfinished_dataset_of_another_request_is_begun_anew(here, capsys):
     write_lines(here / "a.jsonl")
     with pytest.raises(errors.UserError, match="val_fraction"):
         make("a.jsonl", val_fraction=1e-9, tokenizer="train:300")
+    assert "anew" not in capsys.readouterr().out
     made = make("a.jsonl", shard_tokens=1000)
+    assert (
+        "out: the unfinished dataset there is of other sources or settings, or damaged; it is made anew\n"
+        in capsys.readouterr().out
+    )
     make("a.jsonl", out="clean", shard_tokens=1000)
     assert content(made.directory) == content("clean")
 
