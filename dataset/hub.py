@@ -9,14 +9,13 @@ import os
 import re
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from common import files
-from common.errors import FULL_DISK, UserError
+from common.errors import FULL_DISK, UserError, complain
 
 SCHEME = "hf://"
 ADDRESS = re.compile(
@@ -130,7 +129,7 @@ def retry(name: str, request: Callable):
             reason = f"{name}: {explain(error, status)}"
             if seconds is None or status in (401, 403, 404) or is_offline():
                 raise UserError(reason) from None
-            print(f"{reason}; trying again in {seconds} s", file=sys.stderr, flush=True)
+            complain(f"{reason}; trying again in {seconds} s")
             time.sleep(seconds)
 
 
