@@ -113,7 +113,6 @@ class Tokenizer:
                         f"{self.name} cannot encode a text with more than {LONGEST_RUN:,} characters of white space in a row; "
                         "take it out, or use --tokenizer=train:N, which has another pattern"
                     ) from None
-        self.slow.encode_special_tokens = True
         try:
             return np.array(self.slow.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         except KeyboardInterrupt:
@@ -262,6 +261,7 @@ def from_json(text: str, name: str) -> Tokenizer:
         raise UserError(f"{name} is not a tokenizer.json: {error}") from None
     slow.no_truncation()
     slow.no_padding()
+    slow.encode_special_tokens = True  # one that a text spells out is text
     for token, i in added.items():
         if slow.token_to_id(token) != i:
             raise UserError(f"{name}: added token {token!r} has the id {i}, and the vocabulary means {slow.token_to_id(token)}")
