@@ -95,13 +95,8 @@ class ExportConfig:
 
 def main(config: ExportConfig) -> None:
     """Publish the copy, all of it or nothing. Raises UserError."""
-    out = Path(config.out)
-    if not config.out:
-        raise UserError("--out=DIR is missing, the directory to make")
-    if out.exists():
-        raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
-    number, unit = config.max_shard_size[:-2], config.max_shard_size[-2:].upper()
-    if unit not in UNITS or not (number.isdecimal() and len(number) < 20) or int(number) < 1:
+    out, max_shard_size = cli.new_directory(config.out), cli.read_quantity(config.max_shard_size, UNITS)
+    if not max_shard_size:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
     source, warnings = lookup.find(config.run)
     for warning in warnings:
@@ -112,7 +107,7 @@ def main(config: ExportConfig) -> None:
     with files.publish_directory(out) as directory:
         dtype = getattr(torch, config.dtype)
         huggingface.write_model(
-            directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, int(number) * UNITS[unit]
+            directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, max_shard_size
         )
         (directory / "config.toml").write_text(settings.dumps(state.config))
         parameters = sum(value.numel() for value in weights.values())

@@ -135,7 +135,7 @@ def begin(args: list[str]) -> Ladder:
     default = LadderCommand(settings.read_preset(preset))
     command = cli.parse(LadderCommand, flags, __doc__, default, "[config/NAME.toml]")
     config, options = command.config, command.ladder
-    names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    names = settings.given(flags)
     if (options.minutes > 0) == (options.flops > 0):
         raise UserError("say how long all may take, in one of two ways: --minutes=60, or in operations --flops=1e17")
     refuse(f"--{name} is what the ladder finds; leave it out" for name in ("depth", "steps", "n_layer") if name in names)

@@ -18,9 +18,7 @@ if __name__ == "__main__":
 
     errors.begin()
 
-import hashlib
 import io
-import json
 import re
 import shutil
 import time
@@ -51,7 +49,7 @@ from dataset.sources import (
     read_units,
 )
 from dataset.tokenizer import load, resolve
-from dataset.tokens import read_metadata
+from dataset.tokens import digest, read_metadata
 from dataset.writer import DatasetWriter, Unfinished, is_finished, read_progress
 from hardware.host import cores
 
@@ -190,7 +188,7 @@ def fill(directory: Path, config: PrepareConfig, options: dict, part: tuple[int,
         shutil.rmtree(downloads, ignore_errors=True)
         say(f"{directory} already holds this dataset")
         return
-    request["listing"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
+    request["listing"] = digest([(file.name, file.size) for file in source_files])
     progress = read_progress(directory, request, ignore="downloads")
     hub.remove_unfinished(downloads)
     if part:
@@ -224,8 +222,7 @@ def read_options(config: PrepareConfig) -> dict:
     if config.column != "text":
         options["column"] = config.column
     if config.max_tokens:
-        number = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)([KMBT]?)", config.max_tokens.upper())
-        options["max_tokens"] = round(float(number[1]) * MULTIPLES[number[2]]) if number else 0
+        options["max_tokens"] = cli.read_quantity(config.max_tokens, MULTIPLES)
         if not 2 <= options["max_tokens"] < 1 << 62:
             raise UserError(f"--max_tokens={config.max_tokens} is not a number of tokens such as 500M or 10B")
     return options

@@ -62,7 +62,7 @@ def turn(command: Command, args: list[str]) -> Command:
 def given_names(args: list[str]) -> set[str]:
     """The settings that a command line gives by flags, and if --depth is not one of them, by its preset."""
     preset, flags = settings.divide(args)
-    names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    names = settings.given(flags)
     if "depth" not in names:
         content = tomllib.loads(preset.read_text())  # its tables are headings
         names |= {name for key, keys in content.items() for name in (keys if isinstance(keys, dict) else [key])}

@@ -20,7 +20,7 @@ from conftest import execute
 def exported(shared, tmp_path_factory):
     """The export of an undisturbed run in small shards, and what the command printed."""
     out = tmp_path_factory.mktemp("export") / "model"
-    done = execute([sys.executable, "export.py", shared.runs / "plain", f"--out={out}", "--max_shard_size=20KB"])
+    done = execute([sys.executable, "export.py", shared.runs / "plain", f"--out={out}", "--max_shard_size=20.0KB"])
     return out, done.stdout
 
 
@@ -93,7 +93,7 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
     assert "nothing is overwritten" in refused(run, f"--out={tmp_path}")
     assert "nothing is overwritten" in refused(run, f"--out={tmp_path}/mine")
     assert "--out" in refused(run)
-    for size in ("5", "GB", "-1GB", "0MB", "1.5GB", "5XB"):
+    for size in ("5", "GB", "-1GB", "0MB", "1.GB", "5XB"):
         assert "--max_shard_size" in refused(run, f"--out={out}", f"--max_shard_size={size}")
     assert "neither a run" in refused(tmp_path, f"--out={out}")
     state = dataclasses.replace(checkpoint.load_state(shared.latest("plain")), settings={"strategy": "other"})

@@ -44,11 +44,7 @@ class GPTConfig:
 
 def main(config: ConvertConfig) -> None:
     """Convert, all of it or nothing. Raises UserError."""
-    out = Path(config.out)
-    if not config.out:
-        raise UserError("--out=DIR is missing, the directory to make")
-    if out.exists():
-        raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
+    out = cli.new_directory(config.out)
     tensors, model = read_checkpoint(Path(config.checkpoint))
     if config.tokenizer:
         eot_token = tokenizer.load(config.tokenizer).eot_token
