@@ -22,7 +22,7 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# All benchmarks that need neither another program nor a GPU. They take more than an hour on two cores without other load.
+# Six benchmarks behind the README's promises. They take more than an hour on two cores without other load.
 bench: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
 	for script in same_run.py "drill.py resume" "drill.py kills" "grad_sync.py exact" "grad_sync.py strategies" prepare.py; do \

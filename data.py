@@ -9,6 +9,7 @@ of ranks.
 
 import functools
 import itertools
+import math
 import os
 import re
 import time
@@ -101,7 +102,7 @@ class Mixture:
         weights = [share / SHARES for share in self.shares]
         sizes = [weight * dataset.bytes_per_token for weight, dataset in zip(weights, self.datasets, strict=True)]
         loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-        record = {"val_loss": loss, "val_bpb": loss / float(np.log(2)) / sum(sizes) if all(sizes) else None}
+        record = {"val_loss": loss, "val_bpb": loss / math.log(2) / sum(sizes) if all(sizes) else None}
         for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
             if len(self.datasets) > 1:
                 record |= {f"val_loss/{name}": loss, f"val_bpb/{name}": dataset.bits_per_byte(loss)}

@@ -3,6 +3,7 @@
 Autograd would read and write memory more often than these need. Each one is tested against the plain formula.
 """
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -15,54 +16,59 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from hardware.footprint import SHORT, rows_at_a_time
+from settings import ModelConfig
 
 # Where bits may differ from run to run, cuDNN's attention goes first: 632 TFLOP/s on an H100, where PyTorch's own has 329
 # (pytorch/pytorch#142132). PyTorch itself takes it last, and not at all under --deterministic=true.
-FREE_KERNELS = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("CUDNN", "FLASH", "EFFICIENT")] + [SDPBackend.MATH]
+SDPA_PRIORITY = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, within: "Tensor | BlockMask | None" = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Tensor | BlockMask | None" = None) -> Tensor:
     """Causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]. Returns [B, H, T, D].
 
     The T queries belong to the last T of the S tokens, so each of them sees S - T earlier tokens, and itself, and no later one.
-    Dropout acts on the attention weights. within: what `within_documents` returns, where T = S.
+    Dropout acts on the attention weights. mask: what `document_mask` returns, where T = S.
     """
     T, S, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
-    if isinstance(within, BlockMask):
+    if isinstance(mask, BlockMask):
         flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-        return flex(q, k, v, block_mask=within, enable_gqa=grouped)
+        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     if q.device.type == "cpu" and q.dtype is torch.bfloat16 and T == S <= SHORT:
-        return short_attention(q, k, v, dropout_p, within)
-    if within is not None:
-        return F.scaled_dot_product_attention(q, k, v, within, dropout_p, enable_gqa=grouped)
-    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=grouped)
-    if q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not has_flash_attention_3():
-        with sdpa_kernel(FREE_KERNELS, set_priority=True):
-            return attend(q, k, v, mask, dropout_p, is_causal=T == S)
-    return attend(q, k, v, mask, dropout_p, is_causal=T == S)
+        return short_attention(q, k, v, dropout_p, mask)
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, enable_gqa=grouped)
+    if T not in (1, S):
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    free = q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not has_flash_attention_3()
+    with sdpa_kernel(SDPA_PRIORITY, set_priority=True) if free else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
 
 
 def has_flash_attention_3() -> bool:
-    """Whether `choose_attention_kernel` has put FlashAttention 3 in the place of PyTorch's own."""
-    return bool(getattr(torch.nn.attention, "current_flash_attention_impl", bool)())
+    """Whether `activate_attention_kernel` has put FlashAttention 3 in the place of PyTorch's own."""
+    return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
-def within_documents(starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":
-    """What keeps `attention` within documents. starts: for each token [B, T] the place in its window where its document starts.
+def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":
+    """What keeps `attention` within documents. document_starts [B, T]: the position where the document of each token starts.
 
-    On CUDA it is FlexAttention's mask (Dong et al. 2024), which computes no block between documents. Elsewhere, and with
-    dropout, which FlexAttention does not have, it is what to add to the scores: 0 or -inf, [B, 1, T, T] in `dtype`.
+    On CUDA it is a FlexAttention mask (Dong et al. 2024), which skips blocks between documents. FlexAttention has no dropout,
+    so with dropout, and on other devices, it is an additive mask of 0 and -inf, [B, 1, T, T] in `dtype`.
     """
-    B, T = starts.shape
-    if starts.device.type == "cuda" and not dropout_p:
+    B, T = document_starts.shape
+    if document_starts.device.type == "cuda" and not dropout_p:
 
         def seen(b, h, query, key):
-            return (key <= query) & (key >= starts[b, query])
+            return (key <= query) & (key >= document_starts[b, query])
 
-        return create_block_mask(seen, B, None, T, T, device=starts.device)
-    places = torch.arange(T, device=starts.device)
-    seen = (places <= places[:, None]) & (places >= starts[:, :, None])  # [B, T queries, T keys]
+        return create_block_mask(seen, B, None, T, T, device=document_starts.device)
+    positions = torch.arange(T, device=document_starts.device)
+    seen = (positions <= positions[:, None]) & (positions >= document_starts[:, :, None])  # [B, T queries, T keys]
     return torch.where(seen, 0.0, float("-inf")).to(dtype)[:, None]
 
 
@@ -72,17 +78,21 @@ def compiled_flex_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
-    """Let `attention` use FlashAttention 3 if it is installed and can compute inputs like `q` and `k`. Says which kernel runs.
+@functools.cache  # it is asked again for what the console says
+def activate_attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Let `attention`, in this process, use FlashAttention 3 if it is installed and fits the model. Says which kernel runs.
 
     PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
     reaches 474 (Dao-AILab/flash-attention#1893). Its package is built from the folder `hopper` of that repository.
+    dtype: that of the matrix products.
     """
     flash, problem = "FlashAttention 2", ""
-    if q.device.type == "cuda" and importlib.util.find_spec("flash_attn_interface"):
+    q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
+    k = q[:, : config.n_kv_head]
+    if device.type == "cuda" and importlib.util.find_spec("flash_attn_interface"):
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-            attention(q.detach().requires_grad_(), k, k, dropout_p).sum().backward()
+            attention(q.detach().requires_grad_(), k, k, config.dropout).sum().backward()
             flash = "FlashAttention 3"
         except (AttributeError, ImportError, RuntimeError) as error:  # an older PyTorch, a broken package, another GPU, dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"
@@ -95,28 +105,28 @@ def choose_attention_kernel(q: Tensor, k: Tensor, dropout_p: float) -> str:
         "ScaledDotProductCudnnAttentionBackward0": "cuDNN's attention",
         "ScaledDotProductEfficientAttentionBackward0": "memory-efficient attention",
     }
-    backward = attention(q.detach().requires_grad_(), k, k, dropout_p).grad_fn.name()
+    backward = attention(q.detach().requires_grad_(), k, k, config.dropout).grad_fn.name()
     return kernels.get(backward, "matrix products and softmax") + problem
 
 
-def linear_of_all(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
+def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
     """What each of several linear `layers` makes of the same `x` [..., C]. On a GPU one product with all weights does it."""
-    if not joins(x, layers):
+    if not fuses(x, layers):
         return [layer(x) for layer in layers]
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     together = F.linear(x, torch.cat([layer.weight for layer in layers]), bias)
     return list(together.split([layer.out_features for layer in layers], dim=-1))
 
 
-def joins(x: Tensor, layers: list[nn.Linear]) -> bool:
-    """Whether the products of `layers` are joined: on CUDA, where narrow ones leave units idle. Float8 layers are no nn.Linear.
+def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
+    """Whether the products of `layers` are fused: on CUDA, where narrow ones leave units idle. Float8 layers are no nn.Linear.
 
-    A CPU gains nothing (bench/LOG.md), and joining would change its bits: the gradient of `x` is then added up in one product.
+    A CPU gains nothing (bench/LOG.md), and fusing would change its bits: the gradient of `x` is then added up in one product.
     """
     return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
 
 
-def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, within: Tensor | None = None) -> Tensor:
+def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
     """`attention` for S = T up to SHORT, as two matrix products and a softmax, with the [T, T] weights in memory.
 
     For bfloat16 on a CPU, PyTorch's flash attention takes two to four times as long, because its backward pass does not use
@@ -125,8 +135,8 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, within: T
     B, H, T, D = q.shape
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] != H else x for x in (k, v))
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
-    if within is not None:
-        scores = (torch.bmm(q, k.transpose(1, 2)) * D**-0.5).unflatten(0, (B, H)).add(within).flatten(0, 1)
+    if mask is not None:
+        scores = (torch.bmm(q, k.transpose(1, 2)) * D**-0.5).unflatten(0, (B, H)).add(mask).flatten(0, 1)
     elif torch.compiler.is_compiling():  # the compiler fuses scale, mask and softmax into one pass over memory
         scores = torch.bmm(q, k.transpose(1, 2)) * D**-0.5 + mask_table(T, q.dtype, q.device)
     else:

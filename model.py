@@ -4,7 +4,6 @@ The three give the same logits as transformers' GPT2LMHeadModel, LlamaForCausalL
 B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 
@@ -15,22 +14,21 @@ from torch import Tensor, nn
 from kernels import (
     BlockMask,
     attention,
-    choose_attention_kernel,
     compute_dtype,
     cross_entropy_part,
+    document_mask,
+    fused_linear,
     gelu,
     linear_cross_entropy,
-    linear_of_all,
     norm_and_rotate,
     rms_norm,
     rotate,
-    within_documents,
 )
 from settings import ModelConfig
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. `config` is resolved (`settings.resolve_model`). `initialize` sets the weights.
+    """Decoder-only language model. `config` is resolved (`settings.resolve_model`). `initial_weights` are those it starts with.
 
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
@@ -59,15 +57,16 @@ class GPT(nn.Module):
         start = cache[0].length if cache else 0  # position of the first token
         end = start + tokens.shape[1]
         x = self.embed(tokens)  # [B, T, C]
-        places, within = slice(start, end), None
+        positions, mask = slice(start, end), None
         if self.document_token is not None and cache is None:
-            places, within = self.find_documents(tokens, compute_dtype(x))
+            positions, mask = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            x = x + self.positions.weight[places]
+            # The backward of weight[positions] would add by several threads of a CPU, in any order; an embedding's has one.
+            x = x + (self.positions.weight[positions] if mask is None else self.positions(positions))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, cache[i] if cache else None, within)
+            x = block(x, rope, cache[i] if cache else None, mask)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight  # [V, C]
         if targets is None:
@@ -75,13 +74,14 @@ class GPT(nn.Module):
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.cross_entropy_part)
 
     def find_documents(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, "Tensor | BlockMask"]:
-        """For `tokens` [B, T] the place of each in its document, [B, T], and what keeps attention within documents.
+        """For `tokens` [B, T] the position of each in its document, [B, T], and the mask that keeps attention within documents.
 
-        Rotary positions need no such places: they tell attention how far two tokens are apart, which is the same.
+        Rotary positions need not begin anew: they tell attention how far two tokens are apart, which is the same.
         """
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        starts = torch.where(tokens == self.document_token, places, 0).cummax(1).values
-        return places - starts, within_documents(starts, dtype, self.config.dropout if self.training else 0.0)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        document_starts = torch.where(tokens == self.document_token, positions, 0).cummax(1).values
+        mask = document_mask(document_starts, dtype, self.config.dropout if self.training else 0.0)
+        return positions - document_starts, mask
 
     def parameter_count(self) -> int:
         """Number of weights. Tied embeddings count once."""
@@ -110,12 +110,12 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", within: "Tensor | BlockMask | None") -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]; `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
 
-        within: see `kernels.attention`.
+        mask: see `kernels.attention`.
         """
-        x = x + self.dropout(self.attn(self.norm1(x), rope, cache, within))
+        x = x + self.dropout(self.attn(self.norm1(x), rope, cache, mask))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -134,10 +134,10 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
 
-    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", within: "Tensor | BlockMask | None") -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (y.view(heads) for y in linear_of_all(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
+        q, k, v = (y.view(heads) for y in fused_linear(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
         if self.q_norm is not None:
             q = norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
             k = norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or n_kv_head, T, D]
         if cache is not None:
             k, v = cache.append(k, v)  # of the earlier tokens too
-        y = attention(q, k, v, self.dropout if self.training else 0.0, within)  # [B, H, T, D]
+        y = attention(q, k, v, self.dropout if self.training else 0.0, mask)  # [B, H, T, D]
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -165,7 +165,7 @@ class MLP(nn.Module):
         """`x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
             return self.down(self.gelu(self.up(x)))
-        gate, up = linear_of_all(x, [self.gate, self.up])
+        gate, up = fused_linear(x, [self.gate, self.up])
         return self.down(F.silu(gate) * up)
 
 
@@ -220,13 +220,6 @@ def norm_layer(config: ModelConfig) -> nn.Module:
     return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)
 
 
-@functools.cache  # it is asked again for what the console says
-def attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Choose the fastest kernel for the attention of a model on `device`, with matrix products in `dtype`. Returns its name."""
-    q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
-    return choose_attention_kernel(q, q[:, : config.n_kv_head], config.dropout)
-
-
 def compile_blocks(model: GPT) -> None:
     """Compile what repeats, once: the block, which all blocks share, and the cross-entropy of some rows of the logits.
 
@@ -237,13 +230,6 @@ def compile_blocks(model: GPT) -> None:
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
     model.cross_entropy_part = torch.compile(cross_entropy_part, dynamic=False)
-
-
-@torch.no_grad()
-def initialize(model: GPT, seed: int) -> None:
-    """Set the weights to `initial_weights`."""
-    for name, value in initial_weights(model, seed):
-        model.get_parameter(name).copy_(value)
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:

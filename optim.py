@@ -156,7 +156,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_rows(tensor: Tensor, whole) -> Tensor:
+def load_rows(tensor: Tensor, whole) -> Tensor:
     """Set `tensor`, which may be sharded, from the `whole` one: another tensor, or one in a file that is read by rows."""
     rows = slice(None) if tensor.ndim else ...
     if hasattr(tensor, "to_local"):  # FSDP divides rows as torch.chunk does
@@ -201,7 +201,7 @@ class Optimizers:
                 for parameter in group["params"]:
                     for key, whole in state.get(parameter, {}).items():
                         value = torch.empty_like(parameter) if whole.shape else torch.empty((), device=parameter.device)
-                        part.state.setdefault(parameter, {})[key] = copy_rows(value, whole)
+                        part.state.setdefault(parameter, {})[key] = load_rows(value, whole)
 
 
 def optimizer_of(name: str, parameter: Tensor, optimizer: str) -> type[AdamW] | type[Muon]:

@@ -25,7 +25,9 @@ if __name__ == "__main__":
 import json
 import shutil
 import tempfile
+from collections import ChainMap
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +42,7 @@ from checkpoints.snapshot import take_snapshot
 from common.errors import UserError, plural
 from dataset import tokenizer
 from dataset.tokens import read_windows
-from parallel.engine import whole
+from parallel.engine import full_tensor
 from parallel.world import World
 from reports.log import Record, read_records
 
@@ -64,6 +66,10 @@ class ReplayConfig:
     """Where the dataset is now (empty: where the run found it)."""
 
 
+class CannotReplay(UserError):
+    """A step cannot be computed again on these ranks, or from the checkpoints that are left."""
+
+
 @dataclass
 class Replayed:
     """A step that was computed again."""
@@ -85,28 +91,34 @@ class Replayed:
 
 def main(config: ReplayConfig) -> int:
     """Replay and print. Returns 1 if something is not what the run recorded. Raises UserError."""
-    directory = Path(config.run)
     newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
-    world = train.join(state.config)
-    if config.verify:
-        if config.step:
-            raise UserError("--verify looks at all kept checkpoints; leave --step out")
-        return verify(config, directory, state, world)
+    world, failed = train.join(state.config), True
+    try:
+        with world.naming_missing_ranks():
+            status = verify(config, state, world) if config.verify else look_back(config, state, world, warnings)
+        failed = False
+    finally:
+        world.leave(failed)
+    return status
+
+
+def look_back(config: ReplayConfig, state: TrainState, world: World, warnings: list[str]) -> int:
+    """Replay the steps and print what they saw. Returns 1 if one of them is not what the run recorded. Raises UserError."""
+    directory = Path(config.run)
     records = recorded_steps(directory / "metrics.jsonl")
     step = config.step or max(records, default=0)
     last = step + config.steps - 1
     if step < 1 or last > max(records, default=0):
         raise UserError(f"--step={step} --steps={config.steps}: {directory} has steps 1 to {max(records, default=0)}")
+    if world.is_master and not config.json:
+        for warning in warnings:
+            print(warning, flush=True)
     replayed, first = [], step
-    while first <= last:  # each part of the run with its own settings
-        run = open_before(config, directory, state, world, first)
-        end = min([last, *(era["step"] for era in parts(state) if era["step"] >= first)])
-        if world.is_master and not config.json:
-            for line in [*warnings, f"replaying steps {run.state.step + 1} to {end}"]:
-                print(line, flush=True)
-        replayed += replay(run, end, range(first, end + 1), records)
-        first, warnings = end + 1, []
+    while first <= last:  # each era with its own settings
+        end = min([last, *(era["step"] for era in eras(state) if era["step"] >= first)])
+        replayed += replay_era(config, directory, state, world, range(first, end + 1), records)
+        first = end + 1
     if world.is_master:
         if config.json:
             print(json.dumps({"run": str(directory), "steps": [asdict(r) | {"same": r.same} for r in replayed]}))
@@ -116,7 +128,6 @@ def main(config: ReplayConfig) -> int:
             for i, r in enumerate(replayed):
                 if r.step >= step:
                     tell_step(r, replayed[:i])
-    world.leave(failed=False)
     return int(any(r.same is False for r in replayed))
 
 
@@ -125,8 +136,8 @@ def recorded_steps(path: Path) -> dict[int, Record]:
     return {record["step"]: record for _, record in read_records(path) if record and "loss" in record and "grad_norm" in record}
 
 
-def parts(state: TrainState) -> list[Era]:
-    """The parts of a run whose steps were computed alike, each from its `step` on. What changes no bit begins none."""
+def eras(state: TrainState) -> list[Era]:
+    """The eras of a run whose steps were computed alike, each from its `step` on. What changes no bit begins none."""
     found = []
     for era in state.history:
         config = settings.from_record(era["settings"], f"its settings from step {era['step']} on")
@@ -142,12 +153,15 @@ def parts(state: TrainState) -> list[Era]:
 def open_before(
     config: ReplayConfig, directory: Path, state: TrainState, world: World, step: int, start: Path | None = None
 ) -> train.Run:
-    """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning."""
-    eras = [era for era in parts(state) if era["step"] < step]
-    if not eras:
+    """The run as it was before `step`, at its newest intact checkpoint before it (or at `start`), or at its beginning.
+
+    Raises CannotReplay where `step` cannot be computed from there, here; UserError where something is missing.
+    """
+    begun = [era for era in eras(state) if era["step"] < step]
+    if not begun:
         begins = state.history[0]["step"]
         raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
-    era = eras[-1]
+    era = begun[-1]
     training = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
     for path in reversed(retention.published(directory / "checkpoints")) if start is None else ():
         if retention.step_of(path) < step and retention.fault(path) is None:
@@ -162,13 +176,14 @@ def open_before(
         start, pretrained = (None, source) if began.resume in ("auto", "off") else (source, None)
     before = checkpoint.load_state(start) if start else TrainState()
     if before.step < era["step"]:
-        raise UserError(
+        raise CannotReplay(
             f"{CHANGED} at step {era['step']}, and no intact checkpoint between it and step {step} is left (--keep_last)"
         )
     if training.parallel.strategy != "exact" and world.size != era["world_size"]:
-        raise UserError(
+        raise CannotReplay(
             f"step {step} was computed on {plural(era['world_size'], 'rank')}, and its bits depend on that; use torchrun "
-            f"--standalone --nproc_per_node={era['world_size']} replay.py {directory} --step={step}"
+            f"--standalone --nproc_per_node={era['world_size']} replay.py {directory} "
+            + ("--verify" if config.verify else f"--step={step}")
         )
     dataset = data.open_mixture(training.data.tokens, training.model.vocab_size)
     if dataset.identity != state.dataset:
@@ -184,6 +199,16 @@ def open_before(
     return run
 
 
+def replay_era(
+    config: ReplayConfig, directory: Path, state: TrainState, world: World, steps: range, records: dict[int, Record]
+) -> list[Replayed]:
+    """Look closely at `steps`, which are of one era. Its model is freed at the end, before another is made."""
+    run = open_before(config, directory, state, world, steps[0])
+    if world.is_master and not config.json:
+        print(f"replaying steps {run.state.step + 1} to {steps[-1]}", flush=True)
+    return replay(run, steps[-1], steps, records)
+
+
 def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -> list[Replayed]:
     """Compute the steps up to `last` again, and look closely at those that are `wanted`. All ranks must call it."""
     upcoming = [(s, m) for s in range(run.state.step, last) for m in run.world.share(run.config.micro_batches)]
@@ -193,7 +218,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
     def note_norms() -> None:
         for name, parameter in run.engine.parameters.items():
             if parameter.grad is not None:
-                norms[name] = whole(torch.linalg.vector_norm(parameter.grad)).item()
+                norms[name] = full_tensor(torch.linalg.vector_norm(parameter.grad)).item() / run.engine.scaler.get_scale()
 
     replayed = []
     while run.state.step < last:
@@ -210,7 +235,7 @@ def replay(run: train.Run, last: int, wanted: range, records: dict[int, dict]) -
 
 def relative_change(before: torch.Tensor, after: torch.Tensor) -> float:
     """The norm of the change of a tensor over the norm that it had."""
-    change, norm = (whole(torch.linalg.vector_norm(t)).item() for t in (after - before, before))
+    change, norm = (full_tensor(torch.linalg.vector_norm(t)).item() for t in (after - before, before))
     return change / norm if norm else float("inf") if change else 0.0
 
 
@@ -294,45 +319,41 @@ def tell_step(r: Replayed, before: list[Replayed]) -> None:
     print(f"--skip_steps={r.skip_steps} leaves this batch out")
 
 
-def verify(config: ReplayConfig, directory: Path, state: TrainState, world: World) -> int:
+def verify(config: ReplayConfig, state: TrainState, world: World) -> int:
     """Compute each kept checkpoint from the one before it and compare sha256. Returns 1 if one does not follow."""
+    if config.step:
+        raise UserError("--verify looks at all kept checkpoints; leave --step out")
+    directory = Path(config.run)
     kept = retention.published(directory / "checkpoints")
     if len(kept) < 2:
-        raise UserError(f"{directory} has {len(kept)} checkpoint; --verify compares each with the one before (see --keep_last)")
+        has = plural(len(kept), "checkpoint")
+        raise UserError(f"{directory} has {has}; --verify compares each with the one before (see --keep_last)")
     wrong = 0
-    for start, end in zip(kept, kept[1:], strict=False):
-        problem = retention.fault(start) or retention.fault(end)
-        if problem is None:
-            first, last = (checkpoint.load_state(path).step for path in (start, end))
-            if reason := obstacle(directory, state, world, first, last):
-                if world.is_master:
-                    print(f"{end.name} cannot be checked {reason}")
-                continue
-            run = open_before(config, directory, state, world, first + 1, start)
-            replay(run, last, range(0), {})
-            snapshot, again = take_snapshot(run.engine, run.optimizers, run.config, world), {}
-            with tempfile.TemporaryDirectory() as temporary:
-                for records in world.all_gather(snapshot.write(Path(temporary))):
-                    again |= records
-            kept_files = retention.read_manifest(end)
-            different = [name for name in sorted(again) if again[name] != kept_files.get(name)]
-            problem = f"{', '.join(different)} would be others" if different else None
+    for start, end in pairwise(kept):
+        try:
+            problem = difference(config, directory, state, world, start, end)
+            found = f"DOES NOT follow from {start.name}: {problem}" if problem else f"follows from {start.name}"
+        except CannotReplay as reason:
+            problem, found = "", f"cannot be checked: {reason}"
         if world.is_master:
-            verdict = f"DOES NOT follow from {start.name}: {problem}" if problem else f"follows from {start.name}"
-            print(f"{end.name} {verdict}")
-        wrong += problem is not None
+            print(f"{end.name} {found}", flush=True)
+        wrong += bool(problem)
     return int(wrong > 0)
 
 
-def obstacle(directory: Path, state: TrainState, world: World, first: int, last: int) -> str:
-    """Why the steps after `first` up to `last` cannot be computed again from the checkpoint of `first`. Empty if they can."""
-    eras = parts(state)
-    if change := [era["step"] for era in eras if first < era["step"] < last]:
-        return f"from the one before: {CHANGED} at step {change[0]}, which has no checkpoint any more"
-    era = [era for era in eras if era["step"] <= first][-1:]
-    if not era or era[0]["settings"].get("strategy") == "exact" or era[0]["world_size"] == world.size:
-        return ""
-    return f"here; it can by torchrun --standalone --nproc_per_node={era[0]['world_size']} replay.py {directory} --verify"
+def difference(config: ReplayConfig, directory: Path, state: TrainState, world: World, start: Path, end: Path) -> str:
+    """In what checkpoint `end` is another than computed from checkpoint `start`. Empty if in nothing. Raises CannotReplay."""
+    if problem := retention.fault(start) or retention.fault(end):
+        return problem
+    last = retention.step_of(end)
+    run = open_before(config, directory, state, world, last, start)
+    replay(run, last, range(0), {})
+    snapshot = take_snapshot(run.engine, run.optimizers, run.config, world)
+    with tempfile.TemporaryDirectory() as temporary:
+        again = ChainMap(*world.all_gather(snapshot.write(Path(temporary))))
+    kept = retention.read_manifest(end)
+    different = [name for name in sorted(again) if again[name] != kept.get(name)]
+    return f"{', '.join(different)} would be others" if different else ""
 
 
 if __name__ == "__main__":

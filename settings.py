@@ -19,16 +19,16 @@ from msgspec import Meta
 from common import cli, files
 from common.cli import flat_fields, flat_values, parse, read_values, replace
 from common.errors import UserError, refuse
-from common.records import Seed, Size
+from common.records import Count, Seed, Share, Size
 
 HERE = Path(__file__).parent
-# The upper limits keep small what is computed from a number, such as a list.
+# The upper limits bound what is computed or allocated from a number, such as a list.
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
-Count = Annotated[int, Meta(ge=0, le=10**12)]
 SizeOrZero = Annotated[int, Meta(ge=0, le=1 << 24)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
-Share = Annotated[float, Meta(ge=0, lt=1)]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
 BEFORE = {"muon_dtype": "bfloat16"}  # what a run did whose version did not have the setting
+REMOVED = ("wandb_group", "wandb_tags", "wandb_artifact")  # settings that the config.toml of an older run may have
 MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 
 
@@ -83,7 +83,7 @@ class ModelConfig:
     """Width inside the MLP (0: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64)."""
     seq_len: Size = 1024
     """Context length T in tokens."""
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     tie_embeddings: bool = True
     """Share the embedding with the output layer."""
     rope_theta: Annotated[float, Meta(gt=0, le=10**12)] = 10000.0
@@ -118,9 +118,9 @@ class OptimConfig:
     cooldown_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.2
     weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.1
     """Decoupled, on tensors of two and more dimensions."""
-    beta1: Share = 0.9
-    beta2: Share = 0.95
-    momentum: Share = 0.95
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    momentum: Fraction = 0.95
     """Momentum of Muon."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the products in which Muon orthogonalizes its updates. auto: bfloat16 where that is fast."""
@@ -150,9 +150,9 @@ class TrainConfig:
     threads: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
     """CPU threads of each rank (0: cores // local ranks, and 1 under --strategy=exact)."""
     deterministic: bool = True
-    """Use only kernels of CUDA that give the same bits every time. Those of other devices all do."""
+    """Use only kernels of CUDA that give the same bits every time. On a CPU the model needs no others."""
     max_skipped_steps: Count = 30
-    """End the run after this many updates in a row whose gradient is not finite and which were therefore left out."""
+    """End the run after this many updates in a row whose gradient is not finite and which were therefore skipped."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +207,6 @@ class LogConfig:
     """Also write the metrics to the run's directory as TensorBoard reads them."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
-    wandb_group: str = ""
-    """The group of the run, such as a sweep's name."""
-    wandb_tags: str = ""
-    """Tags of the run, as in baseline,124m."""
-    wandb_artifact: bool = False
-    """Give the checkpoint of the last step to wandb, as an artifact of type model."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +224,8 @@ class Config:
     @property
     def skipped_batches(self) -> tuple[int, ...]:
         """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises ValueError."""
-        parts = [part.split("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
-        ranges = [range(int(first) - 1, int((last or [first])[0])) for first, *last in parts]
+        parts = [part.partition("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
+        ranges = [range(int(first) - 1, int(last if dash else first)) for first, dash, last in parts]
         sizes = [batches.stop - batches.start for batches in ranges]  # of one that runs backwards, 0 or less
         if min(sizes, default=1) < 1 or sum(sizes) > MOST_SKIPPED:
             raise ValueError
@@ -256,7 +250,7 @@ class PlanConfig:
     """GPUs of the planned run."""
     plan_gpu: Literal["a100", "h100", "h200", "b200", "4090", "cpu"] = "h100"
     """cpu: this machine."""
-    plan_mfu: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    plan_mfu: Share = 0.0
     """Model FLOPs utilization to plan with, from 0 to 1 (0: a usual one)."""
     plan_depths: str = ""
     """Plan several depths of the dial and print a row for each, as in 12,16,20,24."""
@@ -314,10 +308,10 @@ def read_preset(path: Path) -> Config:
     for table, keys in content.items():
         for key, value in keys.items() if isinstance(keys, dict) else [(table, keys)]:
             if key in values:
-                mistakes.append(f"{key} stands there twice; leave one")
+                mistakes.append(f"{key} is given twice; keep one")
             elif key in flags:
                 values[key] = ",".join(map(str, value)) if key == "tokens" and isinstance(value, list) else value
-            else:
+            elif key not in REMOVED:
                 mistakes.append(f"unknown key {key}{cli.suggestion(key, flags)}")
     found, wrong = read_values(Config, values, strict=True)
     refuse(f"{path}: {mistake}" for mistake in [*mistakes, *(f"{key} {mistake}" for key, mistake in wrong.items())])

@@ -170,7 +170,7 @@ def open_files(run: Run, continues: bool) -> None:
     if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config))
     facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-    state.wandb_run_id = log.start_boards(config, state.step, state.wandb_run_id if continues else "", facts)
+    state.wandb_run_id = log.start_trackers(config, state.step, state.wandb_run_id if continues else "", facts)
 
 
 def train(run: Run) -> int:
@@ -210,9 +210,6 @@ def train(run: Run) -> int:
     if not last:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
-    if config.log.wandb_artifact:
-        facts = {"step": steps, "tokens": state.tokens, "best_val_loss": state.best_val_loss}
-        log.save_artifact(run.checkpoints.directory / "latest", facts)
     run.progress.check_finite(state, run.val_loss, loss)
     run.progress.done(state, run.dataset)
     return 0
@@ -221,7 +218,7 @@ def train(run: Run) -> int:
 def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | None = None) -> tuple[float, float]:
     """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm.
 
-    inspect: what to call when the gradients are complete, before they are clipped.
+    inspect: what to call when the gradients are complete, before they are clipped; float16's are still scaled.
     """
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
@@ -241,7 +238,7 @@ def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | 
         # over the ranks: parallel/from_scratch.py shows how. (--strategy=exact divides once, at its end.)
         engine.scaler.scale(loss / engine.loss_divisor).backward()
         losses[micro_batch] = loss.detach()
-    # The mean loss travels to the host. `clip` waits for a GPU once, so the last line finds it there.
+    # Start copying the mean loss to the host. `clip` waits for the GPU anyway, so `.item()` below does not wait again.
     mean_loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
     if inspect:
         inspect()
@@ -286,13 +283,12 @@ def validate(run: Run) -> None:
 
 def give_up(run: Run) -> None:
     """Raise RunError, because too many updates were left out in a row."""
-    limit = run.config.train.max_skipped_steps
+    limit, count = run.config.train.max_skipped_steps, run.progress.skipped_in_a_row
     run.checkpoints.finish(run.state)
-    newest = f"the checkpoint of step {run.checkpoints.saved_at} is the newest"
-    raise RunError(
-        f"{run.progress.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps={limit}); "
-        f"{newest if run.checkpoints.saved_at else 'there is no checkpoint yet'}; lower --lr, or try --dtype=float32"
-    )
+    newest = run.world.from_master(run.checkpoints.retention.newest)  # the others do not know which saves went well
+    kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+    found = f"{count} updates in a row had no finite gradient (--max_skipped_steps={limit})"
+    raise RunError(f"{found}; {kept}; lower --lr, or try --dtype=float32")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ Trains small models on real text with rates a factor of 2 apart, on both sides u
 two halfway to its neighbours: over depth and width together with three seeds, over the batch, and for other architectures.
 "tokens" is the batch at an equal number of tokens, "length" are runs as long as the dial makes them, with its batch, warmup and
 weight decay, "text" is depth and width once more with one seed, for other --tokens. Every run is an ordinary run of train.py in
---runs, which are kept: the same command again continues, and what is finished is not repeated. Writes bench/results/dial.json,
-and dial.png for "depth" and "text": loss over rate in units of the dial's, a curve for each depth.
+--runs, which are kept: the same command again continues, and what is finished is not repeated. Another text needs --runs of its
+own. Writes bench/results/dial.json, or dial_PARTS.json for other --parts, and a .png for "depth" and "text": loss over rate in
+units of the dial's, a curve for each depth.
 """
 
 import dataclasses
@@ -83,8 +84,6 @@ class DialConfig(machine.Options):
     """Where the runs are kept."""
     jobs: int = 2
     """Runs at a time, on a core each."""
-    name: str = "dial"
-    """Of the results."""
 
 
 def main(config: DialConfig) -> None:
@@ -101,9 +100,10 @@ def main(config: DialConfig) -> None:
     keys = ["part", "optimizer", "depth", "width", "tokens", "batch", "best_rate", "dial", "nanochat", "best_loss", "dial_loss"]
     print(machine.table(keys, [[row[key] for key in keys] for row in rows]))
     print(json.dumps(factors, indent=1))
-    print(machine.write(config.name, result, Path(config.out)))
+    name = "dial" if config.parts == DialConfig.parts else "dial_" + config.parts.replace(",", "_")
+    print(path := machine.write(name, result, Path(config.out)))
     if depths:
-        draw(depths, Path(config.out) / f"{config.name}.png")
+        draw(depths, path.with_suffix(".png"))
 
 
 def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
@@ -134,15 +134,14 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
 
 def train(config: DialConfig, curve: Curve, flags: dict) -> float:
     """The validation loss of a run; infinity if it diverged."""
-    name = (
-        f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}-s{flags['seed']}-lr{flags['lr']:g}"
-    )
+    name = f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}"
+    name += f"-s{flags['seed']}-lr{flags['lr']:g}"
     name += "" if curve.architecture == "qwen3" else f"-{curve.architecture}"
     name += "-own" if curve.own else ""
-    records = Path(machine.ROOT, config.runs, name, "metrics.jsonl")
-    if not records.exists() or "val_loss" not in machine.metrics(records.parent)[-1]:
+    run = Path(machine.ROOT, config.runs, name)
+    if not any("val_loss" in record for record in machine.metrics(run)):
         machine.run(**flags, tokens=config.tokens, out_dir=config.runs, name=name)
-    loss = machine.metrics(records.parent)[-1]["val_loss"]
+    loss = machine.metrics(run)[-1]["val_loss"]
     return loss if math.isfinite(loss) else math.inf
 
 

@@ -25,7 +25,7 @@ from dataset import tokens as dataset_tokens
 from dataset.sources import embedded_corpus
 
 MODEL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=192, optimizer="muon", lr=7e-3, compile="off")
-LENGTH = dict(tokens_per_update=8192, seq_len=256, eval_every=0, save_every=0)
+LENGTH = dict(tokens_per_update=8192, seq_len=256, steps=100, eval_every=0, save_every=0)
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,11 @@ class CutsConfig(machine.Out):
 
 
 @dataclass(frozen=True)
-class LossConfig(CutsConfig):
-    seeds: str = "1,2,3"
-    steps: int = 100
-    """Updates of each run."""
-
-
-@dataclass(frozen=True)
 class TimeConfig(machine.Out):
     rounds: int = 2
 
 
-def losses(config: LossConfig) -> None:
+def losses(config: CutsConfig) -> None:
     """Train models on the same tokens with --attend=window and --attend=document, for several seeds, in turns.
 
     Each loss is with the attention that its run was trained with. The functions are also packed: best-fit, so that no document
@@ -58,15 +51,15 @@ def losses(config: LossConfig) -> None:
             prepare(folder / name, source)
         filled = pack_dataset(folder / "functions of Python", folder / "packed", LENGTH["seq_len"])
 
-        def val_loss(text: str, attend: str, seed: str) -> float:
+        def val_loss(text: str, attend: str, seed: int) -> float:
             shutil.rmtree(folder / "run", ignore_errors=True)
-            flags = MODEL | LENGTH | dict(steps=config.steps, attend=attend, seed=seed, tokens=folder / text)
-            machine.timed(machine.arguments("train.py", **flags, out_dir=folder, name="run"), machine.ROOT)
+            flags = MODEL | LENGTH | dict(attend=attend, seed=seed, tokens=folder / text)
+            machine.timed(machine.arguments("train.py", **flags, out_dir=folder, name="run"))
             return machine.metrics(folder / "run")[-1]["val_loss"]
 
         pairs = [(text, attend) for text in sources for attend in ("window", "document")]
         found = {", ".join(pair): [] for pair in [*pairs, ("packed", "document")]}
-        for seed in config.seeds.split(","):
+        for seed in (1, 2, 3):
             for name in found:
                 found[name].append(val_loss(*name.split(", "), seed))
                 print(f"seed {seed}  {name:<33} {found[name][-1]:.4f}", flush=True)
@@ -74,7 +67,7 @@ def losses(config: LossConfig) -> None:
     compared = [(f"{text}, document", f"{text}, window") for text in sources]
     for one, other in [*compared, ("packed, document", "functions of Python, document")]:
         each = np.subtract(found[one], found[other])
-        error = each.std(ddof=1) / len(each) ** 0.5 if len(each) > 1 else None
+        error = each.std(ddof=1) / len(each) ** 0.5
         result[f"{one} - {other}"] = {"mean": each.mean(), "standard error": error, "all": [*each]}
     print(json.dumps(result, indent=1))
     result = {"validation loss": found, "differences": result, "share of padding, packed": 1 - filled}
@@ -213,8 +206,8 @@ def write_documents(path: Path, texts: Iterable[str]) -> str:
 
 def prepare(out: Path, source: str = "") -> None:
     """Make a dataset of `source`, or of the embedded corpus."""
-    machine.timed(["prepare_data.py", *filter(None, [source]), f"--out={out}", "--tokenizer=train:4096"], machine.ROOT)
+    machine.timed(["prepare_data.py", *filter(None, [source]), f"--out={out}", "--tokenizer=train:4096"])
 
 
 if __name__ == "__main__":
-    machine.choose(__doc__, loss=(LossConfig, losses), time=(TimeConfig, times), cuts=(CutsConfig, cuts))
+    machine.choose(__doc__, loss=(CutsConfig, losses), time=(TimeConfig, times), cuts=(CutsConfig, cuts))

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import machine  # puts the project's folder on the path
 
 # isort: split
+import forks
 import settings
 from common import cli
 from common.errors import RunError, UserError
@@ -38,6 +39,7 @@ DDP_VARIANTS = {"--grad_compression=bf16": BF16, "several buckets, compiled": SE
 DDP_VARIANTS |= {"several buckets, --grad_compression=bf16": SEVERAL_BUCKETS | BF16}
 DDP_VARIANTS |= {"several buckets, Muon, bfloat16": SEVERAL_BUCKETS | dict(optimizer="muon", dtype="bfloat16")}
 CORRUPTION_RANKS = 3
+TRIALS = 4  # flips of each kind under each strategy
 CORRUPTION = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
 CORRUPTION |= dict(save_every=1, keep_last=0)
 PLACES = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
@@ -52,7 +54,7 @@ ENDS |= {"timed out": "--timeout_minutes"}
 def train(ranks: int, run: Path, flags: dict, fault: "Fault | None" = None, **limits) -> list[int]:
     """Train in forks of this process, which need not import anything. `run` is the directory of the run.
 
-    Returns their wait statuses, see `machine.run_forks`. What they print is in RUN.out and RUN.err.
+    Returns their wait statuses, see `forks.run_forks`. What they print is in RUN.out and RUN.err.
     """
     training = settings.load(machine.arguments(**flags, out_dir=run.parent, name=run.name)[1:], "")
 
@@ -69,13 +71,13 @@ def train(ranks: int, run: Path, flags: dict, fault: "Fault | None" = None, **li
         train.update = update_with_fault
         return train.main(training)
 
-    return machine.run_forks(ranks, work, run, **limits)
+    return forks.run_forks(ranks, work, run, **limits)
 
 
 def train_to_the_end(ranks: int, run: Path, flags: dict) -> dict[str, str]:
     """Train. Returns the sha256 of what the run has left. Raises RunError if it fails."""
     if any(statuses := train(ranks, run, flags)):
-        raise RunError(f"{run.name} on {ranks} ranks with {flags}: {machine.failure(run, statuses)}")
+        raise RunError(f"{run.name} on {ranks} ranks with {flags}: {forks.failure(run, statuses)}")
     return machine.digests(run)
 
 
@@ -105,7 +107,7 @@ def kills(config: KillsConfig) -> int:
     """
     if min(config.kills, config.ranks) < 1:
         raise UserError("--kills and --ranks must be at least 1")
-    machine.prepare_to_fork()
+    forks.prepare_to_fork()
     machine.prepare_tokens(config.tokens)
     flags = KILLS | {name: getattr(config, name) for name in ("strategy", "max_shard_bytes", "tokens")}
     flags |= {"steps": (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills + 10}
@@ -126,13 +128,11 @@ def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
 
     checkpoints, chance, moments, unusable = run / "checkpoints", random.Random(0), Counter(), []
     for number in tqdm(range(1, config.kills + 1), unit="kill", dynamic_ncols=True):
-        before, ranks = (
-            newest_step(checkpoints),
-            chance.randint(1, config.ranks) if config.strategy == "exact" else config.ranks,
-        )
+        before = newest_step(checkpoints)
+        ranks = chance.randint(1, config.ranks) if config.strategy == "exact" else config.ranks
         statuses = train(ranks, run, flags, limit=120, enough=random_instant(checkpoints, before, chance))
         if any(status != signal.SIGKILL for status in statuses):
-            raise RunError(f"attempt {number} ended before its kill: {machine.failure(run, statuses)}")
+            raise RunError(f"attempt {number} ended before its kill: {forks.failure(run, statuses)}")
         moments[killed_while(checkpoints)] += 1
         if problems := examine(checkpoints, before):
             unusable.append({"kill": number, "problems": problems})
@@ -223,7 +223,7 @@ def resume(config: ResumeConfig) -> int:
     the same, bit for bit, in every case.
     """
     machine.prepare_tokens(config.tokens)
-    machine.prepare_to_fork()
+    forks.prepare_to_fork()
     cases = [(s, ranks, dict(strategy=s)) for s in STRATEGIES for ranks in (3, 4, 5, 8)]
     cases += [(f"{s}, {name}", 3, dict(flags, strategy=s)) for s in STRATEGIES for name, flags in VARIANTS.items()]
     cases += [(f"ddp, {name}", 3, flags) for name, flags in DDP_VARIANTS.items()]
@@ -265,14 +265,7 @@ class Fault:
     seed: int
 
 
-@dataclass(frozen=True)
-class CorruptionConfig(machine.Options):
-    strategies: str = "ddp,zero1,exact"
-    trials: int = 4
-    """Flips of each kind under each strategy."""
-
-
-def corruption(config: CorruptionConfig) -> int:
+def corruption(config: machine.Options) -> int:
     """What finds a bit that flips silently, and how late?
 
     Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the
@@ -282,18 +275,17 @@ def corruption(config: CorruptionConfig) -> int:
     minutes on two cores.
     """
     machine.prepare_tokens(config.tokens)
-    machine.prepare_to_fork()
+    forks.prepare_to_fork()
     import replay  # noqa: F401  for the forks
 
     chance, trials = random.Random(0), []
     with machine.workspace() as runs:
-        for strategy in config.strategies.split(","):
+        for strategy in ("ddp", "zero1", "exact"):
             flags = dict(CORRUPTION, strategy=strategy, tokens=config.tokens)
             undisturbed = train_to_the_end(CORRUPTION_RANKS, runs / strategy, flags)
-            for number, kind in enumerate([kind for kind in PLACES for _ in range(config.trials)]):
-                fault = Fault(
-                    kind, chance.randrange(CORRUPTION_RANKS), chance.randint(2, flags["steps"] - 5), chance.randrange(2**32)
-                )
+            for number, kind in enumerate(kind for kind in PLACES for _ in range(TRIALS)):
+                rank, step = chance.randrange(CORRUPTION_RANKS), chance.randint(2, flags["steps"] - 5)
+                fault = Fault(kind, rank, step, seed=chance.randrange(2**32))
                 run = runs / f"{strategy}-{number}"
                 completed = not any(train(CORRUPTION_RANKS, run, flags, fault))
                 by, step = discovery(strategy, run, fault, completed, completed and machine.digests(run) == undisturbed)
@@ -375,9 +367,9 @@ def replayed(strategy: str, run: Path, **options) -> str:
         return replay.main(replay.ReplayConfig(str(run), **options))
 
     output = Path("-".join([str(run), *options]))
-    statuses = machine.run_forks(1 if strategy == "exact" else CORRUPTION_RANKS, work, output)
+    statuses = forks.run_forks(1 if strategy == "exact" else CORRUPTION_RANKS, work, output)
     if not (text := Path(f"{output}.out").read_text()):
-        raise RunError(f"replaying {run.name}: {machine.failure(output, statuses)}")
+        raise RunError(f"replaying {run.name}: {forks.failure(output, statuses)}")
     return text
 
 
@@ -386,5 +378,5 @@ if __name__ == "__main__":
         __doc__,
         kills=(KillsConfig, kills),
         resume=(ResumeConfig, resume),
-        corruption=(CorruptionConfig, corruption),
+        corruption=(machine.Options, corruption),
     )

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -27,6 +26,7 @@ import machine  # puts the project's folder on the path
 # isort: split
 import settings
 from hardware import footprint
+from hardware.host import cores
 
 MEMORY = 80e9  # of the GPU for which the micro-batch is chosen
 VOCAB = {"laptop": 4096, "shakespeare_char": 257}  # the others: GPT-2's
@@ -59,15 +59,10 @@ WORLDS += [("fsdp", 2, 8), ("fsdp", 8, 64), ("fsdp", 64, 512)]
 MUON = [("ddp", 1, 1), ("ddp", 1, 8), ("zero1", 1, 8), ("fsdp", 1, 8), ("fsdp", 8, 64)]
 
 
-@dataclass(frozen=True)
-class FakeConfig(machine.Predictions):
-    processes: int = 4
-
-
-def main(config: FakeConfig) -> int:
+def main(config: machine.Predictions) -> int:
     """Run all settings. Returns 1 if a prediction is more than 10 % off."""
     chosen = [case for case in cases() if config.only in case[0]]
-    with ProcessPoolExecutor(config.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
         rows = pool.map(measure, *zip(*chosen, strict=True))
         return machine.hold_against("fake_gpu", rows, config, most=0.1)
 
@@ -133,7 +128,7 @@ def updates(config, ranks: int):
     shape = (config.train.micro_batch_size, config.model.seq_len)
     watch = Watch("cuda", fake=True)
     with fake_gpu(ranks), watch, mock.patch("data.make_batches"):
-        world = World(0, ranks, 0, min(ranks, 8), torch.device("cuda", 0))
+        world = World(0, ranks, min(ranks, 8), torch.device("cuda", 0))
         run = train.build(config, world, mock.Mock(document_token=lambda attend: None), Start(TrainState()))
         tokens = functools.partial(torch.zeros, 2, *shape, dtype=torch.long, device=world.device)
         if hasattr(run.engine.model, "reducer"):
@@ -232,4 +227,4 @@ def move_buffers(module, device):
 
 
 if __name__ == "__main__":
-    machine.command_line(__doc__, FakeConfig, main)
+    machine.command_line(__doc__, machine.Predictions, main)

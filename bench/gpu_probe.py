@@ -15,6 +15,7 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 
 # isort: split
+import forks
 import settings
 from common import errors
 from hardware import footprint
@@ -30,7 +31,7 @@ def import_trainer() -> list[str]:
     if "tyro" in missing:  # it parses command lines, which are not used here; two modules name this type as they are imported
         sys.modules["tyro"] = types.ModuleType("tyro")
         sys.modules["tyro"].conf = types.SimpleNamespace(Positional=list)
-    machine.prepare_to_fork()
+    forks.prepare_to_fork()
     return missing
 
 
@@ -57,10 +58,9 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
             return train.main(config)
 
     def updates() -> list[dict]:
-        there = (folder / "run/metrics.jsonl").exists()
-        return [record for record in machine.metrics(folder / "run") if "loss" in record] if there else []
+        return [record for record in machine.metrics(folder / "run") if "loss" in record]
 
-    statuses = machine.run_forks(ranks, work, folder / "forks", limit, lambda: enough(updates()))
+    statuses = forks.run_forks(ranks, work, folder / "forks", limit, lambda: enough(updates()))
     return updates(), statuses
 
 
@@ -77,7 +77,7 @@ def training(config: Config, folder: Path, limit: float, updates: int) -> dict:
     config, began = settings.replace(config, steps=10**6, save_every=0), time.time()
     records, statuses = train(config, 1, folder, limit, enough)
     if len(records) < min(updates, FEWEST):
-        raise machine.failure(folder / "forks", statuses, limit)
+        raise forks.failure(folder / "forks", statuses, limit)
     resolved = settings.read_preset(folder / "run/config.toml")
     return {
         "first_update_s": records[0]["time"] - began,
@@ -95,10 +95,10 @@ def digests(config: Config, ranks: int, folder: Path, limit: float, kill_after: 
     if kill_after:
         records, statuses = train(config, ranks, folder, limit, lambda records: len(records) >= kill_after)
         if len(records) < kill_after:
-            raise machine.failure(folder / "forks", statuses, limit)
+            raise forks.failure(folder / "forks", statuses, limit)
     _, statuses = train(config, ranks, folder, limit)
     if any(statuses):
-        raise machine.failure(folder / "forks", statuses, limit)
+        raise forks.failure(folder / "forks", statuses, limit)
     resumed = "loaded the weights and optimizer state" in (folder / "run/train.log").read_text()
     return {"resumed": resumed, "sha256": machine.digests(folder / "run")}
 

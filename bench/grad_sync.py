@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import forks
 import machine  # puts the project's folder on the path
 import settings
 from common import cli
@@ -43,13 +44,13 @@ def strategies(config: StrategiesConfig) -> None:
     """
     from safetensors.torch import load_file
 
-    machine.prepare_to_fork()
+    forks.prepare_to_fork()
     pairs = [(strategy, int(ranks)) for ranks in config.ranks.split(",") for strategy in config.strategies.split(",")]
     results = {pair: [] for pair in pairs}
     with machine.workspace() as folder:
         for strategy, ranks in pairs * config.rounds:
             weights = folder / f"{strategy}-{ranks}.safetensors"
-            result = machine.in_forks(measure, config, strategy, str(weights), ranks=ranks, folder=folder)[0]
+            result = forks.in_forks(measure, config, strategy, str(weights), ranks=ranks, folder=folder)[0]
             own, one = load_file(weights), load_file(folder / "ddp-1.safetensors")
             result["largest_difference"] = max((own[name] - one[name]).abs().max().item() for name in one)
             results[strategy, ranks].append(result)
@@ -68,7 +69,8 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     import torch
     from safetensors.torch import save_file
 
-    from model import GPT, initialize
+    from model import GPT, initial_weights
+    from optim import local
     from parallel.engine import Engine
     from parallel.world import connect
 
@@ -77,7 +79,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     training = settings.replace(training, **cli.flat_values(settings.resolve_model(training.model, FLAGS["vocab_size"])))
     world = connect("cpu", threads=1)
     module = GPT(training.model)
-    initialize(module, 0)
+    module.load_state_dict(dict(initial_weights(module, 0)))
     engine = Engine(module, training, world)
     optimizers = engine.build_optimizers(training.optim)
     size = (config.micro_batches, FLAGS["micro_batch_size"], FLAGS["seq_len"] + 1)
@@ -97,7 +99,8 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
 
     def timed(*works) -> list[float]:
         """Milliseconds of each of `works`, one after the other."""
-        world.barrier()
+        if world.size > 1:
+            torch.distributed.barrier()
         times = [time.perf_counter()]
         for work in works:
             work()
@@ -115,7 +118,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
         save_file(weights, weights_file)
     without = [timed(alone, engine.drop_gradients)[0] for _ in range(config.updates)]
     state = [local(value) for part in optimizers.parts for values in part.state.values() for value in values.values()]
-    world.barrier()
+    world.leave(failed=False)
     return {
         "update_ms": statistics.median(map(sum, updates)),
         "exposed_ms": statistics.median(part for part, _ in updates) - statistics.median(without),
@@ -123,11 +126,6 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
         "weights_mb": sum(local(parameter).nbytes for parameter in module.parameters()) / 1e6,
         "state_mb": sum(value.nbytes for value in state) / 1e6,
     }
-
-
-def local(tensor):
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def loopback_bytes() -> int:
@@ -163,15 +161,7 @@ def draw(rows: list[dict], path: Path) -> None:
 # The cost of exact
 
 
-@dataclass(frozen=True)
-class ExactConfig(machine.Options):
-    rounds: int = 3
-    """How often each strategy is measured on each number of ranks, in turns."""
-    steps: int = 15
-    """Steps of a run, the first three of which do not count."""
-
-
-def exact(config: ExactConfig) -> None:
+def exact(config: machine.Options) -> None:
     """What bit-identical training costs: the time of a step under --strategy=exact against ddp, by train.py itself.
 
     Trains the laptop preset for a few steps with one strategy and then with the other, in turns, on one process and on two.
@@ -182,16 +172,16 @@ def exact(config: ExactConfig) -> None:
     flags = dict(micro_batch_size=4, compile="on", tokens=config.tokens, warmup_steps=0, threads=1)
 
     def step_ms(strategy: str, ranks: int) -> float:
-        records = machine.run_until(config.steps, "config/laptop.toml", ranks=ranks, strategy=strategy, **flags)
-        return statistics.median(record["step_ms"] for record in records[3:])
+        records = machine.run_until(15, "config/laptop.toml", ranks=ranks, strategy=strategy, **flags)
+        return statistics.median(record["step_ms"] for record in records[3:])  # the first steps are slower
 
     result = {}
     for ranks in (1, 2):
         contenders = {strategy: functools.partial(step_ms, strategy, ranks) for strategy in ("ddp", "exact")}
-        result[ranks] = machine.in_turns(config.rounds, contenders)
+        result[ranks] = machine.in_turns(3, contenders)
         print(f"W={ranks}: exact / ddp = {machine.ratio(result[ranks]['exact'], result[ranks]['ddp']):.3f}", flush=True)
     print(machine.write("exact_cost", {"settings": flags, "step_ms": result}, Path(config.out)))
 
 
 if __name__ == "__main__":
-    machine.choose(__doc__, strategies=(StrategiesConfig, strategies), exact=(ExactConfig, exact))
+    machine.choose(__doc__, strategies=(StrategiesConfig, strategies), exact=(machine.Options, exact))

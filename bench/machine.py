@@ -5,27 +5,21 @@ machine they are from.
 """
 
 import contextlib
-import gc
 import importlib.metadata
 import itertools
 import json
-import math
-import multiprocessing
 import os
 import platform
 import re
 import shlex
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -34,8 +28,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 from common import cli, errors
 from common.errors import RunError, UserError
-from common.files import publish_directory, publish_text, sha256
-from hardware.host import cores, cpu_name, memory_bytes, prepare_torch
+from common.files import publish_text, sha256
+from hardware.host import cores, cpu_name, memory_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -132,7 +126,7 @@ def start(ranks: int = 1, **flags) -> subprocess.Popen:
 
 def run(ranks: int = 1, **flags) -> None:
     """Run train.py to its end. Raises RunError with its last output if it fails."""
-    timed(command(ranks, **flags)[1:], ROOT, OMP_NUM_THREADS="1")
+    timed(command(ranks, **flags)[1:], OMP_NUM_THREADS="1")
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -149,117 +143,12 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def prepare_to_fork() -> None:
-    """Import what training imports, once, for all forks of this process, without starting a thread: a fork would lack it."""
-    prepare_torch()
-    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    import matplotlib.figure  # noqa: F401
-    from tqdm import tqdm
-
-    import train  # noqa: F401
-
-    tqdm.monitor_interval = 0
-    gc.freeze()  # a collection in a fork would go through all that was imported, and so copy its pages
-
-
-def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:
-    """Fork this process once for each rank. A fork calls `work` and exits with the status that it returns.
-
-    Returns their process ids. The environment variables of the forks are those that torchrun would set.
-    new_group: make the forks a process group of their own.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        leader = pids[0] if pids else pid
-        if new_group:  # the fork and its parent both do it, because either may be the first
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, leader)
-        if pid == 0:
-            if ranks > 1:
-                world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-                world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                os.environ.update({key: str(value) for key, value in world.items()})
-            exit_with(work)
-        pids.append(pid)
-    return pids
-
-
-def exit_with(work: Callable[[], int]) -> NoReturn:
-    """End this process with the status that `work` returns or exits with, or with 1 and a traceback if it raises."""
-    status = 1
-    try:
-        status = work()
-    except SystemExit as end:
-        status = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = math.inf, enough=lambda: False) -> list[int]:
-    """Let `ranks` forks `work` until all have ended, or there is `enough`, or `limit` seconds are over; then kill the others.
-
-    Returns their wait statuses: signal.SIGKILL of those that still ran. What they print is added to OUTPUT.out and OUTPUT.err.
-    """
-
-    def work_quietly() -> int:
-        for number, stream in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        return work()
-
-    def has_ended(pid: int) -> bool:  # it can still be waited for
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    pids, deadline = fork_ranks(ranks, work_quietly, new_group=True), time.monotonic() + limit
-    try:
-        while time.monotonic() < deadline and not enough() and not all(map(has_ended, pids)):
-            time.sleep(0.001)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pids[0], signal.SIGKILL)
-        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    return statuses
-
-
-def in_forks(function: Callable, *arguments, folder: Path, ranks: int = 1, limit: float = math.inf) -> list:
-    """What `function(*arguments)` returns in each of `ranks` forks, as JSON keeps it. Raises RunError."""
-
-    def work() -> int:
-        (folder / f"returned{os.environ.get('RANK', 0)}").write_text(json.dumps(function(*arguments)))
-        return 0
-
-    if any(statuses := run_forks(ranks, work, folder / "forks", limit)):
-        raise failure(folder / "forks", statuses, limit)
-    return [json.loads((folder / f"returned{rank}").read_text()) for rank in range(ranks)]
-
-
-def failure(output: Path, statuses: list[int], limit: float = math.inf) -> RunError:
-    """The error of forks that did not do their work, with the last line that they wrote."""
-    texts = [Path(f"{output}.{stream}") for stream in ("err", "out")]
-    lines = [line for path in texts if path.exists() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    ended = "was not done" if all(status == signal.SIGKILL for status in statuses) else "failed"
-    return RunError(f"{ended} within {limit:.0f} s: {(lines or ['no output'])[-1].strip()[:500]}")
-
-
-def in_fresh_process(function: Callable, *arguments):
-    """`function(*arguments)` in a new interpreter, where no other module or setting disturbs it."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 def all_cores() -> dict[str, str]:
     """`environment()` without a variable that limits threads."""
     return {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
 
 
-def timed(command: list, cwd: Path, **variables: str) -> float:
+def timed(command: list, cwd: Path = ROOT, **variables: str) -> float:
     """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
     began, arguments = time.perf_counter(), [sys.executable, *map(str, command)]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -286,8 +175,7 @@ def run_until(step: int, preset: str, **flags) -> list[dict]:
         try:
             while True:
                 ended = process.poll() is not None
-                records = metrics(run) if (run / "metrics.jsonl").exists() else []
-                if len(records) >= step:
+                if len(records := metrics(run)) >= step:
                     return records[:step]
                 if ended:
                     raise RunError(f"train.py {preset} ended before step {step}:\n{output.read_text()[-2000:]}")
@@ -313,14 +201,20 @@ def ready(config, steps: int) -> tuple:
 
 
 def metrics(run: Path) -> list[dict]:
-    """The records of a run's metrics.jsonl, without a last line that is not complete."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]]
+    """The records of a run's metrics.jsonl, none where there is none yet, without a last line that is not complete."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def last_step(run: Path) -> int:
     """The last step in the metrics of a run (0: none yet)."""
-    records = metrics(run) if (run / "metrics.jsonl").exists() else []
-    return max((record["step"] for record in records), default=0)
+    return max((record["step"] for record in metrics(run)), default=0)
+
+
+def damage(path: Path) -> None:
+    """Change the last byte of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def unmeasured(records: list[dict]) -> list[dict]:
@@ -334,17 +228,6 @@ def digests(run: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in sorted(latest.glob("*.safetensors"))}
 
 
-def fake_checkpoint(checkpoints: Path, step: int) -> Path:
-    """Publish a checkpoint of a few bytes that is intact by its manifest."""
-    from checkpoints import retention  # and torch, which `prepare_to_fork` must come before
-
-    with publish_directory(retention.step_directory(checkpoints, step)) as directory:
-        for name in (*retention.FILES, "model.safetensors", "optimizer.safetensors"):
-            (directory / name).write_text(json.dumps({"step": step}))
-        retention.write_manifest(directory)
-    return retention.step_directory(checkpoints, step)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Data, results and the machine they are from
 
@@ -352,7 +235,7 @@ def fake_checkpoint(checkpoints: Path, step: int) -> Path:
 def prepare_tokens(directory: str) -> None:
     """Prepare the embedded corpus in `directory` if there is no dataset."""
     if not (ROOT / directory / "dataset.json").exists():
-        subprocess.run([sys.executable, "prepare_data.py", f"--out={directory}"], cwd=ROOT, check=True)
+        timed(["prepare_data.py", f"--out={directory}"])
 
 
 @contextlib.contextmanager

@@ -54,8 +54,8 @@ class Miniature:
         found, _ = retention.newest(checkpoints)
         self.warnings = []
         log = SimpleNamespace(say=lambda _: None, warn=self.warnings.append)
-        world = World(0, 1, 0, 1, torch.device("cpu"))
-        config = settings.replace(MODEL, async_save=False, save_every=0, **keep)
+        world = World(0, 1, 1, torch.device("cpu"))
+        config = settings.replace(MODEL, **dict(async_save=False, save_every=0) | keep)
         self.state = checkpoint.load_state(found) if found else checkpoint.TrainState()
         self.state.begin(config, DATASET, world, found is not None, None)
         self.checkpoints = checkpoint.Checkpoints(checkpoints, config, DATASET, world, log, self.state.step)
@@ -78,12 +78,6 @@ class Miniature:
         return announced
 
 
-def damage(path: Path) -> None:
-    """Change the last byte of a file."""
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is done to a directory: `prepare` makes it, `act` works there and tells what is saved, `problems` judges what is left.
 
@@ -104,7 +98,7 @@ class Saves:
         for step in sorted(self.intact + self.damaged):
             Miniature(root / "checkpoints", keep_last=0, keep_best=1).save(step, float(step))  # the first one is the best
         for step in self.damaged:
-            damage(retention.step_directory(root / "checkpoints", step) / "model.safetensors")
+            machine.damage(retention.step_directory(root / "checkpoints", step) / "model.safetensors")
 
     def act(self, root: Path, promise) -> None:
         promise(max(self.intact, default=0))
@@ -265,29 +259,21 @@ class Cases:
                 self.judge(f"power cut after operation {end - whole.before}, {how}", promised)
 
 
-@dataclass(frozen=True)
-class PowerCutConfig:
-    every: int = 1
-    """Take only every so many operations and states."""
-    out: str = str(machine.RESULTS)
-    """Directory for power_cut.json."""
-
-
-def main(config: PowerCutConfig) -> int:
+def main(config: machine.Out) -> int:
     """The command."""
     rows, total = [], Counter()
     for scenario in SCENARIOS:
         with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
             cases = Cases(scenario, Path(directory, "root"))
-            cases.fail_each(config.every)
-            cases.cut_each(config.every)
+            cases.fail_each()
+            cases.cut_each()
         counts = {**cases.count, "broken": len(cases.broken)}
         rows.append({"scenario": scenario.name, **counts, "examples": cases.broken[:5]})
         total.update(counts)
         print(scenario.name, counts, *cases.broken[:5], sep="\n    ", flush=True)
-    print(dict(total), machine.write("power_cut", {"every": config.every, "total": total, "scenarios": rows}, Path(config.out)))
+    print(dict(total), machine.write("power_cut", {"total": total, "scenarios": rows}, Path(config.out)))
     return int(total["broken"] > 0)
 
 
 if __name__ == "__main__":
-    machine.command_line(__doc__, PowerCutConfig, main)
+    machine.command_line(__doc__, machine.Out, main)

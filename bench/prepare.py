@@ -21,19 +21,18 @@ from pathlib import Path
 
 import machine  # puts the project's folder on the path
 from common.errors import UserError
+from forks import in_fresh_process
 from hardware.host import cores
-from machine import in_fresh_process, ratio, spread
+from machine import ratio, spread
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
+class PrepareConfig(machine.Out):
     build_nanogpt: str = ""
     """A checkout of build-nanogpt (empty: leave build-nanogpt out)."""
     megabytes: int = 200
     """Size of the text to encode."""
     rounds: int = 3
-    out: str = str(machine.RESULTS)
-    """Directory of the result."""
 
 
 def main(config: PrepareConfig) -> None:
@@ -44,11 +43,11 @@ def main(config: PrepareConfig) -> None:
     with machine.workspace() as folder:
         text, tokenizer, outs = folder / "text.parquet", folder / "small" / "tokenizer.json", itertools.count()
         size = make_text(text, config.megabytes)
-        machine.timed(["prepare_data.py", f"--out={tokenizer.parent}", "--tokenizer=train:4096"], machine.ROOT)
+        machine.timed(["prepare_data.py", f"--out={tokenizer.parent}", "--tokenizer=train:4096"])
 
         def ours() -> float:
             arguments = [text, f"--out={folder}/out{next(outs)}", f"--tokenizer={tokenizer}"]
-            return size / machine.timed(["prepare_data.py", *arguments], machine.ROOT) / 1e6
+            return size / machine.timed(["prepare_data.py", *arguments]) / 1e6
 
         def theirs(seconds: Callable, *arguments) -> Callable[[], float]:
             return lambda: size / in_fresh_process(seconds, *arguments, text, tokenizer) / 1e6

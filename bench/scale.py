@@ -8,17 +8,13 @@ scaling: the alpha-beta model of gpus.py against throughputs that others have pu
   micro-batch, micro-batches of an update and tokens/s of a GPU by the number of GPUs, under FSDP alone with bfloat16). The
   model's compute rate is set where a series begins; the rest of the series is predicted.
 
-Half a minute on one core. Writes bench/results/scale.json. Only with --part=step_time, six minutes on two cores with bfloat16:
-is the time that --plan predicts for an update the time that it takes? The MFU is measured on one setting. With it the plan
-predicts the others. Each is trained by train.py for a few steps, right after the first one, because the machine's speed
-changes. Writes step_time.json; ends with 1 if a prediction is more than 25 % off.
+Half a minute on one core. Writes bench/results/scale.json.
 """
 
 import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,51 +25,27 @@ import machine  # puts the project's folder on the path
 import numpy as np
 
 import data
+import forks
 import settings
 from common import cli
 from hardware import footprint, gpus
-from memory import BASE
-from planning import plan
 
 TOKENS = 15 * 10**12
 LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
 LLAMA_70B = dict(architecture="llama", n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, head_dim=128, d_ff=28672)
 LLAMA_70B |= dict(vocab_size=128256, seq_len=8192, tie_embeddings=False, rope_theta=5e5)
-REFERENCE = BASE | dict(seq_len=256, micro_batch_size=8, tokens_per_update=4096, threads=0, device="cpu", eval_every=0)
-# The ranks and the flags of every setting.
-SETTINGS = {
-    "two micro-batches of 8 x 256 (the reference again)": (1, dict()),
-    "eight micro-batches of 2 x 256": (1, dict(micro_batch_size=2)),
-    "context 1,024": (1, dict(seq_len=1024, micro_batch_size=2)),
-    "12 layers": (1, dict(n_layer=12)),
-    "768 wide": (1, dict(n_embd=768, n_head=12)),
-    "vocabulary of 32,768": (1, dict(vocab_size=32768)),
-    "activation checkpointing": (1, dict(activation_checkpointing=True)),
-    "llama, grouped queries, untied": (1, dict(architecture="llama", n_kv_head=2, tie_embeddings=False)),
-    "qwen3, Muon": (1, dict(architecture="qwen3", optimizer="muon")),
-    "ddp on 2": (2, dict(strategy="ddp")),
-    "ddp on 2, accumulating": (2, dict(strategy="ddp", micro_batch_size=2)),
-    "zero1 on 2": (2, dict(strategy="zero1")),
-    "fsdp on 2": (2, dict(strategy="fsdp")),
-    "fsdp on 2, accumulating, checkpointing": (2, dict(strategy="fsdp", micro_batch_size=2, activation_checkpointing=True)),
-    "exact on 2": (2, dict(strategy="exact")),
-}
 
 
 @dataclass(frozen=True)
-class ScaleConfig(machine.Predictions):
-    part: Literal["all", "sampler", "startup", "scaling", "step_time"] = "all"
-    steps: int = 10
-    """Steps of each run of step_time, the first four of which do not count."""
+class ScaleConfig(machine.Out):
+    part: Literal["all", "sampler", "startup", "scaling"] = "all"
 
 
 def main(config: ScaleConfig) -> int:
     """Measure the parts; print, write."""
-    if config.part == "step_time":
-        return machine.hold_against("step_time", step_times(config), config, most=0.25)
     parts = {"sampler": sampler, "startup": startup, "scaling": scaling}
     chosen = {name: part for name, part in parts.items() if config.part in ("all", name)}
-    result = {name: machine.in_fresh_process(measure) for name, measure in chosen.items()}
+    result = {name: forks.in_fresh_process(measure) for name, measure in chosen.items()}
     if config.part == "all":
         print(machine.write("scale", result, Path(config.out)))
     return 0
@@ -125,7 +97,7 @@ def shares_are_right(batches, size: int, step: int) -> bool:
     n, B = batches.streams[0].num_windows(batches.seq_len), batches.sequences_per_update
     first, shares = batches.first_sequence(step), []
     for rank in range(size):
-        share = World(rank, size, 0, 8, torch.device("cpu")).share(B // batches.micro_batch_size)
+        share = World(rank, size, 8, torch.device("cpu")).share(B // batches.micro_batch_size)
         shares.append(batches.sequences(first + share.start, len(share))[1])
     windows, epochs = np.concatenate(shares), np.arange(first, first + B) // n
     once = len(np.unique(np.stack([epochs, windows]), axis=1).T) == B  # no window twice in an epoch
@@ -171,7 +143,7 @@ def one_rank(size: int, copies: int) -> dict:
     flags |= dict(dtype="bfloat16", compile="on", device="cuda", tokens_per_update=size * LLAMA_70B["seq_len"])
     config = settings.replace(settings.Config(), **flags)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    world = World(0, size, 0, 8, torch.device("cpu"))
+    world = World(0, size, 8, torch.device("cpu"))
     began = time.perf_counter()
     module = without_values(config.model)
     model = FullyShard(module, torch.bfloat16, world, copies)
@@ -240,32 +212,6 @@ def fitted_mfu(series: dict, ranks: int, micro_batch: int, micro_steps: int, pub
         too_fast = predict(series, ranks, micro_batch, micro_steps, middle) > published
         low, high = (low, middle) if too_fast else (middle, high)
     return low
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The time of an update
-
-
-def step_times(config: ScaleConfig) -> Iterator[dict]:
-    """A row for each chosen setting: the seconds of an update."""
-    with machine.workspace() as folder:
-        machine.make_tokens(folder / "tokens", 200_000, BASE["vocab_size"])
-
-        def measured(ranks: int, flags: dict) -> float:
-            more = {"tokens": folder / "tokens", "steps": config.steps + 1}
-            records = machine.run_until(config.steps, "", ranks=ranks, **flags | more)
-            return statistics.median(record["step_ms"] for record in records[4:]) / 1000
-
-        def predicted(ranks: int, flags: dict, mfu: float) -> float:
-            own = settings.load(machine.arguments("", **flags, tokens="none")[1:], "")
-            options = settings.PlanConfig(plan_world_size=ranks, plan_gpu="cpu", plan_mfu=mfu)
-            return plan.make(own, options).speed["step_s"]
-
-        for name, (ranks, changes) in SETTINGS.items():
-            if config.only in name:
-                flags, mfu = REFERENCE | changes, predicted(1, REFERENCE, 1) / measured(1, REFERENCE)
-                row = {"setting": name, "ranks": ranks, "flags": changes, "mfu": mfu}
-                yield row | {"predicted": predicted(ranks, flags, mfu), "measured": measured(ranks, flags)}
 
 
 if __name__ == "__main__":

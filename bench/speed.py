@@ -15,7 +15,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,9 @@ import machine  # puts the project's folder on the path
 import numpy as np
 
 from common.errors import RunError, UserError
+from forks import in_fresh_process
 from hardware import host
-from machine import in_fresh_process, in_turns, ratio, run_until, spread, timed
+from machine import in_turns, ratio, run_until, spread, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65
@@ -38,15 +38,13 @@ README_RUN = shlex.split(
 )
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True)
+class Comparison(machine.Out):
     nanogpt: str
     """A checkout of nanoGPT."""
     rounds: int = 3
     processor: machine.Processor = "native"
     """Hold the processor to the instructions of a lesser one."""
-    out: str = str(machine.RESULTS)
-    """Directory of the results."""
 
 
 def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
@@ -82,9 +80,9 @@ def steps(config: StepsConfig) -> None:
     machine.act_as(config.processor)
     dtype = in_fresh_process(chosen_dtype)
     products = f"the products of a step alone, {dtype}, tokens/s"
-    with tempfile.TemporaryDirectory() as folder:
+    with machine.workspace() as folder:
         text = np.random.default_rng(0).integers(VOCABULARY, size=2_000_000, dtype=np.uint8) + ord("!")
-        peer = copy_of_nanogpt(config.nanogpt, Path(folder) / "nanogpt", text.tobytes().decode("ascii"))
+        peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", text.tobytes().decode("ascii"))
 
         def speed(milliseconds: list[float]) -> float:
             return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds[8:])
@@ -168,15 +166,14 @@ def loss(config: LossConfig) -> None:
     Writes time_to_loss.json.
     """
     machine.act_as(config.processor)
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
+    with machine.workspace() as folder:
         peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", Path(config.text).read_text())
         tokens, runs = folder / "tokens", iter(range(10**6))
-        timed(["prepare_data.py", Path(config.text).resolve(), f"--out={tokens}", "--tokenizer=bytes"], machine.ROOT)
+        timed(["prepare_data.py", Path(config.text).resolve(), f"--out={tokens}", "--tokenizer=bytes"])
 
         def ours() -> float:
             flags = [f"--tokens={tokens}", f"--out_dir={folder}", f"--name=run{next(runs)}"]
-            return timed(["train.py", "config/shakespeare_char.toml", *flags], machine.ROOT)
+            return timed(["train.py", "config/shakespeare_char.toml", *flags])
 
         seconds = in_turns(config.rounds, {"ours, s": ours, "nanoGPT, s": lambda: timed(["train.py", *README_RUN], peer)})
         own = machine.metrics(folder / "run0")[-1]["val_bpb"] * math.log(2)  # a character is a byte here

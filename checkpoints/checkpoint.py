@@ -6,7 +6,6 @@ checkpoint or the new one, complete. Large tensors are in several files, as `ten
 them.
 """
 
-import json
 import math
 import os
 import platform
@@ -18,12 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from msgspec import Meta
 from torch import Tensor
 
 import optim
@@ -39,11 +37,10 @@ from hardware import device, footprint
 from parallel.world import World
 from reports.log import Log
 from reports.progress import due
-from settings import Config
+from settings import Config, Ranks
 
 # How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
-Ranks = Annotated[int, Meta(ge=1, le=1 << 20)]
 # How a run went on from a step.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
 
@@ -66,7 +63,7 @@ class TrainState:
     step: Count = 0  # updates done
     tokens: Count = 0  # tokens seen
     best: list[tuple[float, Count]] = field(default_factory=list)  # lowest (validation loss, step), best first
-    skipped: Count = 0  # updates left out because of a non-finite gradient
+    skipped: Count = 0  # updates skipped because of a non-finite gradient
     wandb_run_id: str = ""
     grad_scaler: dict[str, float | int] = field(default_factory=dict)
     dataset: str = ""  # identity of the dataset
@@ -136,6 +133,7 @@ class Checkpoints:
         self.directory, self.config, self.dataset, self.world, self.log = directory, config, dataset, world, log
         self.retention = Retention(directory, config.checkpoint.keep_last, config.checkpoint.keep_best, start_step)
         self.saved_at = start_step  # step of the newest checkpoint, published or being written
+        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may not be there yet
         self._saver = ThreadPoolExecutor(1)
         self._save: Future | None = None  # under way, or done and not yet looked at
         self._writers = range(footprint.writers(config, world.size))
@@ -197,15 +195,19 @@ class Checkpoints:
         self.prune(state)
 
     def evaluated(self, state: TrainState, val_loss: float) -> None:
-        """Remember the validation loss of the weights at `state.step` if they are saved and among the best."""
+        """Remember the validation loss of the weights at `state.step` if they are saved, or will be, and among the best."""
         if self.saved_at == state.step and math.isfinite(val_loss):
-            state.best = sorted([*state.best, (val_loss, state.step)])[: max(1, self.config.checkpoint.keep_best)]
+            self._evaluated = (val_loss, state.step)
         self.prune(state)
 
     def prune(self, state: TrainState) -> None:
         """Point `best` at the best evaluated checkpoint and remove those that are neither new nor good enough to keep."""
         if not self.world.is_master:
             return
+        # While its checkpoint is being written, and where that fails, the best one before it stays.
+        if self._evaluated and self.retention.counts(step_directory(self.directory, self._evaluated[1])):
+            state.best = sorted([*state.best, self._evaluated])[: max(1, self.config.checkpoint.keep_best)]
+            self._evaluated = None
         best, link = [step_directory(self.directory, step) for _, step in state.best], self.directory / "best"
         try:
             best = [path for path in best if path.exists()]
@@ -242,7 +244,7 @@ def write(
             layout.write_index(directory)
         huggingface.write_description(directory, snapshot.config, dataset.tokenizer, dataset.eot_token)
         content = asdict(state) | {"best_val_loss": state.best_val_loss}
-        (directory / "trainer_state.json").write_text(json.dumps(content, indent=2) + "\n")
+        tensor_files.write_json(directory / "trainer_state.json", content)
         write_manifest(directory, records)
     files.link(checkpoints / "latest", path)
 

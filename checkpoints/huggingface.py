@@ -48,6 +48,8 @@ ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
 # What `rope_scaling` of the settings lists, in its order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
+
 Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0)]
 Rope = TypedDict("Rope", dict.fromkeys(LLAMA3_ROPE, Positive))
@@ -152,6 +154,18 @@ def read_config(directory: Path) -> ModelConfig:
     return model
 
 
+def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
+    """`model` with the architecture and the shape of a model `directory`, all but the context, which may be shorter.
+
+    Raises UserError.
+    """
+    found = read_config(directory)
+    if found.seq_len < model.seq_len:
+        longest = f"{directory} has a context of {found.seq_len}; --seq_len={found.seq_len} is the most"
+        raise UserError(f"--seq_len={model.seq_len}: {longest}")
+    return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
+
+
 def read_rope_scaling(found: dict, path: Path) -> str:
     """Our `rope_scaling` for what a config.json and its rotary positions have `found`. Raises UserError."""
     rope_type = found.get("rope_type", found.get("type", "default"))
@@ -213,7 +227,7 @@ def from_hf(tensors: dict[str, tensor_files.Stored], config: ModelConfig) -> dic
     """Find our parameters in their `tensors`: the inverse of `to_hf`.
 
     Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out. Raises UserError if a tensor is
-    missing, unknown or of the wrong shape.
+    missing, unknown, or of the wrong shape or type.
     """
     root = module_names(config)["embed"].partition(".")[0] + "."
     if not any(name.startswith(root) for name in tensors):
@@ -231,9 +245,10 @@ def from_hf(tensors: dict[str, tensor_files.Stored], config: ModelConfig) -> dic
             continue
         value, part = tensors[theirs], 3 if "c_attn" in theirs else 1
         transposed = is_conv1d(theirs, len(value.shape))
-        rows, *columns = reversed(value.shape) if transposed else value.shape
         unknown.discard(theirs)
-        if (rows, *columns) != (part * shape[0], *shape[1:]):
+        if value.dtype not in FLOATS:
+            raise UserError(f"{theirs} is {value.dtype}; only weights in {', '.join(FLOATS)} are read")
+        if value.shape[:: -1 if transposed else 1] != (part * shape[0], *shape[1:]):
             raise UserError(
                 f"{theirs} has the wrong shape: {list(value.shape)} does not hold {name}, {list(shape)} by config.json"
             )
@@ -318,7 +333,8 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     path = directory / "tokenizer.json"
     if not tokenizer or not path.exists():
         which = directory if tokenizer else "the dataset"
-        return [f"warning: {which} has no tokenizer.json; nothing shows that weights and tokens have the same tokenizer"]
+        unknown = "it cannot be checked that the weights and the tokens use the same tokenizer"
+        return [f"warning: {which} has no tokenizer.json, so {unknown}"]
     theirs = vocabulary(path)
     for i, token in sorted(vocabulary(tokenizer).items()):
         if theirs.get(i) != token:
@@ -353,8 +369,11 @@ def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
 
 
-def find_model(name: str) -> Path:
-    """The model directory that `name` means: itself, or a model of the Hugging Face hub (or its cache). Raises UserError."""
+def find_model(name: str, patterns: Iterable[str] = ("*.safetensors", "*.json")) -> Path:
+    """The model directory that `name` means: itself, or a model of the Hugging Face hub (or its cache).
+
+    patterns: which files to download from the hub. Raises UserError.
+    """
     path = Path(name)
     if (path / "config.json").exists():
         return path
@@ -364,7 +383,7 @@ def find_model(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
 
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
         reason = hub.explain(error, getattr(getattr(error, "response", None), "status_code", None))
         raise UserError(

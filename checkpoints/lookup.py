@@ -102,14 +102,14 @@ def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Pa
         start, damaged = newest(checkpoints)
         if start is None:
             raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
-        ignored = f"; --resume={resume} is for a new run and is not read" if resume != "auto" else ""
-        return start, None, [*notes, *damaged, f"continuing from {start}{ignored}"]
+        notes += [f"--resume={resume} is for a new run and is not read"] if resume != "auto" else []
+        return start, None, [*notes, *damaged, f"continuing from {start}"]
     if resume not in ("auto", "off"):
         start, damaged = find(resume)
         notes += [*damaged, f"starting from {start}"]
     elif config.model.init_from != "scratch":
         pretrained, damaged = find_model(config.model.init_from)
-        notes += [*damaged, f"starting with the weights of {pretrained}, whose shape wins over settings and flags"]
+        notes += [*damaged, f"starting with the weights of {pretrained}, whose shape overrides settings and flags"]
     if start or pretrained:
         notes += huggingface.check_tokenizer(start or pretrained, dataset.tokenizer)
     return start, pretrained, notes
@@ -148,7 +148,7 @@ def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
         refused.append(f"{skip}; an earlier checkpoint may begin a run without it: --name=... --resume=PATH")
     least = state.step if own else state.step + 1  # a complete run may be started again, a new one trains
     if config.train.steps < least:
-        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps={least} is the least")
+        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps must be at least {least}")
     if refused:
         way_out = "take only the weights with --init_from=PATH, or leave --resume out"
         raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))
@@ -194,15 +194,15 @@ def find_origin(run: Path, origin: Origin) -> Path:
     )
 
 
-def find_model(name: str) -> tuple[Path, list[str]]:
+def find_model(name: str, *patterns) -> tuple[Path, list[str]]:
     """The model directory that a user means, and warnings: a run, a checkpoint, any Hugging Face directory or hub id.
 
-    Raises UserError.
+    See `huggingface.find_model` for `patterns`. Raises UserError.
     """
     path = Path(name)
     if (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
         return find(name)
-    return huggingface.find_model(name), []
+    return huggingface.find_model(name, *patterns), []
 
 
 def load_model(name: str) -> tuple[Path, GPT]:

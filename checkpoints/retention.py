@@ -8,7 +8,6 @@ them is somebody else's: it is neither read nor removed. Two rules hold whatever
 """
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -27,7 +26,6 @@ MANIFEST = "manifest.json"
 FILES = {"config.json", "generation_config.json", "trainer_state.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
-LINKS = {"latest", "best"}
 # The names that a killed process leaves in a run's checkpoints/.
 LEFTOVER = re.compile(r"\.+(step-[0-9]{8,}|latest|best|probe)(\.old|\.link|\.tmp)*\.tmp")
 Step = TypedDict("Step", {"step": Count})  # what is read of trainer_state.json here
@@ -51,7 +49,7 @@ def published(checkpoints: Path) -> list[Path]:
 
 def strangers(checkpoints: Path) -> list[str]:
     """The other names in `checkpoints`, sorted: copies, what was moved aside, files of somebody else."""
-    ours = LINKS | {path.name for path in published(checkpoints)}
+    ours = {"latest", "best", *(path.name for path in published(checkpoints))}
     return sorted(path.name for path in checkpoints.glob("*") if path.name not in ours and path.name[0] != ".")
 
 
@@ -59,9 +57,9 @@ def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) 
     """Write the size and sha256 of every file in `directory`. Those of some files may be known already."""
     known, names = known or {}, sorted(path.name for path in directory.iterdir())
     if missing := known.keys() - set(names):
-        raise OSError(f"{min(missing)} was written on another node and is not here; all nodes need a common --out_dir")
+        raise OSError(f"{min(missing)} was written on another node and is not here; all nodes must share --out_dir")
     manifest = {name: known.get(name) or record(directory / name) for name in names}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    tensor_files.write_json(directory / MANIFEST, manifest)
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
@@ -139,7 +137,7 @@ class Retention:
     @property
     def newest(self) -> Path | None:
         """The newest checkpoint that counts."""
-        return max(list(self._intact), key=step_of, default=None)
+        return max(filter(self.counts, list(self._intact)), key=step_of, default=None)
 
     def begin(self) -> list[str]:
         """Remove leftovers, move damaged checkpoints newer than the start aside and point `latest` at it. Returns notes.
@@ -174,38 +172,41 @@ class Retention:
         return notes
 
     def saved(self, path: Path) -> None:
-        """Count `path` as intact: this process has just written and flushed it."""
+        """Count `path` as intact: this process has just written and flushed it. Verify older ones that must count, too."""
         self._intact[path] = stamp(path)
+        with contextlib.suppress(OSError):  # what cannot be looked at does not count
+            existing, intact = published(self.directory), 0
+            while intact < self.keep_last < intact + len(existing):  # else none has to go
+                path = existing.pop()
+                now = stamp(path)
+                if not self.counts(path) and fault(path) is None:
+                    self._intact[path] = now
+                intact += self.counts(path)
+
+    def counts(self, path: Path) -> bool:
+        """Whether `path` counts as intact: it was written or verified, and nothing has changed there since."""
+        now = stamp(path)
+        return now is not None and self._intact.get(path) == now
 
     def prune(self, best: Iterable[Path]) -> list[str]:
         """Remove what is older than the last `keep_last` intact checkpoints and not among the first `keep_best` of `best`.
 
         What the run continued from stays until two newer ones are intact. Returns a warning for each that cannot be removed.
         """
-        existing, newest = published(self.directory), self.newest
-        existing = [path for path in existing if newest and step_of(path) <= step_of(newest)]  # one may just be appearing
-        if not self.keep_last or len(existing) <= self.keep_last:
+        if not self.keep_last:
             return []
-        stay, warnings, intact = {*list(best)[: self.keep_best]}, [], 0
-        if sum(path in self._intact and self._is_intact(path) for path in existing if step_of(path) > step_of(self.start)) < 2:
+        existing = published(self.directory)
+        intact = [path for path in existing if self.counts(path)]
+        if len(intact) < self.keep_last:
+            return []
+        stay, warnings = {*list(best)[: self.keep_best]}, []
+        if sum(step_of(path) > step_of(self.start) for path in intact) < 2:
             stay.add(self.start)
-        for path in reversed(existing):
-            if intact < self.keep_last:
-                intact += self._is_intact(path)
-            elif path not in stay:
+        for path in existing[: existing.index(intact[-self.keep_last])]:
+            if path not in stay:
                 try:
                     files.retire(path)
                     self._intact.pop(path, None)
                 except OSError as error:  # the run can go on
                     warnings.append(f"{path} could not be removed: {error}")
         return warnings
-
-    def _is_intact(self, path: Path) -> bool:
-        """Whether a checkpoint is intact. It is read only if it may have changed since it counted, or never did."""
-        now = stamp(path)
-        if now is None or self._intact.get(path) != now:
-            if fault(path) is not None:
-                self._intact.pop(path, None)
-                return False
-            self._intact[path] = now
-        return True

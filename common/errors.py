@@ -8,7 +8,6 @@ import contextlib
 import errno
 import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -37,6 +36,7 @@ def begin() -> None:
     The first Ctrl-C ends the process at once during an import, which might swallow a KeyboardInterrupt. The second one always
     does. What an import raises is printed as by `user_errors`. Output to a console that is closed goes nowhere.
     """
+    sys.excepthook = end_by
     if sys.platform == "win32":
         raise UserError("Windows itself lacks signals and links that a run needs; use WSL, as docs/platforms.md says")
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
@@ -53,7 +53,6 @@ def begin() -> None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(Console(sys.stdout.fileno(), "w", closefd=False)), **style)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)
-    sys.excepthook = end_by
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -84,16 +83,6 @@ def end_by(kind: type, error: BaseException, trace) -> None:
         os._exit(end.code)
     except BaseException:
         sys.__excepthook__(kind, error, trace)
-
-
-def refused_variables(error: Exception) -> str:
-    """What an import says against variables of the environment that it names, by name or by value. Empty for other errors."""
-    if not is_importing(traceback.walk_tb(error.__traceback__)):
-        return ""
-    said, ours = str(error).strip(), ("TORCH", "PYTORCH", "MPL")
-    variables = [(name, value) for name, value in os.environ.items() if name.startswith(ours) and value]
-    named = [f"{n}={v}" for n, v in variables if re.search(rf"(?<!\w)({re.escape(n)}|{re.escape(v)})(?!\w)", said)]
-    return f"the environment has {' '.join(named)}: {said.splitlines()[0]}" if named else ""
 
 
 class LostConsole(OSError):
@@ -178,9 +167,10 @@ def user_errors():
     except ModuleNotFoundError as error:
         message, status = f"{error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there", 2
     except Exception as error:
-        message, status = refused_variables(error), 2
-        if not message:
+        if not is_importing(traceback.walk_tb(error.__traceback__)):
             raise
+        # A library does not take a variable of the environment, such as TORCH_LOGS, or its files do not go together.
+        message, status = f"an import failed: {str(error).strip()}\n       (--debug prints the traceback)", 2
     rank = os.environ.get("RANK", "0")
     if rank.strip("0"):
         # torchrun ends all ranks when the first one exits. The master should be the first: it mostly has the same message.

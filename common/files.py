@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 from common.errors import UserError
 
 LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
-AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # do not wait for the other end of a FIFO
+# Windows has neither, and this file is imported before train.py refuses it.
+AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # do not wait for the other end of a FIFO
 UNLINKED = AT_ONCE | getattr(os, "O_NOFOLLOW", 0)  # and do not follow a link
 NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none
 

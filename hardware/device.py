@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import warnings
-from getpass import getuser
 from pathlib import Path
 
 import torch
@@ -135,7 +134,8 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
     if device.type == "cpu":
         # Its cache does not tell processors apart: code made for one with wider vectors corrupts the memory of another.
         kind = hashlib.sha256(describe(device).encode()).hexdigest()[:8]
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{getuser()}_{kind}")))
+        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{kind}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
@@ -175,7 +175,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def make_deterministic(device: torch.device, integers_only: bool) -> None:
-    """Let CUDA and NCCL use only kernels that give the same bits every time. A CPU has no others.
+    """Let CUDA and NCCL use only kernels that give the same bits every time. On a CPU the model needs no others.
 
     Call it before the process group is made: NCCL reads its variables when the first communicator is.
     integers_only: the ranks add nothing but integers, whose sum does not depend on the order.
@@ -240,7 +240,7 @@ def datasheet_flops(name: str) -> float | None:
 def memory(device: torch.device) -> tuple[int, int]:
     """The bytes of memory that are free for this rank, and all bytes: of its GPU, or of the machine for a CPU.
 
-    Of an xpu and of mps, what this process holds counts as taken; what others hold is not known.
+    On xpu and mps only this process's own memory counts as used; that of other processes is not known.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)

@@ -14,7 +14,7 @@ SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps it
 # Tensors may take this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
 # the estimate is wrong by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
 USABLE = 0.9
-CPU_BYTES = 1 << 28  # Activations of a CPU may take these: few enough for its caches, enough to hide the time of Python
+CPU_BYTES = 1 << 28  # of activations on a CPU: few enough for its caches, enough to hide Python's overhead
 
 
 def widths(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -183,7 +183,7 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
 
 
 def document_mask(config: Config, device: str) -> int:
-    """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.within_documents` has one."""
+    """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.document_mask` has one."""
     flex = device == "cuda" and not config.model.dropout
     return 0 if config.data.attend == "window" or flex else element_bytes(config) * config.model.seq_len**2
 

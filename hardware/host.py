@@ -8,10 +8,14 @@ from pathlib import Path
 
 from common.cli import read_ranks
 
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period of so many, or "max"
+
 
 def cores() -> int:
-    """How many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many CPU cores this process may use. A part of one counts as one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit, period = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ("max", "")
+    return allowed if limit == "max" else min(allowed, -(-int(limit) // int(period)))
 
 
 def prepare_torch() -> None:

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from common.errors import RunError, UserError
 from hardware import device
-from model import attention_kernel, compile_blocks
-from optim import Optimizers, copy_rows
+from kernels import activate_attention_kernel
+from model import compile_blocks
+from optim import Optimizers, load_rows
 from parallel.exact import Exact
 from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from parallel.replicas import check_replicas
@@ -43,46 +44,47 @@ class Engine:
     def __init__(self, module: nn.Module, config: Config, world: World, weights: Iterable[tuple[str, Any]] = ()):
         self.module, self.world, self.dtype = module, world, config.train.dtype
         self.strategy = config.parallel.strategy
+        self.sharded = self.strategy == "fsdp" and world.size > 1
         # Ranks average their gradients; exact adds integers and divides them once, by the number of all micro-batches.
         self.loss_divisor = 1 if self.strategy == "exact" else len(world.share(config.micro_batches))
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == "float16")
         self.compiled = config.train.compile == "on"
         if config.train.fp8:
             use_float8(module, world)
-        attention_kernel(config.model, device.DTYPES[self.dtype], world.device)  # every rank must choose, also in a replay
+        activate_attention_kernel(config.model, device.DTYPES[self.dtype], world.device)  # on every rank, also in a replay
         if self.compiled:
             compile_blocks(module)
         if config.train.activation_checkpointing:
             for block in module.blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        sharded = self.strategy == "fsdp" and world.size > 1
         # FSDP takes and frees memory in pieces of many sizes. Where the C library kept them all, a rank of fsdp needed twice
         # the memory, nearly as much as one of ddp.
-        if world.device.type == "cpu" and sys.platform == "linux" and not sharded:
+        if world.device.type == "cpu" and sys.platform == "linux" and not self.sharded:
             device.keep_freed_memory()
-        if sharded:
+        if self.sharded:
             from parallel.sharded import FullyShard  # here, because importing FSDP2 takes a second
 
             self.model = FullyShard(module, device.DTYPES[self.dtype], world, config.parallel.replicate)
         if weights:
-            if sharded:
+            if self.sharded:
                 module.to_empty(device=world.device)
             else:  # the same, but `to_empty` of a tensor on the meta device imports the compiler's symbols: half a second
                 empty = {name: torch.empty(value.shape, device=world.device) for name, value in module.named_parameters()}
                 module.load_state_dict(empty, assign=True)
             for name, value in weights:
-                copy_rows(module.get_parameter(name), value)
-        if not sharded:  # with the weights, because DDP compares those of the ranks
+                load_rows(module.get_parameter(name), value)
+        if not self.sharded:  # after the weights are loaded: DDP's constructor broadcasts those of rank 0
             self.model = replicate(module.to(world.device), config.parallel, world, config.micro_batches, self.compiled)
         # Compiling the forward pass alone, for evaluation, pays on a GPU. On a CPU it takes longer than it saves.
         eager = self.compiled and world.device.type == "cpu"
         self.eval_model = torch.compiler.set_stance("force_eager")(module) if eager else module
         self.parameters = dict(module.named_parameters())
-        self.names = {parameter: name for name, parameter in self.parameters.items()}
+        self.name_of = {parameter: name for name, parameter in self.parameters.items()}
         self.staging: Tensor | None = None
-        # Whether ranks with gradients of their own exchange something in the optimizer's step. fsdp's norm is one of all ranks.
+        # Whether the optimizer's step runs collectives although each rank computed its own gradient norm. Under fsdp the
+        # norm is global.
         exchanges = self.strategy == "zero1" or config.optim.optimizer == "muon"
-        self.shares_step = world.size > 1 and self.strategy != "fsdp" and exchanges
+        self.shares_step = world.size > 1 and not self.sharded and exchanges
 
     def build_optimizers(self, config: OptimConfig) -> Optimizers:
         """The optimizers of the model. The strategy may share their work and their state out over the ranks."""
@@ -98,7 +100,7 @@ class Engine:
         if self.world.size == 1 or self.strategy == "zero1":  # zero1's optimizers have their own matrices only
             return optim.orthogonalize
         shares = functools.partial(optim.orthogonalize_shares, multiple=optim.BATCH if self.strategy == "exact" else 1)
-        if self.strategy != "fsdp":
+        if not self.sharded:
             return functools.partial(shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
         owners = functools.partial(optim.orthogonalize_by_owners, group=self.model.mesh.get_group("shard"))
         if self.model.mesh.ndim == 1:
@@ -128,14 +130,18 @@ class Engine:
 
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before, the same on all ranks."""
-        unscale_gradients(self.scaler, self.names)
-        gradients = [p.grad for p in self.names if p.grad is not None]
-        # The only wait for a GPU in an update. The optimizer's work hides the launches of the next one.
-        norm = whole(nn.utils.get_total_norm(gradients)).item()
-        if self.shares_step:  # a rank that left the step out would be waited for, and only a fault of its own makes it differ
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        # Here an update waits for the GPU. The optimizer's work hides the launches of the next one.
+        norm = full_tensor(nn.utils.get_total_norm(gradients)).item() / self.scaler.get_scale()
+        if self.shares_step:
+            # Otherwise the others would wait in the step's collectives for a rank that skipped it. Only a faulty rank has
+            # another norm.
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-            norm = norm if finite else math.nan
+            if not finite:
+                norm = math.nan
+                gradients[0].fill_(norm)  # so that the scaler finds it, too, and every rank has the same scale
+        unscale_gradients(self.scaler, self.parameters.values())
         if 0 < limit < norm < math.inf:
             torch._foreach_mul_(gradients, limit / norm)
         return norm
@@ -145,12 +151,12 @@ class Engine:
 
         Zeros instead of None would do for a single run, but a resumed one starts with None: the first sums would differ.
         """
-        for parameter in self.names:
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def state(self, optimizers: Optimizers) -> dict[str, Any]:
         """The state of `optimizers` by "parameter.key": plain tensors, or tensors that are divided among the ranks."""
-        return {f"{self.names[parameter]}.{key}": value for parameter, key, value in optimizers.state()}
+        return {f"{self.name_of[parameter]}.{key}": value for parameter, key, value in optimizers.state()}
 
     @torch.no_grad()
     def gather(self, tensors: dict[str, Any], writers: dict[str, int]) -> dict[str, Tensor]:
@@ -159,14 +165,14 @@ class Engine:
         `writers` names the rank that writes each of `tensors`; the other ranks keep nothing of it. All ranks must call this.
         """
         copies, divided, rank = {}, {}, self.world.rank
-        if self.strategy == "fsdp" and self.world.size > 1:
+        if self.sharded:
             from parallel.sharded import gather_own
 
             divided, group = {name: t for name, t in tensors.items() if is_sharded(t)}, self.model.mesh.get_group("shard")
             if rank < group.size():  # the other groups have copies of the same rows
                 copies = {name: self.to_host(tensor) for name, tensor in gather_own(divided, writers, group)}
         for name in [name for name in tensors if name not in divided]:
-            tensor = whole(tensors[name])
+            tensor = full_tensor(tensors[name])
             if writers[name] == rank:
                 copies[name] = self.to_host(tensor.clone() if tensor.device.type == "cpu" else tensor)
         return copies
@@ -182,7 +188,7 @@ class Engine:
 
         The tensors may be in a file. Then each rank reads the rows that it holds.
         """
-        state = {parameter: {} for parameter in self.names}
+        state = {parameter: {} for parameter in self.parameters.values()}
         for name, value in tensors.items():
             parameter_name, _, key = name.rpartition(".")
             state[self.parameters[parameter_name]][key] = value
@@ -244,7 +250,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a shard; all ranks must call it. A plain tensor is whole already."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 

@@ -117,8 +117,8 @@ def add_fixed_point(total: Tensor, *gradients: Tensor) -> None:
 def raise_largest(largest: Tensor, *gradients: Tensor) -> None:
     """Raise the scalar `largest` to the largest |value| of `gradients`; NaN stays.
 
-    This is never compiled: the compiler divides a maximum over threads as suits the first gradient that it sees, and one thread
-    block of a GPU would look through a whole embedding because a norm came first (pytorch/pytorch#155941).
+    Never compiled: the compiler lays the reduction out for the first gradient that it sees. If that is a small norm's, one
+    thread block later reduces a whole embedding (pytorch/pytorch#155941).
     """
     for gradient in gradients:
         low, high = gradient.aminmax()

@@ -30,6 +30,7 @@ single process. Parameters that are frozen when the wrapper is built are left ou
 are made equal at the start only, unlike in DDP. Without a process group, or with one rank, the wrappers do nothing.
 """
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -74,8 +75,15 @@ class ScratchAllReduce(nn.Module):
 
     def register_hooks(self) -> None:
         """Have autograd call `gradient_ready` for every trainable parameter."""
+        # Weakly: a wrapper in its own parameters' hooks is a cycle that Python does not find, so nothing would ever be freed.
+        wrapper = weakref.ref(self)
+
+        def hook(parameter: nn.Parameter) -> None:
+            if (alive := wrapper()) is not None:
+                alive.gradient_ready(parameter)
+
         for parameter in self.trainable:
-            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def ensure_equal_replicas(self) -> None:
         """Make sure that all ranks start from the same parameters and buffers. This strategy refuses any difference."""
@@ -95,7 +103,7 @@ class ScratchAllReduce(nn.Module):
     def prepare_sync(self) -> None:
         """Arrange that `sync_gradients` runs at the end of this backward. Called when its first gradient is ready."""
         # No gradient knows that it is the last one, and unused parameters have none. The autograd engine knows: it runs a
-        # queued callback when the whole backward is done, before `loss.backward()` returns. FSDP2 uses the same way.
+        # queued callback when the whole backward is done, before `loss.backward()` returns. FSDP2 does the same.
         self.sync_is_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self.sync_gradients)
 

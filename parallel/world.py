@@ -30,7 +30,6 @@ LONGEST_END = 3600.0  # seconds for which a rank that is done waits for others, 
 class World:
     rank: int
     size: int
-    local_rank: int
     local_size: int
     device: torch.device
     store: dist.Store | None = None  # held by torchrun, so it outlives the ranks
@@ -81,11 +80,6 @@ class World:
         ]
         if found := next(filter(None, self.all_gather(different)), None):
             raise UserError("; ".join([*found, "all ranks need the same command, tokens and version of torch"]))
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()
 
     def leave(self, failed: bool) -> None:
         """Wait until every rank is done: one that left earlier would fail those that still read from it.
@@ -207,19 +201,19 @@ def connect(
     """
     rank, size, local_rank, local_size = read_ranks()
     share_gpus = os.environ.get("LOCKSTEP_SHARE_GPU") == "1"  # to try several ranks on one GPU
-    own = device.find_device(device_name, local_rank, share_gpus)
+    own_device = device.find_device(device_name, local_rank, share_gpus)
     torch.set_num_threads(threads or max(1, cores() // local_size))
-    if own.type == "mps" and size > 1:
+    if own_device.type == "mps" and size > 1:
         raise UserError("--device=mps: ranks cannot exchange tensors of Metal devices; start one process, or use --device=cpu")
-    if own.type == "mps" and integers_only:
+    if own_device.type == "mps" and integers_only:
         raise UserError("--strategy=exact needs float64, which Metal devices do not have; use --device=cpu")
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
-    elif own.type == "xpu":
-        torch.xpu.set_device(own)
+    elif own_device.type == "xpu":
+        torch.xpu.set_device(own_device)
     if deterministic:
-        device.make_deterministic(own, integers_only)
+        device.make_deterministic(own_device, integers_only)
     store = None
     if "RANK" in os.environ:
         port = os.environ.get("MASTER_PORT", "")
@@ -230,12 +224,12 @@ def connect(
             )
         store = meet(rank, size, os.environ["MASTER_ADDR"], int(port), timedelta(minutes=timeout_minutes))
         # CPU tensors, which carry what is about the run and not the model, go through gloo: no GPU is waited for.
-        ours = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(own.type) if not share_gpus else None
-        backend, device_id = (ours, own) if ours else ("gloo", None)
+        backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(own_device.type) if not share_gpus else None
+        backend, device_id = (backends, own_device) if backends else ("gloo", None)
 
         def join_group():
-            if own.type in ("cuda", "xpu"):
-                getattr(torch, own.type).set_device(own)  # of this thread
+            if own_device.type in ("cuda", "xpu"):
+                getattr(torch, own_device.type).set_device(own_device)  # of this thread
             timeout = timedelta(minutes=timeout_minutes)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
 
@@ -244,7 +238,7 @@ def connect(
         except (RuntimeError, TimeoutError) as error:
             reason = (str(error) or f"no answer in {timeout_minutes:g} minutes").splitlines()[0]
             raise RunError(f"rank {rank} could not connect to the other ranks: {reason}") from None
-    return World(rank, size, local_rank, local_size, own, store)
+    return World(rank, size, local_size, own_device, store)
 
 
 def meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> dist.Store:
@@ -318,7 +312,8 @@ class Stop:
 
     def _note(self, number: int, frame) -> None:
         if self.world.is_master and not self.reason:
-            with contextlib.suppress(OSError):  # nobody may read it; and print cannot be called again while it prints
+            # stderr may be closed, and print is not reentrant, so a signal handler must not call it.
+            with contextlib.suppress(OSError):
                 os.write(2, b"\nstopping after this update or the next; Ctrl-C ends at once, without saving\n")
         self.reason = self.reason or signal.Signals(number).name
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -16,7 +16,7 @@ from checkpoints import huggingface
 from common.errors import UserError, plural
 from hardware import device, footprint, host
 from hardware.host import cores
-from model import attention_kernel
+from kernels import activate_attention_kernel
 from parallel.world import World
 from planning import rules
 from settings import Config
@@ -31,11 +31,7 @@ def resolve(config: Config, vocab_size: int, world: World, pretrained: Path | No
     """
     model, train = config.model, config.train
     if pretrained:
-        found = huggingface.read_config(pretrained)
-        if found.seq_len < model.seq_len:
-            longest = f"{pretrained} has a context of {found.seq_len}; --seq_len={found.seq_len} is the most"
-            raise UserError(f"--seq_len={model.seq_len}: {longest}")
-        model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
+        model = huggingface.shape_of(pretrained, model)
     model = settings.resolve_model(model, vocab_size)
     optim, precision = config.optim, choose_precision(config, world, previous)
     if optim.warmup_steps < 0 and "warmup_steps" in previous:  # a longer run has no second warmup
@@ -78,7 +74,9 @@ def check_memory(config: Config, world: World) -> None:
     if world.device.type != "cpu":
         return
     of_rank = sum(footprint.of_rank(config, world.size, "cpu").values())
-    needed = world.local_size * of_rank + footprint.host_bytes(config, world.size)
+    writers = min(world.local_size, footprint.writers(config, world.size))  # together they hold one copy at most
+    saving = min(footprint.host_bytes(config, 1), writers * footprint.host_bytes(config, world.size))
+    needed = world.local_size * of_rank + saving
     if needed > host.memory_bytes():
         raise UserError(
             f"--vocab_size={config.model.vocab_size} --n_embd={config.model.n_embd} --n_layer={config.model.n_layer} "
@@ -141,8 +139,8 @@ def introduce(config: Config, mixture: data.Mixture, world: World, step: int, pe
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device)
     compiled = "compiled" if train.compile == "on" else "not compiled"
-    kernel = attention_kernel(model, device.DTYPES[train.dtype], world.device)
-    if config.data.attend == "document":  # as `kernels.within_documents` chooses
+    kernel = activate_attention_kernel(model, device.DTYPES[train.dtype], world.device)
+    if config.data.attend == "document":  # as `kernels.document_mask` chooses
         flex = "a mask" if model.dropout else "FlexAttention"
         kernel = f"{flex if world.device.type == 'cuda' else kernel}, within documents"
     memory = sum(footprint.of_rank(config, world.size, world.device.type).values())
@@ -179,5 +177,5 @@ def precision_remarks(config: Config, own: torch.device) -> list[str]:
     if own.type != "cpu" or not slow or device.fast_at_bfloat16(own):
         return []
     rates = device.product_rates()
-    times = f"{rates['float32'] / rates['bfloat16']:.3g} times as fast in float32 as in bfloat16"
-    return [f"warning: this processor is {times}; {' '.join(slow)} takes it, and changes the bits"]
+    times = f"{rates['float32'] / rates['bfloat16']:.3g} times as fast as bfloat16"
+    return [f"warning: on this processor float32 is {times}; {' '.join(slow)} would use it, but changes the bits"]

@@ -108,7 +108,7 @@ def depths(command: Command, args: list[str]) -> str:
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    lines += ["!: more than a rank has"] * any(" !" in line for line in lines)
+    lines += ["!: does not fit in a rank's memory"] * any(" !" in line for line in lines)
     lines += [f"loss: as {path.parent} foretells it, within 90 %"] * bool(found)
     return "\n".join(lines)
 
@@ -153,10 +153,9 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware, dtype: str)
     model, once = config.model, {}
     vocab_size, source = dial.vocabulary(config.data)
     if model.init_from != "scratch":
-        from checkpoints import huggingface  # imports torch
+        from checkpoints import huggingface, lookup  # import torch
 
-        found = huggingface.read_config(huggingface.find_model(model.init_from))
-        model = dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
+        model = huggingface.shape_of(lookup.find_model(model.init_from, ["config.json"])[0], model)
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
         mixture = data.open_mixture(config.data.tokens, model.vocab_size)
         once, vocab_size, source = mixture.once, mixture.vocab_size, f"of {mixture}"
@@ -226,7 +225,7 @@ def text(plan: Plan) -> str:
     train, world, sizes = config.train, options.plan_world_size, footprint.parameters(config.model)
     tokens, count = train.steps * train.tokens_per_update, sum(sizes.values())
     flops, checkpoint = footprint.flops_per_token(config.model) * tokens, footprint.checkpoint_bytes(config)
-    saves = train.steps // config.checkpoint.save_every if config.checkpoint.save_every else 1
+    saves = -(-train.steps // (config.checkpoint.save_every or train.steps))  # the last step always is one
     stall = checkpoint / COPY_RATE + (0 if config.checkpoint.async_save else checkpoint / WRITE_RATE)
     price = f" at ${options.dollars_per_gpu_hour:g}" if plan.dollars else ""
     activations = ["kept", "checkpointed"][:: -1 if train.activation_checkpointing else 1]
@@ -261,7 +260,7 @@ def text(plan: Plan) -> str:
         ("  tokens/s", f"{train.tokens_per_update / time['step_s']:,.0f}"),
         ("  the run", duration(plan.seconds), f"{plan.seconds / 3600 * world:,.1f} hours of all ranks{price}"),
         ("Checkpoints",),
-        ("  size", f"{gb(checkpoint)} GB", f"saved {saves:,} times"),
+        ("  size", f"{gb(checkpoint)} GB", f"saved {plural(saves, 'time')}"),
         ("  training waits", f"{stall:.1f} s", f"for a save, which takes {checkpoint / WRITE_RATE:.1f} s to write"),
         ("Network, by an alpha-beta model without stragglers",),
         ("  each rank sends in an update", f"{gb(time['sent_bytes'])} GB"),

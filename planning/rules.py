@@ -41,8 +41,6 @@ def pair_problems(config: Config) -> Iterator[str]:
     """The settings that another one makes impossible or useless."""
     if config.optim.min_lr > config.optim.lr:
         yield f"--min_lr={config.optim.min_lr} must be at most --lr={config.optim.lr}"
-    if config.log.wandb_artifact and config.log.wandb == "off":
-        yield "--wandb_artifact needs --wandb=online or --wandb=offline"
     for number, batch in enumerate(config.skipped_batches):
         if batch >= (end := config.train.steps + number):
             unseen = f"{batch + 1}, which no step of this run would see; the last is {end}"

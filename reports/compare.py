@@ -11,10 +11,10 @@ from common import cli, files
 from common.errors import UserError
 from reports.curves import Curves, read
 from reports.log import duration, read_records
-from settings import LogConfig
+from settings import REMOVED, LogConfig
 
 # Settings in which runs differ without being different.
-SILENT = {"name", "out_dir", "resume", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig)}
+SILENT = {"name", "out_dir", "resume", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig), *REMOVED}
 # Settings that follow from others where they are not set.
 DERIVED = {"n_kv_head", "head_dim", "d_ff", "warmup_steps", "min_lr", "micro_batch_size", "dtype", "muon_dtype", "compile"}
 MISSING = "-"
@@ -27,10 +27,10 @@ def settings_of(run: Path) -> dict[str, str]:
         return {}
     try:
         tables = tomllib.loads(files.read_text(path, 1 << 20))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     settings = {name: value for table in tables.values() if isinstance(table, dict) for name, value in table.items()}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in settings.items()}
 
 
 def differences(runs: list[Path]) -> list[dict[str, str]]:

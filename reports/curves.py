@@ -21,7 +21,7 @@ DASH = 5  # of lines that lie on one another, in widths of the line
 RING = dict(linestyle="", markersize=5.5, markerfacecolor="white", markeredgewidth=1.5)
 MARKS = {
     "continued": dict(linestyle="", marker="^", markersize=5),
-    "left out": dict(linestyle="", marker="x", markersize=6, markeredgewidth=1.6),
+    "skipped": dict(linestyle="", marker="x", markersize=6, markeredgewidth=1.6),
 }
 
 
@@ -39,7 +39,7 @@ class Curves:
     foretold: tuple[float, float] | None = None  # by ladder.py: the last validation loss, and half of its interval
 
     def skipped(self) -> list[int]:
-        """The logged steps at or before which an update was left out because its gradient was not finite."""
+        """The logged steps at or before which an update was skipped because its gradient was not finite."""
         counts = [(0, 0), *((record["step"], record.get("skipped") or 0) for record in self.training)]
         return [step for (_, before), (step, count) in pairwise(counts) if count > before]
 
@@ -154,7 +154,7 @@ def draw(runs: list[Path], out: Path, x: str = "step", labels: list[str] | None 
 def draw_panel(axis, drawn: list[tuple], key: str, title: str, x: str) -> None:
     """Draw one value of every run: a thin line as logged, and a thick smoothed one (the learning rate needs no smoothing).
 
-    Marks at the bottom show where a run was continued and where updates were left out.
+    Marks at the bottom show where a run was continued and where updates were skipped.
     """
     lines = [run.points(key, x) for run, _ in drawn]
     for i, ((run, color), (places, y)) in enumerate(zip(drawn, lines, strict=True)):

@@ -1,5 +1,6 @@
 """What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
 
+import fcntl
 import json
 import os
 import sys
@@ -18,12 +19,7 @@ from common.errors import FULL_DISK, RunError, UserError, plural, printable, sur
 from common.records import Count
 from settings import Config
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where two runs in one directory are not noticed
-    fcntl = None
-
-FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest: an artifact may be large; after a failure, others wait
+FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest; after a failure, others wait
 LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
@@ -57,7 +53,7 @@ class Log:
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
         self.bar = self.board = self.wandb = None
-        self._text, self._metrics = Lines(), Lines()
+        self._text, self._metrics = AppendFile(), AppendFile()
         self._is_new = not (directory / "metrics.jsonl").exists()
         self._lock = lock(directory) if is_master and os.path.lexists(directory / ".lock") else None
 
@@ -135,7 +131,7 @@ class Log:
             reason = str(error).rstrip(".")
         raise UserError(f"--wandb=online: {reason}; --wandb=offline needs no account")
 
-    def start_boards(self, config: Config, step: int, run_id: str, more: dict) -> str:
+    def start_trackers(self, config: Config, step: int, run_id: str, more: dict) -> str:
         """Start TensorBoard's files and wandb's run, where they are on. Returns the id of the latter.
 
         wandb continues its run `run_id` if there is one. Its config has all settings and `more`. TensorBoard forgets what it
@@ -153,8 +149,6 @@ class Log:
             self.wandb = wandb.init(
                 project=config.log.wandb_project,
                 name=config.run.name,
-                group=config.log.wandb_group or None,
-                tags=[tag.strip() for tag in config.log.wandb_tags.split(",") if tag.strip()],
                 dir=self.directory,
                 config=flat_values(config) | more,
                 mode=config.log.wandb,
@@ -190,7 +184,7 @@ class Log:
             self.show(record)
 
     def sample(self, step: int, text: str) -> None:
-        """Say what the model has written after `step` updates, on one line, and show it on the boards."""
+        """Say what the model has written after `step` updates, on one line, and show it to wandb and TensorBoard."""
         if self.is_master:
             self.say(f"step {step:>6}  sample {json.dumps(text, ensure_ascii=False)}")
             self.show({"step": step, "sample": text, "time": round(time.time(), 3)})
@@ -212,17 +206,6 @@ class Log:
                     board.add_text("sample", textwrap.indent(record["sample"], "    "), record["step"], record["time"])
                 self.board = board
 
-    def save_artifact(self, checkpoint: Path, metadata: dict) -> None:
-        """Give a checkpoint to wandb, if wandb is on, as the next version of the run's model."""
-        if self.wandb is None:
-            return
-        with self.surviving("the artifact for wandb"):
-            import wandb
-
-            artifact = wandb.Artifact(f"model-{self.wandb.id}", type="model", metadata=metadata)
-            artifact.add_dir(str(checkpoint))
-            self.wandb.log_artifact(artifact, aliases=["latest", f"step-{metadata['step']}"])
-
     def close(self, status: int) -> None:
         """End the bar, and wandb with the exit status."""
         if self._metrics.waiting:
@@ -240,7 +223,7 @@ class Log:
                 within(seconds, lambda: self.wandb.finish(exit_code=status))
 
 
-class Lines:
+class AppendFile:
     """A file that lines are appended to. They wait in memory before it is open, and while the disk is full."""
 
     def __init__(self):
@@ -278,17 +261,20 @@ class Lines:
 
 
 def lock(directory: Path):
-    """Hold the directory until this process ends. Raises UserError if another live process holds it."""
+    """Hold the directory until this process ends. Raises UserError if another live process holds it.
+
+    A file system without locks, as some that nodes share, lets everybody have it.
+    """
     file = files.open_own(directory / ".lock")  # the lock lasts as long as the file is open
-    if fcntl is not None:
-        for _ in range(20):  # a killed run's process may take a moment to be gone
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return file
-            except OSError:
-                time.sleep(0.1)
-        raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
-    return file
+    for _ in range(20):  # a killed run's process may take a moment to be gone
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:  # this file system has no locks
+            return file
+    raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
 
 
 def duration(seconds: float) -> str:

@@ -39,7 +39,7 @@ class Progress:
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
-            self.log.warn(f"step {step}: the gradient is not finite, update left out ({count})")
+            self.log.warn(f"step {step}: the gradient is not finite, update skipped ({count})")
         if due(self.config.log.log_every, step) or step in (1, steps):
             self.report(state, loss, grad_norm)
 
@@ -97,7 +97,7 @@ class Progress:
 
     def done(self, state, dataset) -> None:
         """Say what a run has reached that is complete now, and what to do next."""
-        best = f", lowest validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
+        best = f", best checkpoint: validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
         self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {self.log.directory}")
         self.tell_next(dataset)
 

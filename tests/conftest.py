@@ -20,8 +20,11 @@ from safetensors.torch import load_file
 import machine
 import settings
 import warm
+from checkpoints import retention
 from common import cli
-from machine import ROOT
+from common.files import publish_directory
+from dataset.tokens import write_shard
+from machine import ROOT, damage  # noqa: F401  for tests
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
 STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
@@ -217,11 +220,31 @@ def nothing_is_left():
         yield
 
 
-def damage(path):
-    """Change the last byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def fake_checkpoint(checkpoints, step):
+    """Publish a checkpoint of a few bytes that is intact by its manifest."""
+    with publish_directory(retention.step_directory(checkpoints, step)) as directory:
+        for name in (*retention.FILES, "model.safetensors", "optimizer.safetensors"):
+            (directory / name).write_text(json.dumps({"step": step}))
+        retention.write_manifest(directory)
+    return retention.step_directory(checkpoints, step)
+
+
+def content(directory):
+    """The bytes of each file below a directory, by its path there."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}
+
+
+def foreign_tokens(folder, kind, tokens):
+    """A dataset of another tool: 2,000 of the tokens to train on, and the rest to validate on."""
+    folder.mkdir()
+    for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
+        if kind == "llm.c":
+            write_shard(folder / f"fineweb_{split}_000001.bin", part, 50257)
+        elif kind == "nanoGPT":
+            part.astype(np.uint16).tofile(folder / f"{split}.bin")
+        else:
+            np.save(folder / f"edufineweb_{split}_000001.npy", part)
+    return folder
 
 
 def largest_difference(a, b):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -11,14 +10,12 @@ import drill
 import machine
 import same_run
 from common import files
-from conftest import ROOT, environment
+from conftest import execute, fake_checkpoint
 
 
 def run(script, out, result, case="", **flags):
     """Run a benchmark to its end. Returns its output and the JSON it wrote."""
-    command = [sys.executable, *machine.arguments(f"bench/{script}.py", case, out=out, **flags)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = execute([sys.executable, *machine.arguments(f"bench/{script}.py", case, out=out, **flags)], timeout=300, fork=False)
     return done.stdout, json.loads((out / f"{result}.json").read_text())
 
 
@@ -87,7 +84,7 @@ def test_hard_kills_finds_no_unusable_state_and_reports_one(tokens, tmp_path, ca
 def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(tmp_path):
     assert drill.examine(tmp_path, 0) == [] and drill.newest_step(tmp_path) == 0
     for step in (3, 4):
-        machine.fake_checkpoint(tmp_path, step)
+        fake_checkpoint(tmp_path, step)
     files.link(tmp_path / "latest", tmp_path / "step-00000004")
     assert drill.examine(tmp_path, 4) == [] and drill.killed_while(tmp_path) == "no checkpoint under way"
     assert "of step 5 and is now of step 4" in drill.examine(tmp_path, 5)[0]

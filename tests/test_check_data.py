@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common import errors
-from conftest import ROOT, execute
+from conftest import ROOT, execute, foreign_tokens
 from dataset import tokenizer
 from dataset.tokens import open_dataset, open_shard, write_shard
 from prepare_data import main
@@ -119,18 +119,6 @@ def test_the_first_fault_is_named(made, capsys, damage, message):
     assert len(errors.splitlines()) == 1
 
 
-def foreign(folder, kind, tokens):
-    folder.mkdir()
-    for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
-        if kind == "llm.c":
-            write_shard(folder / f"fineweb_{split}_000001.bin", part, 50257)
-        elif kind == "nanoGPT":
-            part.astype(np.uint16).tofile(folder / f"{split}.bin")
-        else:
-            np.save(folder / f"edufineweb_{split}_000001.npy", part)
-    return folder
-
-
 def reheader(path, magic, version):
     """Change the first two numbers of llm.c's header."""
     path.write_bytes(np.array([magic, version], "<i4").tobytes() + path.read_bytes()[8:])
@@ -143,7 +131,7 @@ KINDS = ["llm.c", "nanoGPT", "build-nanogpt"]
 def test_tokens_of_another_tool_are_described(here, capsys, kind):
     tokens = np.random.default_rng(1).integers(0, 50256, 3000).astype(np.uint16)
     tokens[[0, 700, 2000, 2500, 2600]] = 50256
-    status, out, _ = run(capsys, "--check", foreign(here / "other", kind, tokens))
+    status, out, _ = run(capsys, "--check", foreign_tokens(here / "other", kind, tokens))
     assert status == 0
     assert "train: 1 shard, 2,000 tokens, 2 documents\n  [50256, " in out
     assert "val: 1 shard, 1,000 tokens, 3 documents\n" in out and "every shard is whole\n" in out
@@ -152,7 +140,7 @@ def test_tokens_of_another_tool_are_described(here, capsys, kind):
 def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(here, capsys):
     ours = tokenizer.resolve("bytes")
     text = "".join(DOCUMENTS)[:2500] + "x" * 500
-    folder = foreign(here / "other", "nanoGPT", ours.encode(text)[:3000])
+    folder = foreign_tokens(here / "other", "nanoGPT", ours.encode(text)[:3000])
     status, out, _ = run(capsys, "--check", folder, "--tokenizer=bytes")
     assert status == 0 and "'Document 0: the na" in out and "2,000 bytes of text, 1.00 per token" in out
     ours.save(folder / "tokenizer.json")
@@ -184,7 +172,7 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(here, c
     ],
 )
 def test_faults_of_another_tools_tokens(here, capsys, kind, damage, message):
-    folder = foreign(here / "other", kind, np.zeros(3000, np.uint16))
+    folder = foreign_tokens(here / "other", kind, np.zeros(3000, np.uint16))
     damage(folder)
     status, _, errors = run(capsys, "--check", folder)
     assert status == 2 and message in errors and len(errors.splitlines()) == 1

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 import data
 from common.errors import RunError, UserError
+from conftest import foreign_tokens, wait_for
 from dataset.tokens import Stream, open_dataset, open_shard, write_shard
 from parallel.world import World
-from test_train import wait_for
 
 ONE = (data.SHARES,)
 
 
 def world(rank, size):
-    return World(rank, size, rank, size, torch.device("cpu"))
+    return World(rank, size, size, torch.device("cpu"))
 
 
 def stream_of(sizes):
@@ -51,7 +51,7 @@ def test_permutation_depends_on_seed_and_epoch_and_scatters():
             assert (a == b).mean() < 0.001
 
 
-def test_permutation_of_an_enormous_epoch_is_as_quick_as_a_small_one():
+def test_permutation_of_an_enormous_epoch_has_each_place_once():
     index = np.arange(1 << 40, (1 << 40) + 64)
     out = data.permute(index, (1 << 41) + 12345, 7, 3)
     assert len(set(out.tolist())) == 64 and out.min() >= 0 and out.max() < (1 << 41) + 12345
@@ -140,31 +140,20 @@ def test_identity_is_of_the_tokens_not_of_the_place(tmp_path):
     assert open_dataset(make(tmp_path / "b", train=(501, 300))).identity != a
 
 
-def test_foreign_directories_are_read_without_conversion(tmp_path):
+@pytest.mark.parametrize("kind", ["llm.c", "nanoGPT", "build-nanogpt"])
+def test_foreign_directories_are_read_without_conversion(tmp_path, kind):
     tokens = np.random.default_rng(1).integers(0, 50257, 3000).astype(np.uint16)
-    llmc, nano, build = (tmp_path / name for name in ("llmc", "nanogpt", "build"))
-    for directory in (llmc, nano, build):
-        directory.mkdir()
-    for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
-        write_shard(llmc / f"fineweb_{split}_000001.bin", part, 50257)
-        part.tofile(nano / f"{split}.bin")
-        np.save(build / f"edufineweb_{split}_000001.npy", part)
-    for directory in (llmc, nano, build):
-        dataset = open_dataset(directory)
-        assert np.array_equal(dataset.splits["train"].shards[0][:], tokens[:2000])
-        assert np.array_equal(dataset.splits["val"].shards[0][:], tokens[2000:])
-        assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
+    dataset = open_dataset(foreign_tokens(tmp_path / "other", kind, tokens))
+    assert np.array_equal(dataset.splits["train"].shards[0][:], tokens[:2000])
+    assert np.array_equal(dataset.splits["val"].shards[0][:], tokens[2000:])
+    assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
 
 
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda d: (d / "train_000001.bin").unlink(), "train_000001.bin"),
-        (lambda d: (d / "train_000000.bin").write_bytes((d / "train_000000.bin").read_bytes()[:-2]), "promises"),
         (lambda d: write_shard(d / "train_000000.bin", np.full(500, 300), 300), "outside the vocabulary"),
         (lambda d: write_shard(d / "val_000000.bin", np.zeros(7), 300), "dataset.json says 200"),
-        (lambda d: (d / "dataset.json").write_text("{"), "dataset.json"),
-        (lambda d: (d / "dataset.json").write_text('{"version": 2}'), "dataset.json"),
     ],
 )
 def test_damaged_datasets_are_refused(tmp_path, damage, message):

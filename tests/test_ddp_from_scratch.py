@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import functools
 import multiprocessing
+import weakref
 from concurrent import futures
 from unittest import mock
 
@@ -449,6 +450,13 @@ def test_a_backward_that_raised_does_not_disturb_the_next(start, strategy):
     for first, last in start(2).run(gradients_after_a_failed_backward, strategy):
         torch.testing.assert_close(first, whole[0].weight.grad)
         torch.testing.assert_close(last, whole[3].weight.grad)
+
+
+def test_a_wrapper_that_nobody_holds_is_freed_with_its_model():
+    model = Exact(nn.Linear(2, 2), micro_batches=1)  # the one with hooks on a single rank
+    weight = weakref.ref(model.module.weight)
+    del model
+    assert weight() is None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -35,7 +35,7 @@ def test_auto_fits_the_micro_batch_to_the_memory_of_the_gpu(monkeypatch, kind):
     monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 8 * GIB)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 48 * GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 8 * GIB)
-    config, alone = resolved(), World(0, 1, 0, 1, torch.device(kind))
+    config, alone = resolved(), World(0, 1, 1, torch.device(kind))
     chosen = choices.fit_micro_batch(config, None, alone)
     assert chosen > 1
 
@@ -89,6 +89,24 @@ def test_float8_on_nvidia_is_told_by_the_compute_capability(monkeypatch, capabil
     assert not device.has_float8(torch.device("cpu"))
 
 
+def test_a_user_without_a_name_may_compile(monkeypatch):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError, as in a container that does not know the user
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    assert device.choose_compile("on", torch.device("cpu"), "bfloat16", 0) == "on"
+    assert os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+
+
+@pytest.mark.parametrize("limit, cores", [("150000 100000", 2), ("max 100000", 64), ("9900000 100000", 64), (None, 64)])
+def test_the_cores_of_a_container_are_those_of_its_quota(monkeypatch, tmp_path, limit, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(host, "CPU_LIMIT", tmp_path / "cpu.max", raising=False)
+    if limit:
+        host.CPU_LIMIT.write_text(limit + "\n")
+    assert host.cores() == cores
+
+
 def test_the_peak_of_an_unknown_gpu_is_measured_once(monkeypatch):
     made = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Nobody Knows 1")
@@ -138,7 +156,7 @@ def test_evaluation_sends_pinned_batches_to_cuda_alone_without_waiting(monkeypat
         num_windows=lambda seq_len: 6,
         read_windows=lambda numbers, seq_len: np.zeros((len(numbers), seq_len + 1), np.int64),
     )
-    world = World(0, 1, 0, 1, torch.device("cpu"))
+    world = World(0, 1, 1, torch.device("cpu"))
     gpu = SimpleNamespace(
         size=1, device=torch.device(kind), share=world.share, zeros=world.zeros, sum_over_ranks=world.sum_over_ranks
     )
@@ -180,5 +198,5 @@ def test_make_train_starts_a_rank_for_each_gpu_that_torch_finds(monkeypatch, kin
 def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypatch):
     """As a T4 does, which says that it supports bfloat16 if emulation counts."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    config, alone = settings.load(["--optimizer=muon"], ""), World(0, 1, 0, 1, torch.device("cuda"))
+    config, alone = settings.load(["--optimizer=muon"], ""), World(0, 1, 1, torch.device("cuda"))
     assert choices.choose_precision(config, alone, {}) == {"dtype": "float16", "muon_dtype": "float32"}

@@ -12,7 +12,8 @@ import documents
 import settings
 from checkpoints import huggingface
 from conftest import execute
-from model import GPT, compile_blocks, initialize
+from model import GPT, compile_blocks, initial_weights
+from parallel.replicas import digest
 from settings import ModelConfig
 
 START = 0  # the token that starts a document
@@ -23,7 +24,7 @@ def tiny(architecture):
     """A model whose attention is far from uniform."""
     shape = ModelConfig(architecture=architecture, n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=128)
     model = GPT(settings.resolve_model(shape, 128)).eval()
-    initialize(model, seed=0)
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -75,11 +76,29 @@ def test_gradients_stay_within_documents():
     assert not x.grad[0, :20].any() and x.grad[0, 20:].any() and not x.grad[1].any()
 
 
+def test_every_backward_of_two_threads_gives_the_same_bits():
+    shape = ModelConfig(architecture="gpt2", n_layer=1, n_head=1, n_embd=64, seq_len=64, vocab_size=128)
+    model, threads = GPT(settings.resolve_model(shape, 128)), torch.get_num_threads()
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
+    model.document_token = START
+    tokens = torch.randint(0, 128, (32, 65), generator=torch.Generator().manual_seed(0))
+    gradients = set()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(12):
+            model.zero_grad()
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            gradients.add(tuple(digest(name, parameter.grad) for name, parameter in model.named_parameters()))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(gradients) == 1
+
+
 def run_from(model, tokens, x):
     """The last hidden states of `model` for embeddings `x` of `tokens`."""
-    _, within = model.find_documents(tokens, x.dtype)
+    _, mask = model.find_documents(tokens, x.dtype)
     for block in model.blocks:
-        x = block(x, model.rope.table[:, : x.shape[1]], None, within)
+        x = block(x, model.rope.table[:, : x.shape[1]], None, mask)
     return x
 
 
@@ -130,7 +149,7 @@ def meta_of_characters(count):
     return pickle.dumps(content)
 
 
-def test_the_benchmark_counts_what_windows_cut_and_packs_without_loss(tmp_path, rng):
+def test_the_benchmark_counts_what_windows_cut_and_packs_without_loss(rng):
     seq_len, lengths = 32, rng.integers(1, 80, size=200)
     text = np.repeat(np.arange(200), lengths)  # which document each token belongs to
     windows = [text[at : at + seq_len] for at in range(0, len(text), seq_len)]

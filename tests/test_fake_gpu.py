@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import fake_gpu
-from machine import in_fresh_process
+from forks import in_fresh_process
 
 # A build for CUDA answers for itself, and its answers need a driver. For a build for CPUs a small library is compiled.
 can = "+cpu" in importlib.metadata.version("torch") and shutil.which("g++")

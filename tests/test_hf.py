@@ -15,7 +15,7 @@ from checkpoints.checkpoint import write_manifest
 from checkpoints.lookup import find_model
 from common.errors import UserError
 from dataset import tokenizer
-from model import GPT, RotaryTable, initialize
+from model import GPT, RotaryTable, initial_weights
 from settings import ModelConfig, resolve_model
 
 SHAPES = {
@@ -35,7 +35,7 @@ TEXT = "def f(x):\n    return x + 1  # größer\n"
 def build(shape):
     """A resolved model, its weights far from their initial ones."""
     model = GPT(resolve_model(SHAPES[shape], 300)).eval()
-    initialize(model, 0)
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -162,7 +162,7 @@ def test_the_frequencies_of_llama3_are_those_of_transformers(tmp_path):
 @torch.no_grad()
 def test_through_transformers_in_bfloat16_and_shards_and_back(shape, tmp_path):
     model = GPT(resolve_model(dataclasses.replace(SHAPES[shape], n_embd=256), 3000))
-    initialize(model, 0)
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
     (tmp_path / "ours").mkdir()
     huggingface.write_model(tmp_path / "ours", model.state_dict(), model.config, None, eot_token=0)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
@@ -257,6 +257,9 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
         ({"model.norm.weight": None}, "no model.norm.weight"),
         ({"model.norm.bias": torch.zeros(16)}, "unknown model.norm.bias"),
         ({"model.norm.weight": torch.zeros(15)}, "model.norm.weight has the wrong shape"),
+        ({"model.norm.weight": torch.zeros(())}, "model.norm.weight has the wrong shape"),
+        ({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}, "model.norm.weight is I8"),
+        ({"model.norm.weight": torch.zeros(16, dtype=torch.complex64)}, "model.norm.weight is C64"),
     ]:
         save_file({name: value for name, value in (tensors | change).items() if value is not None}, path)
         with pytest.raises(UserError, match=named):

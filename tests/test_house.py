@@ -39,6 +39,11 @@ def test_every_file_has_its_place():
     assert folders | {path.stem for path in ROOT.glob("*.py")} == set(ORDER)
 
 
+def test_no_file_is_longer_than_400_lines():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]
+    assert not [path for path in files if path.parent.name != "tests" and len(path.read_text().splitlines()) > 400]
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_downward(module):
     assert {place(name) for name in imported(module)} <= set(ORDER[: ORDER.index(place(module)) + 1])

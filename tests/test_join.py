@@ -10,10 +10,11 @@ import time
 import pytest
 
 from common import errors
+from conftest import content
 from dataset import join, sources, tokenizer
 from dataset.sources import SourceFile
 from prepare_data import PrepareConfig, main, prepare
-from test_prepare_data import ROOT, command, content, run, write_lines
+from test_prepare_data import ROOT, command, run, write_lines
 
 FLAGS = dict(out="out", tokenizer="bytes", shard_tokens=3000, val_fraction=0.1)
 

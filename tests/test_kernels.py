@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
 import settings
-from model import GPT, initialize
+from model import GPT, initial_weights
 
 
 def check(ours, reference, *inputs: torch.Tensor, atol: float = 1e-5) -> None:
@@ -171,12 +171,12 @@ def test_gelu():
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
-def test_joined_products_give_the_same_losses_and_gradients(monkeypatch, architecture):
+def test_fused_products_give_the_same_losses_and_gradients(monkeypatch, architecture):
     """As on CUDA: q, k and v in one product, also where there are fewer heads of keys, and gate and up in another."""
     shape = dict(n_layer=2, n_embd=24, n_head=6, n_kv_head=6 if architecture == "gpt2" else 2, d_ff=40, seq_len=8)
     config = settings.resolve_model(settings.ModelConfig(architecture, vocab_size=32, **shape), 32)
-    model, joined = GPT(config).double(), []
-    initialize(model, seed=1)
+    model, fused = GPT(config).double(), []
+    model.load_state_dict(dict(initial_weights(model, seed=1)))
     tokens = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(1))
 
     def gradients():
@@ -186,9 +186,9 @@ def test_joined_products_give_the_same_losses_and_gradients(monkeypatch, archite
         return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, apart = gradients()
-    monkeypatch.setattr(kernels, "joins", lambda x, layers: joined.append(len(layers)) or True)
+    monkeypatch.setattr(kernels, "fuses", lambda x, layers: fused.append(len(layers)) or True)
     torch.testing.assert_close(gradients(), (loss, apart), rtol=1e-12, atol=1e-14)
-    assert joined == ([3] if architecture == "gpt2" else [3, 2]) * 2
+    assert fused == ([3] if architecture == "gpt2" else [3, 2]) * 2
 
 
 @pytest.mark.parametrize("deterministic, installed, first", [(False, False, "CUDNN"), (True, False, None), (False, True, None)])
@@ -210,11 +210,11 @@ def test_cudnn_s_attention_goes_first_where_bits_may_differ(monkeypatch, determi
     assert torch._C._get_sdp_priority_order() == usual
 
 
-def test_the_preferred_kernel_is_chosen_in_compiled_code_too(monkeypatch):
+def test_the_preferred_kernel_is_chosen_in_compiled_code_too():
     """The compiler takes the choice as a part of its graph, which it would have to break otherwise."""
 
     def attend(q):
-        with sdpa_kernel(kernels.FREE_KERNELS, set_priority=True):
+        with sdpa_kernel(kernels.SDPA_PRIORITY, set_priority=True):
             return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     q = torch.randn(1, 2, 8, 16)

@@ -56,7 +56,7 @@ def climbed(tokens, tmp_path_factory):
     return runs, execute(words).stdout
 
 
-def test_a_ladder_foretells_a_run_and_prints_its_command(climbed, tokens):
+def test_a_ladder_foretells_a_run_and_prints_its_command(climbed):
     runs, said = climbed
     foretold = json.loads((runs / "ladder-small" / "ladder.json").read_text())["foretold"]
     words = shlex.split(said.strip().splitlines()[-1])

@@ -31,7 +31,7 @@ def test_a_mixture_gives_the_same_bits_on_any_number_of_ranks_killed_or_not(trai
     train.assert_same("killed", "w1")
 
 
-def test_the_losses_of_each_dataset_and_of_the_mixture_are_recorded(train, mixture, tmp_path):
+def test_the_losses_of_each_dataset_and_of_the_mixture_are_recorded(train, mixture):
     shown = train("mixed", **FLAGS, tokens=mixture).stdout
     assert re.findall(r"to train on in .*; the run reads them [\d.]+ times, for (.*) of its sequences\n", shown) == [
         "75 %",

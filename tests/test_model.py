@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpoints import huggingface
 from conftest import ROOT
 from hardware.footprint import flops_per_token
-from model import GPT, attention_kernel, compile_blocks, generate, initialize, new_cache
+from kernels import activate_attention_kernel
+from model import GPT, compile_blocks, generate, initial_weights, new_cache
 from settings import ModelConfig, resolve_model
 
 SHAPES = {
@@ -28,7 +29,7 @@ SHAPES = {
 def build(shape, **changes):
     """A model with weights far from their initial ones, so that every part shows in the logits."""
     model = GPT(resolve_model(dataclasses.replace(SHAPES[shape], **changes), 90)).eval()
-    initialize(model, 0)
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -221,14 +222,14 @@ def test_initialization_depends_on_the_seed_alone():
     config = resolve_model(SHAPES["gpt2"], 90)
     torch.manual_seed(1)
     first = GPT(config)
-    initialize(first, 7)
+    first.load_state_dict(dict(initial_weights(first, seed=7)))
     with torch.device("meta"):
         second = GPT(config)
     torch.manual_seed(2)
     second.to_empty(device="cpu")
-    initialize(second, 7)
+    second.load_state_dict(dict(initial_weights(second, seed=7)))
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
-    initialize(second, 8)
+    second.load_state_dict(dict(initial_weights(second, seed=8)))
     assert not torch.equal(first.embed.weight, second.embed.weight)
 
 
@@ -242,7 +243,7 @@ def test_a_model_without_values_is_made_without_the_compiler():
 
 def test_initialization_is_that_of_gpt2():
     model = GPT(resolve_model(ModelConfig(architecture="gpt2", n_layer=8, n_head=4, n_embd=128, seq_len=128), 1000))
-    initialize(model, 0)
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
@@ -281,7 +282,7 @@ def test_parameter_count_counts_tied_weights_once():
 def test_the_kernel_of_attention_is_named():
     config = resolve_model(SHAPES["llama_gqa"], 90)
     cpu = torch.device("cpu")
-    assert attention_kernel(config, torch.float32, cpu) == "PyTorch's flash attention for CPUs"
-    assert attention_kernel(config, torch.bfloat16, cpu) == "matrix products and softmax"
+    assert activate_attention_kernel(config, torch.float32, cpu) == "PyTorch's flash attention for CPUs"
+    assert activate_attention_kernel(config, torch.bfloat16, cpu) == "matrix products and softmax"
     longer = dataclasses.replace(config, seq_len=600)
-    assert attention_kernel(longer, torch.bfloat16, cpu) == "PyTorch's flash attention for CPUs"
+    assert activate_attention_kernel(longer, torch.bfloat16, cpu) == "PyTorch's flash attention for CPUs"

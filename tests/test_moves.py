@@ -1,15 +1,9 @@
-"""A run that moves to another directory, number of ranks or strategy, and keeps all the bits that it can keep."""
+"""A run that moves to another directory, and ranks that end together. tests/test_sharded.py goes from strategy to strategy."""
 
 import os
-import random
 import shutil
 
 import pytest
-
-from conftest import STRATEGIES, largest_difference
-
-MOVES = 20
-WALK = dict(optimizer="adamw", schedule="constant", lr=1e-4, warmup_steps=0, eval_every=0, save_every=0)
 
 
 def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train):
@@ -22,19 +16,6 @@ def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train)
     whole = train.files("whole"), train.metrics("whole")
     train.runs = there / "runs"
     assert (train.files("here"), train.metrics("here")) == whole
-
-
-@pytest.mark.slow
-def test_a_walk_over_strategies_and_numbers_of_ranks_ends_at_the_same_weights_up_to_rounding(train):
-    train("straight", steps=MOVES, **WALK)
-    chance, visited = random.Random(0), []
-    for step in range(1, MOVES + 1):
-        strategy, ranks = chance.choice(STRATEGIES), chance.randint(1, 3)
-        train("walk", ranks=ranks, steps=step, strategy=strategy, **WALK)
-        visited.append((strategy, ranks))
-    assert [era["world_size"] for era in train.state("walk")["history"]] == [ranks for _, ranks in visited]
-    assert len(set(visited)) >= 5
-    assert largest_difference(train.weights("walk"), train.weights("straight")) < 2e-5
 
 
 @pytest.mark.parametrize("change, setting", [("choose_compile", "compile"), ("choose_dtype", "dtype")])

@@ -1,5 +1,6 @@
 """--plan and what it is calculated from: parameters, memory, micro-batches, time, money. Memory is held against a real run."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,7 +15,9 @@ from common import errors
 from conftest import ROOT, execute
 from hardware import footprint
 from model import GPT
-from planning import plan, rules
+from parallel.world import World
+from planning import choices, plan, rules
+from power_cut import Miniature
 from settings import ModelConfig, PlanConfig
 
 
@@ -153,6 +156,16 @@ def test_the_choice_of_a_cpu_has_not_changed(preset, vocab_size, chosen):
     assert {footprint.largest_micro_batch(exact, ranks, "cpu", footprint.CPU_BYTES) for ranks in (1, 2, 4, 8)} == {4}
 
 
+def test_each_rank_that_writes_a_checkpoint_needs_memory_for_it(monkeypatch):
+    config = planned("--plan_gpu=cpu", "--plan_world_size=2", "--strategy=fsdp", "--max_shard_bytes=1000000")
+    config = config.config
+    world, of_ranks = World(0, 2, 2, torch.device("cpu")), 2 * total(footprint.of_rank(config, 2, "cpu"))
+    for copies, refuses in ((1.5, contextlib.nullcontext()), (0.75, pytest.raises(errors.UserError, match="make one of them"))):
+        monkeypatch.setattr("hardware.host.memory_bytes", lambda n=copies: of_ranks + n * footprint.host_bytes(config, 1))
+        with refuses:
+            choices.check_memory(config, world)
+
+
 def test_checkpointing_and_sharding_save_memory():
     flags = ["--micro_batch_size=4", "--plan_world_size=8"]
     found = {strategy: planned(f"--strategy={strategy}", *flags) for strategy in ("ddp", "zero1", "fsdp", "exact")}
@@ -190,6 +203,23 @@ def test_scaling_is_worse_for_what_waits_and_on_slow_networks():
     hybrid = planned("--strategy=fsdp", "--plan_world_size=16", "--micro_batch_size=4", "--replicate=2")
     assert hybrid.speed["sent_bytes"] < fsdp.speed["sent_bytes"]
     assert total(hybrid.memory) > total(fsdp.memory)
+
+
+def test_init_from_takes_what_training_takes_and_downloads_no_weights(monkeypatch, tmp_path):
+    run = Miniature(tmp_path / "run" / "checkpoints", keep_last=1)
+    assert run.save(1)
+    few = ["--seq_len=4", "--micro_batch_size=1", "--tokens_per_update=64", "--tokens=nowhere"]
+    assert planned(f"--init_from={tmp_path / 'run'}", *few).config.model.n_embd == 2
+    with pytest.raises(errors.UserError, match="has a context of 4; --seq_len=4 is the most"):
+        planned(f"--init_from={tmp_path / 'run'}", "--seq_len=8", *few[1:])
+    saved, asked = run.checkpoints.directory / "latest", []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns) or saved)
+    assert planned("--init_from=somebody/model", *few).config.model.n_embd == 2 and asked == [["config.json"]]
+
+
+def test_a_run_that_is_shorter_than_save_every_is_saved_once():
+    for steps, times in ((100, "1 time"), (500, "1 time"), (501, "2 times")):
+        assert f"saved {times}\n" in plan.text(planned(f"--steps={steps}", "--save_every=500"))
 
 
 def test_plan_flags_are_no_settings_of_the_run():

@@ -1,5 +1,6 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
+import contextlib
 import csv
 import json
 import os
@@ -101,16 +102,16 @@ def test_restarts_are_marked(train, figure_of):
         print("continuing from runs/run/checkpoints/step-00000020", file=log)  # started once more when it was complete
     assert curves.read(train.runs / "run").restarts == [10]
     figure = figure_of(train.runs / "run")
-    assert "continued" in words(figure) and "left out" not in words(figure)
+    assert "continued" in words(figure) and "skipped" not in words(figure)
     marks = [line for axis in figure.axes for line in axis.lines if line.get_marker() == "^"]
     assert [list(line.get_xdata()) for line in marks] == [[10]] * 4
 
 
-def test_updates_left_out_are_marked(tmp_path, figure_of):
+def test_skipped_updates_are_marked(tmp_path, figure_of):
     lost = [{"step": step, "loss": 1.0, "skipped": skipped} for step, skipped in ((70, 2), (80, 2), (90, 3))]
     run = write_run(tmp_path / "run", tail="".join(json.dumps(record) + "\n" for record in lost))
     assert curves.read(run).skipped() == [70, 90]
-    assert "left out" in words(figure_of(run)) and "continued" not in words(figure_of(run))
+    assert "skipped" in words(figure_of(run)) and "continued" not in words(figure_of(run))
 
 
 def test_a_gradient_norm_over_decades_is_drawn_on_a_log_axis(tmp_path, figure_of):
@@ -156,6 +157,15 @@ def test_smoothing_neither_lags_nor_follows_a_spike():
     spiked[50] = 1000.0
     assert curves.smooth(spiked) == [1.0] * 100
     assert curves.smooth([]) == [] and curves.smooth([3.0]) == [3.0]
+
+
+@pytest.mark.parametrize("text", ["[train]\nwhen = 2026-01-01\n", "x = " + "[" * 5000, "x = \n"])
+def test_a_config_that_is_none_of_ours_is_no_traceback(tmp_path, text):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    (runs[0] / "config.toml").write_text(text)
+    (runs[1] / "config.toml").write_text("[train]\nlr = 0.1\n")
+    with contextlib.suppress(UserError):
+        assert "2026-01-01" in compare.table(runs)[1]
 
 
 def test_datasets_and_missing_settings_are_told_in_the_table_and_the_csv(train, tokens, tmp_path):

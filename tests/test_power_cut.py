@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import disk
-import power_cut
 from checkpoints import retention
 from checkpoints.retention import write_manifest
 from common import files
+from conftest import damage
 from power_cut import MEMORY, SCENARIOS, Cases, Miniature, Saves
 
 
@@ -60,7 +61,7 @@ def test_the_driver_notices_what_would_lose_a_checkpoint(memory, monkeypatch, ta
 
 
 DAMAGES = [
-    lambda path: power_cut.damage(path / "model.safetensors"),
+    lambda path: damage(path / "model.safetensors"),
     lambda path: os.truncate(path / "optimizer.safetensors", 10),
     lambda path: (path / "manifest.json").unlink(),
     shutil.rmtree,
@@ -95,17 +96,21 @@ class Checkpoints(RuleBasedStateMachine):
             for path in retention.published(self.checkpoints):
                 shutil.rmtree(path)
         self.run = Miniature(self.checkpoints, keep_last=keep_last, keep_best=keep_best)
-        self.keep_last = keep_last
+        self.keep_last, self.keep_best = keep_last, keep_best
         assert all(retention.step_of(path) <= self.run.state.step for path in retention.published(self.checkpoints))
 
-    @rule(more=st.integers(1, 3), val_loss=st.sampled_from([1.0, 2.0, 3.0, float("nan")]))
-    def save(self, more, val_loss):
+    @rule(more=st.integers(1, 3), val_loss=st.sampled_from([1.0, 2.0, 3.0, float("nan")]), full=st.booleans())
+    def save(self, more, val_loss, full):
         self.run or self.resume()
         step = self.run.state.step + more
         last = [path for path in retention.published(self.checkpoints) if retention.fault(path) is None]
-        assert self.run.save(step, val_loss)
-        self.owed = step
-        if self.keep_last:
+        best = [retention.step_directory(self.checkpoints, step) for _, step in self.run.state.best]
+        best_is_owed = self.keep_best and [retention.fault(path) for path in best if path.exists()][:1] == [None]
+        with mock.patch("checkpoints.checkpoint.write", side_effect=OSError) if full else contextlib.nullcontext():
+            assert self.run.save(step, val_loss) != full
+        assert not best_is_owed or retention.fault(self.checkpoints / "best") is None, "the best one is gone"
+        self.owed = self.owed if full else step
+        if self.keep_last and not full:
             last = [*last, retention.step_directory(self.checkpoints, step)][-self.keep_last :]
         assert all(map(Path.exists, last)), "one of the last intact ones is gone"
 

@@ -18,7 +18,7 @@ import pytest
 
 from common import errors, files
 from common.errors import UserError
-from conftest import ROOT, execute
+from conftest import ROOT, content, execute
 from dataset import sources, tokenizer
 from dataset.tokens import open_dataset, open_shard
 from prepare_data import PrepareConfig, out_directory, prepare
@@ -58,10 +58,6 @@ class Made:
         assert tokens[0] == self.metadata["eot_token"]
         starts = np.flatnonzero(tokens == self.metadata["eot_token"])
         return [self.tokenizer.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
-
-
-def content(directory):
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def write_lines(path, documents=DOCUMENTS):
@@ -354,15 +350,6 @@ def test_two_processes_do_not_write_one_dataset(here):
     make("a.jsonl")
 
 
-def test_a_directory_with_other_files_is_refused(here):
-    write_lines(here / "a.jsonl")
-    (here / "out").mkdir()
-    (here / "out" / "train.bin").write_bytes(b"mine")
-    with pytest.raises(errors.UserError, match="other files"):
-        make("a.jsonl")
-    assert content("out") == {"train.bin": b"mine"}
-
-
 def test_an_unfinished_dataset_of_another_request_is_begun_anew(here, capsys):
     write_lines(here / "a.jsonl")
     with pytest.raises(errors.UserError, match="val_fraction"):
@@ -403,15 +390,10 @@ def test_hostile_text_survives(here):
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
-        ("missing.txt", None, "no such file"),
         ("empty", None, "wanted .txt"),
-        ("a.csv", b"text\n", "wanted .txt"),
-        ("empty.txt", b"", "no text"),
         ("line.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2"),
         ("json.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3"),
-        ("number.jsonl", b'{"text": 5}\n', "line 1"),
         ("column.parquet", None, 'column "text"'),
-        ("not.parquet", b"hello", "not.parquet"),
         ("cut.txt.gz", gzip.compress(b"hello " * 1000, mtime=0)[:-10], "cut.txt.gz"),
         ("cut.txt.xz", lzma.compress(b"hello " * 1000)[:-10], "cut.txt.xz"),
         ("not.txt.zst", b"hello", "not.txt.zst"),
@@ -426,8 +408,7 @@ def test_a_bad_source_is_refused(here, source, content, message):
         (here / source).write_bytes(content)
     with pytest.raises(errors.UserError) as error:
         make(source)
-    assert source in str(error.value) or source == "empty.txt"
-    assert message in str(error.value)
+    assert source in str(error.value) and message in str(error.value)
     assert not (here / "out").exists()
 
 

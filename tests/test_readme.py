@@ -100,7 +100,33 @@ def test_every_file_that_the_documents_name_is_there():
         assert not set(missing) - {"bench/results/NAME.json"}, page.name
 
 
-@pytest.mark.parametrize("command", list(commands()), ids=lambda command: command[:90])
+def test_every_test_that_the_documents_name_is_there():
+    defined = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))))
+    for page in DOCUMENTS:
+        for name, cut in re.findall(r"\b(test_\w+)(?![\w.]*\.py)(\.\.\.)?", page.read_text()):
+            assert name in defined or (cut and any(test.startswith(name) for test in defined)), f"{page.name}: {name}"
+
+
+def test_every_result_has_its_row_among_the_figures():
+    rows = (ROOT / "docs/figures.md").read_text()
+    assert not [path.name for path in ROOT.glob("bench/results/*.json") if path.name not in rows]
+
+
+def test_the_commands_that_the_documents_name_have_these_flags():
+    known = {}
+    for page in DOCUMENTS:
+        text = page.read_text().replace("\\\n", " ")
+        for script, rest in re.findall(r"(?:python|torchrun [^`\n]*?) ((?:bench/)?\w+\.py)([^`|#;&\n]*)", text):
+            case = re.match(r" (\w+)(?= |$)", rest)
+            words = [script, *(case.groups() if case and script.startswith("bench/") else ())]
+            if (key := " ".join(words)) not in known:
+                known[key] = execute([sys.executable, *words, "--help"]).stdout
+            unknown = [flag for flag in re.findall(r" (--\w+)", rest) if not re.search(rf"{flag}\b", known[key])]
+            assert not unknown, f"{page.name}: {key} {unknown}"
+
+
+# tests/test_ladder.py climbs a ladder, which takes long.
+@pytest.mark.parametrize("command", [c for c in commands() if "ladder.py" not in c], ids=lambda command: command[:90])
 def test_command_of_the_readme(copy, command):
     if command.startswith("make"):
         run(command.replace("make", "make -n", 1), copy)
@@ -111,7 +137,7 @@ def test_command_of_the_readme(copy, command):
         assert (ROOT / script).exists()
         assert "fits" in run(" ".join(["python train.py", *arguments, "--plan", "--plan_world_size=32"]), copy)
     elif "train.py" in command:
-        name = re.search(r"--name=(\w+)|config/(\w+)\.toml|$", command)
+        name = re.search(r".*--name=(\w+)|.*config/(\w+)\.toml|$", command)
         begun = (copy / "runs" / (name[1] or name[2] or "laptop")).exists()
         out = run(shortened(command), copy)
         assert "done:" in out or (begun and "is complete at step" in out)

@@ -1,21 +1,29 @@
 """replay.py and --skip_steps through the front door: was it the data or the machine, and how to leave the data out."""
 
 import json
+import math
 import re
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import data
 import machine
+import replay as replay_py
 import settings
+import train as train_py
 from checkpoints import checkpoint, lookup, retention
-from conftest import execute
+from common.errors import RunError, UserError
+from conftest import content, execute
 from dataset.tokens import Stream
+from parallel import world
 from replay import CHANGED
 
 FLAGS = dict(keep_last=0, eval_every=0)
@@ -33,11 +41,6 @@ def reseal(checkpoint):
     retention.write_manifest(checkpoint)
 
 
-def everything_in(directory):
-    """Every file below a directory, with its content."""
-    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
-
-
 @pytest.fixture(scope="module")
 def kept(shared):
     """A run that keeps all its checkpoints."""
@@ -46,7 +49,7 @@ def kept(shared):
 
 
 def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
-    before = everything_in(kept)
+    before = content(kept)
     out = replay(kept, "--step=13")
     assert "replaying steps 11 to 13" in out and "bit for bit; look at the data" in out
     losses = [float(x) for x in re.findall(r"^ +([\d.]+)  sequence \d+: .*/train_00000\d.bin from token", out, re.M)]
@@ -58,7 +61,7 @@ def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
     assert len(sixth["sequences"]) == 24 and len(sixth["norms"]) == len(sixth["updates"]) > 10
     mean = sum(row["loss"] for row in sixth["sequences"]) / 24
     assert mean == pytest.approx(sixth["loss"], rel=1e-5)  # the sequences are those of the step
-    assert everything_in(kept) == before
+    assert content(kept) == before
 
 
 def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
@@ -103,9 +106,10 @@ def test_skipped_batches_are_left_out_and_nothing_else():
     assert lookup.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and lookup.seen_by(2, (5,)) == []
 
 
-@pytest.mark.parametrize("wrong", ["x", "5-", "0", "3--4", "7-5"])
-def test_skip_steps_that_are_none_are_refused(train, wrong):
-    assert f"--skip_steps={wrong} must be steps" in train("wrong", status=2, skip_steps=wrong).stderr
+@pytest.mark.parametrize("wrong", ["x", "5-", "-5", "0", "3--4", "7-5", "1-2-3"])
+def test_skip_steps_that_are_none_are_refused(wrong):
+    with pytest.raises(UserError, match=f"--skip_steps={wrong} must be steps"):
+        settings.load([f"--skip_steps={wrong}"], "")
 
 
 def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path):
@@ -132,6 +136,46 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     assert "step-00000010 DOES NOT follow from step-00000005: model.safetensors" in out
     assert "step-00000015 DOES NOT follow from step-00000010" in out
     assert "step-00000020 follows from step-00000015" in out
+
+
+@pytest.mark.parametrize("options", [dict(verify=True), dict(step=9, steps=6)], ids=["verify", "steps"])
+def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
+    made = []
+
+    def build(*args, original=train_py.build):
+        assert not any(engine() for engine in made)
+        run = original(*args)
+        made.append(weakref.ref(run.engine))
+        return run
+
+    eras = replay_py.eras
+    monkeypatch.setattr(train_py, "build", build)
+    # As if a change had begun another era at step 10.
+    monkeypatch.setattr(replay_py, "eras", lambda state: eras(state) + [eras(state)[0] | {"step": 10}] * ("step" in options))
+    replay_py.main(replay_py.ReplayConfig(str(kept), **options))  # its bits may be others in this process
+    assert len(made) > 1
+
+
+@pytest.mark.parametrize(
+    "work, options", [("open_before", dict(step=3)), ("verify", dict(verify=True))], ids=["step", "verify"]
+)
+def test_a_rank_that_is_gone_is_named(kept, monkeypatch, work, options):
+    def lose(*args):
+        raise RuntimeError("[gloo] Connection closed by peer")
+
+    store = dist.HashStore()
+    monkeypatch.setattr(world, "PATIENCE", 0.1)
+    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 2, torch.device("cpu"), store))
+    monkeypatch.setattr(replay_py, work, lose)
+    with pytest.raises(RunError, match="^rank 1 no longer answers: .gloo. Connection closed by peer"):
+        replay_py.main(replay_py.ReplayConfig(str(kept), **options))
+    assert store.check(["failed"])  # so that no other rank waits for this one
+
+
+def test_the_norms_of_tensors_are_those_without_float16s_loss_scale(train):
+    train("half", dtype="float16", steps=3, save_every=0, eval_every=0)
+    step = json.loads(replay(train.runs / "half", "--step=3", "--json"))["steps"][-1]
+    assert math.hypot(*step["norms"].values()) == pytest.approx(step["grad_norm"])
 
 
 @pytest.mark.slow
@@ -198,11 +242,12 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     assert [same[step] for step in range(7, 11)] == [True, True, None, True]
     assert "step 9  loss" in (out := replay(kept, "--step=9")) and "(not logged, so not compared; see --log_every)" in out
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
-    lost = f"step-00000012 cannot be checked from the one before: {CHANGED} at step 8,"
+    lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint between it and step 12 is left"
     assert lost in replay(kept, "--verify")
     train("kept", ranks=2, steps=14, eval_every=0, **flags | dict(keep_last=0))
     out = replay(kept, "--verify")
-    assert "step-00000014 cannot be checked here; it can by torchrun --standalone --nproc_per_node=2 replay.py" in out
+    assert "step-00000014 cannot be checked: step 14 was computed on 2 ranks" in out
+    assert f"use torchrun --standalone --nproc_per_node=2 replay.py {kept} --verify\n" in out
 
 
 def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(train):

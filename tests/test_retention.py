@@ -5,11 +5,14 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 
 import pytest
 
 from checkpoints import retention
+from common import files
 from conftest import before_update, damage
+from power_cut import Miniature
 
 
 def names(checkpoints):
@@ -56,6 +59,36 @@ def test_only_our_own_names_are_read_or_removed(train):
     there = [".mine.tmp", *copies, "step-00000015.damaged", "step-00000020", "step-00000098.damaged", "latest"]
     assert names(checkpoints) == sorted(there)
     assert all(retention.fault(checkpoints / name) is None for name in copies)
+
+
+def test_the_best_stays_until_a_better_one_is_there(tmp_path, monkeypatch):
+    run = Miniature(tmp_path, keep_last=1, keep_best=1)
+    assert run.save(1, 2.0) and run.save(2, 3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoints.checkpoint.write_manifest", lambda *_: files.sync(tmp_path / "missing"))
+        assert not run.save(3, 1.0)
+    assert os.readlink(tmp_path / "best") == "step-00000001" and run.state.best_val_loss == 2.0
+
+    run = Miniature(tmp_path, keep_last=1, keep_best=1, async_save=True)
+    writing = threading.Event()
+    monkeypatch.setattr("checkpoints.checkpoint.write_manifest", lambda *all: writing.wait() and retention.write_manifest(*all))
+    run.state.step = 4
+    run.checkpoints.save(run.state, run.engine, None, now=True)
+    run.checkpoints.evaluated(run.state, 1.0)  # while it is written
+    assert os.readlink(tmp_path / "best") == "step-00000001"
+    writing.set()
+    run.checkpoints.finish(run.state)
+    assert os.readlink(tmp_path / "best") == "step-00000004" and not (tmp_path / "step-00000001").exists()
+
+
+def test_older_checkpoints_are_verified_while_training_goes_on(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        Miniature(tmp_path, keep_last=0).save(step)
+    run, verified = Miniature(tmp_path, keep_last=3), []
+    monkeypatch.setattr(retention, "fault", lambda path: verified.append((path.name, threading.current_thread().name)))
+    assert run.save(4)  # step 1 has to go, so three others have to count
+    assert [name for name, thread in verified if thread != "MainThread"] == ["step-00000002"] == [name for name, _ in verified]
+    assert names(tmp_path) == ["latest", *(f"step-0000000{step}" for step in (2, 3, 4))]
 
 
 @pytest.mark.parametrize("what", ["file", "FIFO", "dangling link"])

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import machine
 import settings
 from checkpoints import checkpoint, retention
-from conftest import STRATEGIES, before_update, damage, wait_for
+from conftest import STRATEGIES, before_update, damage, fake_checkpoint, wait_for
 from parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
 from parallel.world import World
 
@@ -136,9 +135,8 @@ def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
         assert re.search(r"error: a gradient of [a-z0-9_.]+weight has reached .* --strategy=exact", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train, asynchronous):
-    flags = dict(save_every=1, eval_every=10, async_save=asynchronous, steps=40)
+def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train):
+    flags = dict(save_every=1, eval_every=10, async_save="false", steps=40)  # in the background: tests/test_bench.py
     train("whole", **flags)
     chance, kills = random.Random(1), 0
 
@@ -174,10 +172,10 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
 
 def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
     config = settings.replace(settings.Config(), keep_last=1, keep_best=0)
-    world = World(0, 1, 0, 1, torch.device("cpu"))
+    world = World(0, 1, 1, torch.device("cpu"))
     checkpoints = checkpoint.Checkpoints(tmp_path, config, dataset=None, world=world, log=None, start_step=0)
     for step in range(1, 100):
-        saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(machine.fake_checkpoint(tmp_path, s)))
+        saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(fake_checkpoint(tmp_path, s)))
         saver.start()
         while saver.is_alive():
             checkpoints.prune(checkpoint.TrainState())
@@ -187,7 +185,7 @@ def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
     assert [path.name for path in retention.published(tmp_path)] == ["step-00000099"]
 
 
-def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train, shared):
+def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
     flags = dict(steps=20, keep_last=0, schedule="constant", warmup_steps=0)
     train("whole", **flags)
     train("full", **dict(flags, steps=5))
@@ -235,9 +233,8 @@ def test_a_second_sigint_ends_at_once(train):
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
     process.communicate(timeout=60)
-    assert process.returncode in (-signal.SIGINT, 75) and time.monotonic() - began < 10
+    assert process.returncode == -signal.SIGINT
 
 
 def workers(process):
@@ -271,7 +268,7 @@ torch.Tensor.backward = poisoned
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
     third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
     done = train.changed(POISONED.format(bad=third), "nan", ranks, strategy=strategy, steps=6, max_skipped_steps=2)
-    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
     assert train.state("nan")["skipped"] == 1
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
@@ -290,15 +287,18 @@ Exact.gradient_ready = poisoned
 
 def test_one_number_that_is_not_finite_on_one_rank_is_seen_by_exact(train):
     done = train.changed(POISONED_PARAMETER, "nan", 2, strategy="exact", steps=6)
-    assert "step 3: the gradient is not finite, update left out (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
     done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
     assert "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
-    assert retention.fault(train.latest("nan")) is None
+    newest = train.latest("nan").resolve()
+    assert retention.fault(newest) is None and f"the newest checkpoint is {newest};" in done.stderr
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
+    flags = dict(resume=newest, steps=20, max_skipped_steps=0, save_every=0, eval_every=0, status=1)
+    assert "; there is no checkpoint yet;" in train.changed(POISONED.format(bad="True"), "other", **flags).stderr
 
 
 @pytest.mark.parametrize(

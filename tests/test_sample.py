@@ -21,7 +21,7 @@ from checkpoints.checkpoint import write_manifest
 from common import cli, errors
 from conftest import ROOT, environment, execute
 from dataset import tokenizer
-from model import GPT, generate, initialize
+from model import GPT, generate, initial_weights
 from settings import ModelConfig, resolve_model
 
 TEXT = "def add(a, b):\n    return a + b\n"
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     text = tokenizer.resolve("train:300", lambda: [TEXT] * 3)
     text.save(folder / "tokenizer.json")
     model = GPT(resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=32, seq_len=16), text.vocab_size))
-    initialize(model, 0)
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
     huggingface.write_model(checkpoint, model.state_dict(), model.config, folder / "tokenizer.json", text.eot_token)
     (checkpoint / "optimizer.safetensors").touch()
     (checkpoint / "trainer_state.json").write_text('{"step": 1}')

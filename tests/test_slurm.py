@@ -24,7 +24,7 @@ RANKS = 2
 
 
 @pytest.fixture
-def submit(train, tmp_path, monkeypatch):
+def submit(train, tmp_path):
     """Starts launch/slurm.sbatch for a run in the background, in a process group of its own."""
     for name, script in TOOLS.items():
         path = tmp_path / name

@@ -100,7 +100,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
 
 
 def test_a_file_that_another_node_has_written_elsewhere_is_missed(tmp_path):
-    with pytest.raises(OSError, match="a.safetensors was written on another node and is not here; .* common --out_dir"):
+    with pytest.raises(OSError, match="a.safetensors was written on another node and is not here; .* share --out_dir"):
         retention.write_manifest(tmp_path, {"a.safetensors": {"size": 1, "sha256": "0" * 64}})
 
 

@@ -11,7 +11,7 @@ import torch
 from checkpoints import huggingface, lookup
 from conftest import execute
 from dataset import tokenizer
-from model import GPT, initialize
+from model import GPT, initial_weights
 from settings import ModelConfig, resolve_model
 
 DOCUMENTS = [
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     text.save(folder / "tokenizer.json")
     shape = ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=32, seq_len=128)
     model = GPT(resolve_model(shape, text.vocab_size))
-    initialize(model, 0)
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5.0)

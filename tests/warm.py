@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-import machine
+import forks
 
 SERVER = multiprocessing.get_context("forkserver")
 COMMANDS = ["train", "sample", "prepare_data", "evaluate", "replay", "plot"]
@@ -83,14 +83,14 @@ def launch(command, ranks, env, cwd, streams, memory):
     for number in (signal.SIGINT, signal.SIGCHLD):  # the server has changed their handlers
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if ranks > 1:
-        os._exit(watch(machine.fork_ranks(ranks, lambda: run(command))))
+        os._exit(watch(forks.fork_ranks(ranks, lambda: run(command))))
     if memory:
         pid = os.fork()
         if pid:
             _, status, usage = os.wait4(pid, 0)
             memory.write_text(str(usage.ru_maxrss - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
             os._exit(os.waitstatus_to_exitcode(status) % 256)
-    machine.exit_with(lambda: run(command))
+    forks.exit_with(lambda: run(command))
 
 
 def watch(pids):

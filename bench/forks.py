@@ -1,0 +1,131 @@
+"""Forks of this process, which need not import anything: ranks that train, and functions that return what they measured.
+
+A fork can be killed, and lacks the threads of its parent: `prepare_to_fork` imports what training imports without starting one.
+"""
+
+import contextlib
+import gc
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NoReturn
+
+import machine  # noqa: F401  puts the project's folder on the path
+
+# isort: split
+from common.errors import RunError
+from hardware.host import prepare_torch
+
+
+def prepare_to_fork() -> None:
+    """Import what training imports, once, for all forks of this process, without starting a thread: a fork would lack it."""
+    prepare_torch()
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    import matplotlib.figure  # noqa: F401
+    from tqdm import tqdm
+
+    import train  # noqa: F401
+
+    tqdm.monitor_interval = 0
+    gc.freeze()  # a collection in a fork would go through all that was imported, and so copy its pages
+
+
+def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:
+    """Fork this process once for each rank. A fork calls `work` and exits with the status that it returns.
+
+    Returns their process ids. The environment variables of the forks are those that torchrun would set.
+    new_group: make the forks a process group of their own.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        leader = pids[0] if pids else pid
+        if new_group:  # the fork and its parent both do it, because either may be the first
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, leader)
+        if pid == 0:
+            if ranks > 1:
+                world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+                world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                os.environ.update({key: str(value) for key, value in world.items()})
+            exit_with(work)
+        pids.append(pid)
+    return pids
+
+
+def exit_with(work: Callable[[], int]) -> NoReturn:
+    """End this process with the status that `work` returns or exits with, or with 1 and a traceback if it raises."""
+    status = 1
+    try:
+        status = work()
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = math.inf, enough=lambda: False) -> list[int]:
+    """Let `ranks` forks `work` until all have ended, or there is `enough`, or `limit` seconds are over; then kill the others.
+
+    Returns their wait statuses: signal.SIGKILL of those that still ran. What they print is added to OUTPUT.out and OUTPUT.err.
+    """
+
+    def work_quietly() -> int:
+        for number, stream in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        return work()
+
+    def has_ended(pid: int) -> bool:  # it can still be waited for
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    pids, deadline = fork_ranks(ranks, work_quietly, new_group=True), time.monotonic() + limit
+    try:
+        while time.monotonic() < deadline and not enough() and not all(map(has_ended, pids)):
+            time.sleep(0.001)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pids[0], signal.SIGKILL)
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    return statuses
+
+
+def in_forks(function: Callable, *arguments, folder: Path, ranks: int = 1, limit: float = math.inf) -> list:
+    """What `function(*arguments)` returns in each of `ranks` forks, as JSON keeps it. Raises RunError."""
+
+    def work() -> int:
+        (folder / f"returned{os.environ.get('RANK', 0)}").write_text(json.dumps(function(*arguments)))
+        return 0
+
+    if any(statuses := run_forks(ranks, work, folder / "forks", limit)):
+        raise failure(folder / "forks", statuses, limit)
+    return [json.loads((folder / f"returned{rank}").read_text()) for rank in range(ranks)]
+
+
+def failure(output: Path, statuses: list[int], limit: float = math.inf) -> RunError:
+    """The error of forks that did not do their work, with the last line that they wrote."""
+    texts = [Path(f"{output}.{stream}") for stream in ("err", "out")]
+    lines = [line for path in texts if path.exists() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    ended = "was not done" if all(status == signal.SIGKILL for status in statuses) else "failed"
+    return RunError(f"{ended} within {limit:.0f} s: {(lines or ['no output'])[-1].strip()[:500]}")
+
+
+def in_fresh_process(function: Callable, *arguments):
+    """`function(*arguments)` in a new interpreter, where no other module or setting disturbs it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
