@@ -103,13 +103,13 @@ def depths(command: Command, args: list[str]) -> str:
             f"{plan.dollars:,.0f}",
         ]
         if found:
-            loss, margin = found.predict(dial.weights(model), law.worth(tokens, climbed["available"]))
+            loss, margin = found.predict(dial.weights(model), law.effective_tokens(tokens, climbed["available"]))
             row.append(f"{loss:.3f} ± {margin:.3f}")
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     lines += ["!: does not fit in a rank's memory"] * any(" !" in line for line in lines)
-    lines += [f"loss: as {path.parent} foretells it, within 90 %"] * bool(found)
+    lines += [f"loss: as {path.parent} predicts it, within 90 %"] * bool(found)
     return "\n".join(lines)
 
 
