@@ -34,7 +34,7 @@ from settings import DataConfig
 
 @torch.no_grad()
 def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
-    """Mean loss in nats a token over `tokens` tokens (0: all) in windows spread evenly over the split, shared by the ranks.
+    """Mean loss in nats per token over `tokens` tokens (0: all) in windows spread evenly over the split, shared by the ranks.
 
     model: inputs and targets [micro-batch, T] to their mean loss. Every rank runs the same number of forward passes, so
     that sharded models may communicate in them. Sums are added up in one order whatever the number of ranks.
@@ -112,7 +112,7 @@ def main(config: EvaluateConfig) -> None:
 
 
 def describe(loss: float, bits: float | None) -> str:
-    """A loss in nats a token in all its units."""
+    """A loss in nats per token in all its units."""
     perplexity = math.inf if loss > 709 else math.exp(loss)  # math.exp raises an error where it would be infinite
     return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")
 

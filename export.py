@@ -43,7 +43,7 @@ tags:
 # {name}
 
 A language model of {parameters:,} parameters ({architecture}), trained with Lockstep for {step:,} steps on {tokens:,} tokens,
-{beginning}. The weights are in {dtype}.
+{origin}. The weights are in {dtype}.
 
 {losses}
 
@@ -70,8 +70,8 @@ It ran on {ranks} ({versions}). This command repeats it, with the tokens in the 
 
 {repeats}
 
-`python replay.py {run} --verify` checks, where the run and its tokens are, that each kept checkpoint follows from the one
-before it, bit for bit. This export has not run it.
+On the machine that has the run and its tokens, `python replay.py {run} --verify` checks that each kept checkpoint follows from
+the one before, bit for bit. This export has not run that check.
 
 `config.toml` has all settings:
 
@@ -133,7 +133,7 @@ def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
         architecture=training.model.architecture,
         step=state.step,
         tokens=state.tokens,
-        beginning=", before that ".join(map(beginning, reversed(state.origins))) or "from scratch",
+        origin=", before that ".join(map(describe_origin, reversed(state.origins))) or "from scratch",
         dtype=dtype,
         losses=losses(run / "metrics.jsonl", state.step),
         datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(training.data.tokens)),
@@ -147,7 +147,7 @@ def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
     )
 
 
-def beginning(origin: Origin) -> str:
+def describe_origin(origin: Origin) -> str:
     """Where the weights of a run came from, in words."""
     step = f" at step {origin['step']:,}" if "step" in origin else ""
     digests = ", ".join(f"`{name}` `{digest}`" for name, digest in origin["sha256"].items())
@@ -163,10 +163,10 @@ def losses(metrics: Path, step: int) -> str:
             if "val_loss" in record:
                 found["best"] = min(found.get("best", found["val_loss"]), found["val_loss"])
     names = {
-        "val_loss": "validation loss, nats a token",
+        "val_loss": "validation loss, nats per token",
         "val_bpb": "validation, bits per byte",
         "best": "lowest validation loss so far",
-        "loss": "training loss, nats a token",
+        "loss": "training loss, nats per token",
     }
     rows = [f"| {name} | {found[key][0]:.4f} | {found[key][1]:,} |" for key, name in names.items() if key in found]
     return "\n".join(["| measured in training | value | at step |", "|---|---|---|", *rows])

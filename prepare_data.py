@@ -86,7 +86,7 @@ class PrepareConfig:
     join: bool = False
     """Make one dataset of all parts in OUT: the one that a single machine would have made."""
     check: str = ""
-    """Make nothing; read all of this dataset directory, which may be another tool's, and say what it holds and what is wrong.
+    """Make nothing. Read this whole dataset directory, ours or another tool's, and report what it holds, or its first fault.
     --tokenizer decodes another tool's tokens."""
 
 

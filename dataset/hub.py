@@ -66,8 +66,8 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
 
     address, found = parse_address(source), []
     repository, named = address["repository"], PurePosixPath(address["path"] or ".")
-    certain = PurePosixPath(*itertools.takewhile(lambda part: not set("*?[") & set(part), named.parts))
-    folder = str(certain.parent if certain.name.endswith(suffixes) else certain)
+    literal = PurePosixPath(*itertools.takewhile(lambda part: not set("*?[") & set(part), named.parts))
+    folder = str(literal.parent if literal.name.endswith(suffixes) else literal)
     options = {"path_in_repo": None if folder == "." else folder, "recursive": True, "revision": commit, "repo_type": "dataset"}
     for entry in retry(source, lambda: list(HfApi().list_repo_tree(repository, **options))):
         path = PurePosixPath(entry.path)

@@ -157,7 +157,7 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
     """The learning rate, its schedule and the weight decay of a run.
 
-    What an update of a matrix does to activations shall not depend on the width: AdamW's rate falls with it (muP, arXiv
+    An update of a matrix should change the activations equally at every width: AdamW's rate falls with it (muP, arXiv
     2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). Both fall faster
     where the depth grows with the width: the powers are measured. AdamW's grows with the root of the batch (arXiv 2205.10287),
     Muon's by less: that is measured, too.
@@ -169,7 +169,7 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
     weight_decay = min(1.0, 1 / (lr * steps * forgotten))
-    # AdamW at the best rate needs time to settle: a run of few steps is the worse for a warmup of 2 %.
+    # AdamW at the best rate needs time to settle: a short run does worse with a warmup of only 2 %.
     warmup_steps = round(min(0.3 * steps, max(0.02 * steps, WARMUP_STEPS)))
     schedule = dict(schedule="wsd", cooldown_fraction=0.4, min_lr=0.0, warmup_steps=warmup_steps)
     return dict(lr=lr, weight_decay=float(f"{weight_decay:.3g}"), **schedule)
