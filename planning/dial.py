@@ -55,7 +55,10 @@ def turn(command: Command, args: list[str]) -> Command:
             f"--depth={depth} is for a model from scratch; --init_from={config.model.init_from} has a shape of its own"
         )
     given = given_names(args)
-    values = previous(config) or dial(config, given, *text(config))
+    values = previous(config)
+    if not values:
+        once, vocab_size, _ = dataset(config.data, config.model.vocab_size)
+        values = dial(config, given, vocab_size, min(once.values(), default=math.inf))
     return replace(command, **{name: value for name, value in values.items() if name not in given})
 
 
@@ -79,14 +82,17 @@ def previous(config: Config) -> dict:
     return {name: values[name] for name in SHAPE + LENGTH + RATE} if before.run.depth == config.run.depth else {}
 
 
-def text(config: Config) -> tuple[int, float]:
-    """The size of the vocabulary and the tokens to train on. Of a dataset that is not there: as the plan of a run has them."""
+def dataset(config: DataConfig, vocab_size: int) -> tuple[dict[str, float], int, str]:
+    """After how many tokens of a run each dataset is read once, the size of the vocabulary, and where the size is from.
+
+    vocab_size: what --vocab_size says (0: nothing). Of a dataset that is not there, the first is empty and the size a guess.
+    """
     import data  # here, because it imports numpy, and --help does without
 
-    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
-        mixture = data.open_mixture(config.data.tokens, config.model.vocab_size)
-        return mixture.vocab_size, min(mixture.once.values())
-    return config.model.vocab_size or vocabulary(config.data)[0], math.inf
+    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.tokens)):
+        mixture = data.open_mixture(config.tokens, vocab_size)
+        return mixture.once, mixture.vocab_size, f"of {mixture}"
+    return {}, *((vocab_size, "by --vocab_size") if vocab_size else vocabulary(config))
 
 
 def vocabulary(config: DataConfig) -> tuple[int, str]:
