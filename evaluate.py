@@ -24,7 +24,7 @@ import data
 import settings
 from checkpoints import checkpoint, huggingface, lookup
 from common import cli, errors
-from common.errors import UserError
+from common.errors import UserError, say
 from common.records import Count
 from dataset.tokens import Stream
 from hardware import device
@@ -34,7 +34,7 @@ from settings import DataConfig
 
 @torch.no_grad()
 def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
-    """Mean loss in nats a token over `tokens` tokens (0: all) in windows spread evenly over the split, shared by the ranks.
+    """Mean loss in nats per token over `tokens` tokens (0: all) in windows spread evenly over the split, shared by the ranks.
 
     model: inputs and targets [micro-batch, T] to their mean loss. Every rank runs the same number of forward passes, so
     that sharded models may communicate in them. Sums are added up in one order whatever the number of ranks.
@@ -90,9 +90,14 @@ def main(config: EvaluateConfig) -> None:
     if config.seq_len > model.config.seq_len:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
     notes = huggingface.check_tokenizer(directory, mixture.tokenizer)
-    for note in notes if config.tokens else ():  # a run without a tokenizer is evaluated on its own tokens
-        print(note, flush=True)
     world = connect(config.device)
+
+    def tell(line: str) -> None:
+        if world.is_master:
+            say(line)
+
+    for note in notes if config.tokens else ():  # a run without a tokenizer is evaluated on its own tokens
+        tell(note)
     model.to(world.device)
     autocast = partial(device.autocast, world.device, device.choose_dtype(config.dtype, world.device))
     seq_len = config.seq_len or model.config.seq_len
@@ -100,16 +105,16 @@ def main(config: EvaluateConfig) -> None:
     for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
         losses.append(evaluate(model, stream, seq_len, micro_batch_size, config.eval_tokens, world, autocast))
         evaluated = num_windows(stream, seq_len, config.eval_tokens) * seq_len
-        print(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
-        print(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
+        tell(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
+        tell(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
     if len(losses) > 1:
-        print(f"{directory} on {mixture}")
-        print(describe(*list(mixture.validation(losses).values())[:2]))
+        tell(f"{directory} on {mixture}\n{describe(*list(mixture.validation(losses).values())[:2])}")
 
 
 def describe(loss: float, bits: float | None) -> str:
-    """A loss in nats a token in all its units."""
-    return f"loss {loss:.4f}  perplexity {math.exp(loss):.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")
+    """A loss in nats per token in all its units."""
+    perplexity = math.inf if loss > 709 else math.exp(loss)  # math.exp raises an error where it would be infinite
+    return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")
 
 
 def trained_on(directory: Path) -> DataConfig | None:

@@ -25,11 +25,10 @@ import settings
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Origin, TrainState
 from common import cli, errors, files
-from common.errors import UserError
+from common.errors import UserError, say
 from common.records import Count
 from dataset.tokens import read_metadata
 from reports.log import LOSSES, read_records
-from settings import Config
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SHOWN = 5  # sources of a dataset that the card names
@@ -44,7 +43,7 @@ tags:
 # {name}
 
 A language model of {parameters:,} parameters ({architecture}), trained with Lockstep for {step:,} steps on {tokens:,} tokens,
-{beginning}. The weights are in {dtype}.
+{origin}. The weights are in {dtype}.
 
 {losses}
 
@@ -71,8 +70,8 @@ It ran on {ranks} ({versions}). This command repeats it, with the tokens in the 
 
 {repeats}
 
-`python replay.py {run} --verify` checks, where the run and its tokens are, that each kept checkpoint follows from the one
-before it, bit for bit. This export has not run it.
+On the machine that has the run and its tokens, `python replay.py {run} --verify` checks that each kept checkpoint follows from
+the one before, bit for bit. This export has not run that check.
 
 `config.toml` has all settings:
 
@@ -96,37 +95,31 @@ class ExportConfig:
 
 def main(config: ExportConfig) -> None:
     """Publish the copy, all of it or nothing. Raises UserError."""
-    out = Path(config.out)
-    if not config.out:
-        raise UserError("--out=DIR is missing, the directory to make")
-    if out.exists():
-        raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
-    number, unit = config.max_shard_size[:-2], config.max_shard_size[-2:].upper()
-    if unit not in UNITS or not (number.isdecimal() and len(number) < 20) or int(number) < 1:
+    out, max_shard_size = cli.new_directory(config.out), cli.read_quantity(config.max_shard_size, UNITS)
+    if not max_shard_size:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
     source, warnings = lookup.find(config.run)
     for warning in warnings:
-        print(f"warning: {warning}", flush=True)
+        say(f"warning: {warning}")
     state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
     tokenizer = source / "tokenizer.json"
     eot_token = files.read_json(source / "generation_config.json", GenerationConfig)["eos_token_id"]
-    training = settings.replace(Config(), **state.settings)
     with files.publish_directory(out) as directory:
         dtype = getattr(torch, config.dtype)
         huggingface.write_model(
-            directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, int(number) * UNITS[unit]
+            directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, max_shard_size
         )
-        (directory / "config.toml").write_text(settings.dumps(training))
+        (directory / "config.toml").write_text(settings.dumps(state.config))
         parameters = sum(value.numel() for value in weights.values())
-        (directory / "README.md").write_text(card(source, state, training, parameters, config.dtype))
+        (directory / "README.md").write_text(card(source, state, parameters, config.dtype))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     weights_files = errors.plural(len(list(out.glob("*.safetensors"))), "weights file")
-    print(f"{source} is now {out}: {weights_files}, {size:,} bytes, {config.dtype}")
+    say(f"{source} is now {out}: {weights_files}, {size:,} bytes, {config.dtype}")
 
 
-def card(source: Path, state: TrainState, training: Config, parameters: int, dtype: str) -> str:
+def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
     """The model card of a checkpoint."""
-    run, last = source.parent.parent, state.history[-1]
+    run, last, training = source.parent.parent, state.history[-1], state.config
     ranks, exact = last["world_size"], training.parallel.strategy == "exact"
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
     repeats = f"The weights are the same bit for bit on {'any' if exact else 'the same'} number of ranks, with these versions "
@@ -140,7 +133,7 @@ def card(source: Path, state: TrainState, training: Config, parameters: int, dty
         architecture=training.model.architecture,
         step=state.step,
         tokens=state.tokens,
-        beginning=", before that ".join(map(beginning, reversed(state.origins))) or "from scratch",
+        origin=", before that ".join(map(describe_origin, reversed(state.origins))) or "from scratch",
         dtype=dtype,
         losses=losses(run / "metrics.jsonl", state.step),
         datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(training.data.tokens)),
@@ -154,7 +147,7 @@ def card(source: Path, state: TrainState, training: Config, parameters: int, dty
     )
 
 
-def beginning(origin: Origin) -> str:
+def describe_origin(origin: Origin) -> str:
     """Where the weights of a run came from, in words."""
     step = f" at step {origin['step']:,}" if "step" in origin else ""
     digests = ", ".join(f"`{name}` `{digest}`" for name, digest in origin["sha256"].items())
@@ -170,10 +163,10 @@ def losses(metrics: Path, step: int) -> str:
             if "val_loss" in record:
                 found["best"] = min(found.get("best", found["val_loss"]), found["val_loss"])
     names = {
-        "val_loss": "validation loss, nats a token",
+        "val_loss": "validation loss, nats per token",
         "val_bpb": "validation, bits per byte",
         "best": "lowest validation loss so far",
-        "loss": "training loss, nats a token",
+        "loss": "training loss, nats per token",
     }
     rows = [f"| {name} | {found[key][0]:.4f} | {found[key][1]:,} |" for key, name in names.items() if key in found]
     return "\n".join(["| measured in training | value | at step |", "|---|---|---|", *rows])

@@ -2,7 +2,7 @@
 
 `python ladder.py [config/NAME.toml] --tokens=tokens/mine --minutes=60 [--flag=value of train.py ...]` trains a few small models
 on the text for a part of the time, fits how the loss falls with weights and tokens, and prints the command of the best run with
-its loss foretold. The rungs are ordinary runs in runs/ladder-NAME: the same command again continues, and repeats nothing.
+its predicted loss. The rungs are ordinary runs in runs/ladder-NAME: the same command again continues, and repeats nothing.
 """
 
 import os
@@ -30,7 +30,7 @@ from msgspec import Meta
 import data
 import settings
 from common import cli, errors, files
-from common.errors import EX_TEMPFAIL, UserError, refuse
+from common.errors import EX_TEMPFAIL, UserError, refuse, say
 from hardware import host
 from hardware.footprint import flops_per_token
 from planning import dial, law
@@ -49,9 +49,9 @@ PROBE_STEPS = 8
 @dataclass(frozen=True)
 class LadderConfig:
     minutes: Annotated[float, Meta(ge=0, le=10**7)] = 0.0
-    """Time for all that is trained here, the ladder and the run that it finds."""
+    """Total training time: the runs of the ladder and the run that it recommends."""
     flops: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
-    """The same in floating-point operations, where the time is not known."""
+    """The same budget in floating-point operations; then no time is measured."""
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """The part of it that the ladder may take."""
     ranks: Ranks = 1
@@ -74,7 +74,7 @@ class Ladder:
     given: set[str]  # their names
     directory: Path
     vocab_size: int
-    available: float  # tokens until the text, or one of a mixture, has been read once
+    unique_tokens: float  # tokens until the text, or one of a mixture, has been read once
     facts: law.Facts
 
     def model(self, depth: int) -> ModelConfig:
@@ -90,7 +90,7 @@ class Ladder:
     @property
     def most(self) -> float:
         """The most tokens of a run: repeated more often they are worth too little."""
-        return dial.EPOCHS * self.available
+        return dial.EPOCHS * self.unique_tokens
 
     @property
     def given_batch(self) -> int:
@@ -117,7 +117,7 @@ def main() -> None:
         budget = ladder.options.flops or measure(ladder)
         chosen = choose(ladder, budget)
         depths = ", ".join(map(str, sorted({depth for depth, _ in chosen})))
-        print(f"ladder  {len(chosen)} runs of depth {depths} in {ladder.directory}", flush=True)
+        say(f"ladder  {len(chosen)} runs of depth {depths} in {ladder.directory}")
         rungs = [climb(ladder, *rung) for rung in chosen]
         budget = ladder.options.flops or 60 * ladder.options.minutes * max(rungs, key=lambda rung: rung.flops).speed
         report(ladder, rungs, budget * (1 - ladder.options.share))
@@ -135,27 +135,35 @@ def begin(args: list[str]) -> Ladder:
     default = LadderCommand(settings.read_preset(preset))
     command = cli.parse(LadderCommand, flags, __doc__, default, "[config/NAME.toml]")
     config, options = command.config, command.ladder
-    names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    names = settings.given(flags)
     if (options.minutes > 0) == (options.flops > 0):
-        raise UserError("say how long all may take, in one of two ways: --minutes=60, or in operations --flops=1e17")
+        raise UserError("give the budget in one of two ways: --minutes=60, or --flops=1e17 (floating-point operations)")
     refuse(f"--{name} is what the ladder finds; leave it out" for name in ("depth", "steps", "n_layer") if name in names)
     refuse(f"--{name}: a ladder is of new models" for name in ("init_from", "resume") if name in names)
     refuse(settings.problems(config))
     if options.ranks > host.cores() and config.train.device in ("auto", "cpu"):
         raise UserError(f"--ranks={options.ranks}: this machine has {host.cores()} cores")
     forwarded = sorted(names & set(cli.flat_fields(Config)) - {"name", "out_dir"})
-    words = [*args[: len(args) - len(flags)], *spell({name: cli.flat_values(config)[name] for name in forwarded})]
+    words = [*args[: len(args) - len(flags)], *as_flags({name: cli.flat_values(config)[name] for name in forwarded})]
     mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     directory = Path(config.run.out_dir, f"ladder-{config.run.name or mixture.names[0]}")
-    facts: law.Facts = {"tokens": mixture.identity, "command": words}
-    if (path := directory / "ladder.json").exists() and (before := law.read(path)["facts"]) != facts:
-        other = sorted(set(before["command"]) ^ set(words))
+    facts: law.Facts = {"tokens": mixture.identity, "command": words, "preset": files.sha256(preset)}
+    # An older ladder.json does not say what its preset held.
+    if (path := directory / "ladder.json").exists() and facts | (before := law.read(path)["facts"]) != facts:
+        other = sorted(set(before["command"]) ^ set(words)) or [f"{preset} has changed"]
         what = f"settings ({' '.join(other)})" if before["tokens"] == facts["tokens"] else "tokens"
         raise UserError(f"{directory} is a ladder of other {what}; choose another --name, or delete it")
-    return Ladder(config, options, words, names, directory, mixture.vocab_size, min(mixture.once.values()), facts)
+    ladder = Ladder(config, options, words, names, directory, mixture.vocab_size, min(mixture.once.values()), facts)
+    shortest = min(HORIZONS) * ladder.most
+    if shortest < (least := ladder.fewest(shortest)):
+        raise UserError(
+            f"the text has {ladder.unique_tokens:,.0f} tokens, too few for a ladder: its shortest run would have "
+            f"{shortest:,.0f} tokens and needs {least:,.0f}; prepare more text, or lower --seq_len or --tokens_per_update"
+        )
+    return ladder
 
 
-def spell(flags: dict) -> list[str]:
+def as_flags(flags: dict) -> list[str]:
     """Flags as the words of a command line."""
     return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in flags.items()]
 
@@ -183,7 +191,7 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     rungs, times = divide(ladder, budget), 1.0
     if rungs:
         return rungs
-    while not divide(ladder, times * budget) and times < 1e9:
+    while not divide(ladder, times * budget):
         times *= 1.2
     least = f"--minutes={times * ladder.options.minutes:.2g}" if ladder.options.minutes else f"--flops={times * budget:.2g}"
     raise UserError(f"the budget is too small for a ladder of models of this shape; {least} may do")
@@ -228,7 +236,7 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
     records = finished(ladder.directory / name, flags["steps"])
     if not records:
         own = {key: value for key, value in flags.items() if key not in ladder.given}
-        ranks, words = ladder.options.ranks, [*ladder.words, *spell(own | {"out_dir": ladder.directory, "name": name})]
+        ranks, words = ladder.options.ranks, [*ladder.words, *as_flags(own | {"out_dir": ladder.directory, "name": name})]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         status = wait(subprocess.Popen([sys.executable, *torchrun, str(TRAIN), *words], stdout=subprocess.DEVNULL))
         if status == EX_TEMPFAIL:
@@ -244,7 +252,7 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
 def record(ladder: Ladder, **more) -> None:
     """Write ladder.json. What was written there before stays, but for `more`."""
     path = ladder.directory / "ladder.json"
-    before = law.read(path) if path.exists() else law.Record(facts=ladder.facts, available=ladder.available)
+    before = law.read(path) if path.exists() else law.Record(facts=ladder.facts, available=ladder.unique_tokens)
     files.publish_text(path, json.dumps(before | more, indent=1, default=dataclasses.asdict))
 
 
@@ -266,19 +274,19 @@ def finished(path: Path, steps: int) -> list[dict]:
 
 
 def report(ladder: Ladder, rungs: list[law.Rung], budget: float) -> None:
-    """Fit the law, say which run to start, write what it foretells into the directory of that run, and draw it."""
-    found = law.of_rungs(rungs, ladder.available)
+    """Fit the law, say which run to start, write its prediction into the directory of that run, and draw it."""
+    found = law.of_rungs(rungs, ladder.unique_tokens)
     (depth, tokens, loss, margin), twice = (recommend(ladder, rungs, found, times * budget) for times in (1, 2))
-    top, epochs = max(rungs, key=lambda rung: rung.flops), tokens / ladder.available
+    top, epochs = max(rungs, key=lambda rung: rung.flops), tokens / ladder.unique_tokens
     flags = ladder.flags(depth, tokens)
     name = f"{ladder.directory.name.removeprefix('ladder-')}-depth-{depth}-tokens-{flags['steps'] * flags['tokens_per_update']}"
     run = Path(ladder.config.run.out_dir, name)
-    foretold = law.Foretold(val_loss=loss, margin=margin, depth=depth, tokens=tokens)
-    record(ladder, rungs=rungs, foretold=foretold)
-    if not (run / "metrics.jsonl").exists():  # what was foretold stays
+    prediction = law.Prediction(val_loss=loss, margin=margin, depth=depth, tokens=tokens)
+    record(ladder, rungs=rungs, foretold=prediction)
+    if not (run / "metrics.jsonl").exists():  # a prediction stays
         run.mkdir(parents=True, exist_ok=True)
-        files.publish_text(run / "prediction.json", json.dumps(foretold))
-    draw(ladder, rungs, found, foretold)
+        files.publish_text(run / "prediction.json", json.dumps(prediction))
+    draw(ladder, rungs, found, prediction)
     flops = tokens * flops_per_token(ladder.model(depth))
     print(
         f"law     {found.text()}; drawn in {ladder.directory / 'ladder.png'}\n"
@@ -288,12 +296,14 @@ def report(ladder: Ladder, rungs: list[law.Rung], budget: float) -> None:
         f"twice   the time: --depth={twice[0]}, {twice[1]:,.0f} tokens, loss {twice[2]:.3f}"
     )
     if epochs > 1:
-        worth = law.worth(tokens, ladder.available)
+        effective = law.effective_tokens(tokens, ladder.unique_tokens)
         limit = f", and a run reads it {dial.EPOCHS} times at most" if tokens == ladder.most else ""
-        print(f"text    it is read {epochs:.1f} times, which is worth {worth:,.0f} fresh tokens{limit}; more text would help")
+        print(
+            f"text    it is read {epochs:.1f} times, which is worth {effective:,.0f} fresh tokens{limit}; more text would help"
+        )
     start = f"torchrun --standalone --nproc_per_node={ladder.options.ranks}" if ladder.options.ranks > 1 else "python"
     print(
-        f"\n{start} train.py {shlex.join([*ladder.words, *spell(flags | {'out_dir': run.parent, 'name': run.name})])}",
+        f"\n{start} train.py {shlex.join([*ladder.words, *as_flags(flags | {'out_dir': run.parent, 'name': run.name})])}",
         flush=True,
     )
 
@@ -308,35 +318,37 @@ def recommend(ladder: Ladder, rungs: list[law.Rung], found: law.Law, budget: flo
         model = ladder.model(depth)
         tokens = min(budget / flops_per_token(model), ladder.most)
         if tokens >= ladder.fewest(tokens):
-            runs.append((depth, tokens, *found.predict(dial.weights(model), law.worth(tokens, ladder.available))))
+            runs.append(
+                (depth, tokens, *found.predict(dial.weights(model), law.effective_tokens(tokens, ladder.unique_tokens)))
+            )
     if not runs:
         raise UserError(f"--share={ladder.options.share:g} leaves too little for the run that the ladder is for")
     known = [run for run in runs if run[1] / dial.weights(ladder.model(run[0])) >= largest.tokens / largest.weights]
     return min(known or runs, key=lambda run: run[2])
 
 
-def draw(ladder: Ladder, rungs: list[law.Rung], found: law.Law, foretold: dict) -> None:
-    """Draw the rungs, the law at each of their depths, and what it foretells."""
+def draw(ladder: Ladder, rungs: list[law.Rung], found: law.Law, prediction: law.Prediction) -> None:
+    """Draw the rungs, the law at each of their depths, and what it predicts."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axis = figure.subplots()
-    end = foretold["tokens"] * flops_per_token(ladder.model(foretold["depth"]))
-    depths = sorted({rung.depth for rung in rungs} | {foretold["depth"]})
+    end = prediction["tokens"] * flops_per_token(ladder.model(prediction["depth"]))
+    depths = sorted({rung.depth for rung in rungs} | {prediction["depth"]})
     for color, depth in zip(curves.COLORS, depths, strict=False):
         own, model = [rung for rung in rungs if rung.depth == depth], ladder.model(depth)
         start = min((rung.flops for rung in own), default=max(rung.flops for rung in rungs))
         flops = [start * (end / start) ** (i / 60) for i in range(61)]
-        fresh = [law.worth(f / flops_per_token(model), ladder.available) for f in flops]
+        fresh = [law.effective_tokens(f / flops_per_token(model), ladder.unique_tokens) for f in flops]
         losses = [found.predict(dial.weights(model), tokens)[0] for tokens in fresh]
         axis.plot(flops, losses, color=color, label=f"depth {depth}, {dial.weights(model):,} weights")
         axis.plot([rung.flops for rung in own], [rung.loss for rung in own], "o", color=color)
-        if depth == foretold["depth"]:
-            axis.errorbar(end, foretold["val_loss"], foretold["margin"], marker="*", markersize=12, color=color, capsize=4)
+        if depth == prediction["depth"]:
+            axis.errorbar(end, prediction["val_loss"], prediction["margin"], marker="*", markersize=12, color=color, capsize=4)
     axis.set(xscale="log", xlabel="FLOPs", ylabel="validation loss")
     axis.xaxis.set_minor_formatter(NullFormatter())  # labels between the powers of ten would overlap
-    axis.set_title("dots: measured; lines: the law; star: foretold, with its 90 % interval", loc="left", fontsize=11)
+    axis.set_title("dots: measured; lines: the law; star: predicted, with its 90 % interval", loc="left", fontsize=11)
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     curves.save(figure, ladder.directory / "ladder.png")

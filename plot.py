@@ -20,7 +20,7 @@ from typing import Literal
 import tyro
 
 from common import cli, errors, files
-from common.errors import UserError
+from common.errors import UserError, say
 from reports import compare, curves
 
 
@@ -50,8 +50,8 @@ def main() -> None:
         x = compare.choose_x(runs) if config.x == "auto" else config.x
         curves.draw(runs, Path(config.out), x, compare.labels(runs))
         if len(runs) > 1:
-            print("\n".join(compare.table(runs)))
-        print(config.out)
+            say("\n".join(compare.table(runs)))
+        say(config.out)
 
 
 if __name__ == "__main__":

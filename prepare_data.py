@@ -18,9 +18,7 @@ if __name__ == "__main__":
 
     errors.begin()
 
-import hashlib
 import io
-import json
 import re
 import shutil
 import time
@@ -51,7 +49,7 @@ from dataset.sources import (
     read_units,
 )
 from dataset.tokenizer import load, resolve
-from dataset.tokens import read_metadata
+from dataset.tokens import digest, read_metadata
 from dataset.writer import DatasetWriter, Unfinished, is_finished, read_progress
 from hardware.host import cores
 
@@ -88,7 +86,7 @@ class PrepareConfig:
     join: bool = False
     """Make one dataset of all parts in OUT: the one that a single machine would have made."""
     check: str = ""
-    """Make nothing; read all of this dataset directory, which may be another tool's, and say what it holds and what is wrong.
+    """Make nothing. Read this whole dataset directory, ours or another tool's, and report what it holds, or its first fault.
     --tokenizer decodes another tool's tokens."""
 
 
@@ -97,12 +95,12 @@ class PrepareConfig:
 
 
 def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile], list[dict]]:
-    """The files of all sources in order, and the record of each source for dataset.json. Raises UserError.
+    """The files of all sources in order, each once, and the record of each source for dataset.json. Raises UserError.
 
     A source on the hub stays at the commit that it had on the first start. If the dataset is finished, the hub is not asked.
     """
     earlier, finished = earlier_sources(directory), (directory / "dataset.json").exists()
-    all_files, records = [], []
+    by_path, records = {}, []
     for source in sources:
         record = {"path": source}
         if source.startswith(hub.SCHEME) and finished:
@@ -124,8 +122,9 @@ def find_files(sources: Iterable[str], directory: Path) -> tuple[list[SourceFile
             if others:
                 say(f"{source}: skipped {errors.plural(others, 'file')} of other types")
         records.append(record | {"files": len(found), "bytes": sum(file.size for file in found)})
-        all_files += found
-    return all_files, records
+        for file in found:
+            by_path.setdefault(os.path.abspath(file.path), file)
+    return list(by_path.values()), records
 
 
 def earlier_sources(directory: Path) -> dict[str, dict]:
@@ -162,14 +161,19 @@ def sample(source_files: list[SourceFile], text: TextFormat) -> Iterator[str]:
 
 def prepare(config: PrepareConfig) -> None:
     """Make the dataset directory that `config` describes, finish it, or find it finished. Raises UserError."""
-    began = time.perf_counter()
-    options, part = read_options(config), read_part(config)
-    directory, text = out_directory(config), TextFormat(config.column, config.max_document_bytes)
+    options, part, directory = read_options(config), read_part(config), out_directory(config)
     if part:
         if (directory / "dataset.json").exists():
             raise UserError(f"--part={config.part}: {directory} already holds a whole dataset; choose another --out")
         directory = part_directory(directory, *part)
         options |= {"part": f"{part[0]}/{part[1]}", "shard_tokens": config.shard_tokens}  # what joining needs
+    with files.held(directory):
+        fill(directory, config, options, part)
+
+
+def fill(directory: Path, config: PrepareConfig, options: dict, part: tuple[int, int] | None) -> None:
+    """Write the dataset, or a part of it, into a directory that no other process writes to. Raises UserError."""
+    began, text = time.perf_counter(), TextFormat(config.column, config.max_document_bytes)
     source_files, records = find_files(sorted(set(config.sources)) or [EMBEDDED], directory)
     request = {
         "source": records,
@@ -184,7 +188,7 @@ def prepare(config: PrepareConfig) -> None:
         shutil.rmtree(downloads, ignore_errors=True)
         say(f"{directory} already holds this dataset")
         return
-    request["listing"] = hashlib.sha256(json.dumps([(file.name, file.size) for file in source_files]).encode()).hexdigest()
+    request["listing"] = digest([(file.name, file.size) for file in source_files])
     progress = read_progress(directory, request, ignore="downloads")
     hub.remove_unfinished(downloads)
     if part:
@@ -218,8 +222,7 @@ def read_options(config: PrepareConfig) -> dict:
     if config.column != "text":
         options["column"] = config.column
     if config.max_tokens:
-        number = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)([KMBT]?)", config.max_tokens.upper())
-        options["max_tokens"] = round(float(number[1]) * MULTIPLES[number[2]]) if number else 0
+        options["max_tokens"] = cli.read_quantity(config.max_tokens, MULTIPLES)
         if not 2 <= options["max_tokens"] < 1 << 62:
             raise UserError(f"--max_tokens={config.max_tokens} is not a number of tokens such as 500M or 10B")
     return options
@@ -241,14 +244,17 @@ def read_part(config: PrepareConfig) -> tuple[int, int] | None:
 
 
 def out_directory(config: PrepareConfig) -> Path:
-    """Where the dataset is made."""
+    """Where the dataset is made. Raises UserError where neither --out nor a source says it."""
     if config.out:
         return Path(config.out)
     if not config.sources:
         return Path("tokens/python")
     if config.sources[0].startswith(hub.SCHEME):
         return Path("tokens") / hub.parse_address(config.sources[0])["repository"].partition("/")[2]
-    return Path("tokens") / Path(config.sources[0]).resolve().name.split(".")[0]
+    name = Path(config.sources[0]).resolve().name.lstrip(".").partition(".")[0]
+    if not name:
+        raise UserError(f"{config.sources[0]} gives a dataset no name; add --out=tokens/NAME")
+    return Path("tokens") / name
 
 
 def encode_files(

@@ -36,7 +36,7 @@ from parallel.world import connect
 from reports.progress import due
 from settings import Config
 
-START, LINE = 8, 64  # tokens of the text that a model in training goes on from, and that it writes: a line or two
+PROMPT_TOKENS, NEW_TOKENS = 8, 64  # for --sample_every: tokens of the prompt, and tokens to generate
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,10 @@ def main(config: SampleConfig) -> None:
     given = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
     prompt = [] if typed else encode(text, given, model)
-    own_device = connect(config.device).device
+    world = connect(config.device)
+    if not world.is_master:
+        return
+    own_device = world.device
     model.to(own_device)
     for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
     dtype = device.choose_dtype(for_one_token, own_device)
@@ -87,8 +90,8 @@ def main(config: SampleConfig) -> None:
 class Sampler:
     """Shows what a model writes while it is trained: a line, every config.eval.sample_every steps (0: never) after `since`.
 
-    It goes on from the first START validation tokens, which mostly start a document. Raises UserError where the dataset has
-    no tokenizer.
+    It goes on from the first PROMPT_TOKENS validation tokens, which mostly start a document. Raises UserError where the
+    dataset has no tokenizer.
     """
 
     def __init__(self, config: Config, dataset, since: int):
@@ -104,7 +107,7 @@ class Sampler:
 
     def write(self, engine, step: int) -> str:
         """What the model writes. All ranks must call this, and all draw the same tokens."""
-        size = min(START, self.config.model.seq_len)
+        size = min(PROMPT_TOKENS, self.config.model.seq_len)
         start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), size)[:, :size])
         generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
         # Each forward has another length, and compiled code would be made for each.
@@ -112,7 +115,7 @@ class Sampler:
         engine.module.eval()
         # It does not stop at an end of text: under fsdp each forward gathers the weights from all ranks.
         with engine.autocast(), eager:
-            new = list(generate(engine.module, start, LINE, 0.8, 50, generator, self.dataset.vocab_size))
+            new = list(generate(engine.module, start, NEW_TOKENS, 0.8, 50, generator, self.dataset.vocab_size))
         engine.module.train()
         known = [token for token in start[0].tolist() if token != self.text.eot_token]
         return self.text.decode(known + [token.item() for token in new])
@@ -125,7 +128,8 @@ def encode(text, prompt: str, model) -> list[int]:
         return tokens
     unknown = next((character for character in prompt if max(text.encode(character)) >= size), prompt)
     what = repr(unknown) if prompt else "the start of a document"
-    raise UserError(f"--prompt: {what} is token {max(tokens)}, and the model has {size}; try text like that it was trained on")
+    knows = f"is token {max(tokens)}, but the model knows only {size} tokens"
+    raise UserError(f"--prompt: {what} {knows}; try text like that it was trained on")
 
 
 def show(model, text, tokens: list[int], prompted: int, options: tuple) -> None:
@@ -177,18 +181,16 @@ def converse(model, text, options: tuple) -> None:
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
     """The text of `prompt` and of each token of `new`, end-of-text left out; bytes wait for the rest of their character."""
-    tokens = [token for token in prompt if token != text.eot_token]
-    yield text.decode(tokens)
-    tokens, shown = [], 0
+    yield text.decode([token for token in prompt if token != text.eot_token])
+    tokens = []  # since the last whole character
     for token in new:
         if token == text.eot_token:
             break
         tokens.append(token)
-        whole = text.decode(tokens)
-        if not whole.endswith("\ufffd"):
-            yield whole[shown:]
-            shown = len(whole)
-    yield text.decode(tokens)[shown:]
+        if not (piece := text.decode(tokens)).endswith("\ufffd"):
+            yield piece
+            tokens = []
+    yield text.decode(tokens)
 
 
 if __name__ == "__main__":

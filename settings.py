@@ -290,6 +290,11 @@ def divide(args: list[str]) -> tuple[Path, list[str]]:
     return (Path(args[0]), args[1:]) if named else (HERE / "config" / "laptop.toml", args)
 
 
+def given(flags: list[str]) -> set[str]:
+    """The names of the settings that flags give."""
+    return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+
+
 def read_preset(path: Path) -> Config:
     """The `Config` in a TOML file, whose tables are headings. Raises one UserError with all its mistakes."""
     if path.is_dir() or not path.exists():

@@ -93,7 +93,7 @@ def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
     """Seconds that tiktoken takes to encode the texts on all cores. They are in memory already."""
     from dataset.tokenizer import load
 
-    documents, encoding = texts(path), load(tokenizer).fast
+    documents, encoding = texts(path), load(tokenizer).tiktoken
     began = time.perf_counter()
     if method == "encode_ordinary_batch":
         encoding.encode_ordinary_batch(documents, num_threads=cores())
@@ -113,7 +113,7 @@ def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
     from dataset.tokenizer import load
 
     multiprocessing.set_start_method("fork", force=True)  # its workers need the global variables of its main process
-    documents, encoding = [{"text": text} for text in texts(path)], load(tokenizer).fast
+    documents, encoding = [{"text": text} for text in texts(path)], load(tokenizer).tiktoken
     sys.modules["datasets"] = types.ModuleType("datasets")
     sys.modules["datasets"].load_dataset = lambda *_, **__: documents
     tiktoken.get_encoding = lambda _: encoding

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterable
 from itertools import pairwise
@@ -207,6 +208,21 @@ def read_value(kind, value, strict: bool):
     if isinstance(found, int) and abs(found) >= 1 << 63:  # what is computed from it stays a float and a few digits
         raise ValueError(f"must be less than 2^63 in magnitude, not {value!r}")
     return found
+
+
+def read_quantity(text: str, units: dict[str, int]) -> int:
+    """`text`, a number and one of `units`, such as 1.5GB, as a number. 0 where it is none."""
+    match = re.fullmatch(rf"(\d{{1,20}}(?:\.\d{{1,20}})?)({'|'.join(units)})", text.upper())
+    return round(float(match[1]) * units[match[2]]) if match else 0
+
+
+def new_directory(out: str) -> Path:
+    """The path of a directory to make, as --out gives it. Raises UserError where it is missing, or something has that name."""
+    if not out:
+        raise UserError("--out=DIR is missing, the directory to make")
+    if Path(out).exists():
+        raise UserError(f"--out={out} exists, and nothing is overwritten; choose another")
+    return Path(out)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -100,6 +100,30 @@ def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
         retire(path)
     os.rename(temporary, path)
     sync(path.parent)
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Hold a directory for the block. It is made if need be, and removed if it is left empty.
+
+    Raises UserError where another live process holds it.
+    """
+    import fcntl  # here, because Windows does not have it
+
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{directory} is in use by another process; wait for it, or choose another --out") from None
+        except OSError:  # some network file systems lock no directories
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def retire(directory: Path) -> None:

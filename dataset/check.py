@@ -7,7 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common import files
-from common.errors import UserError, plural
+from common.errors import UserError, plural, say
 from dataset.tokenizer import Tokenizer, load, resolve
 from dataset.tokens import Dataset, Metadata, Stream, open_dataset, read_metadata
 
@@ -22,24 +22,22 @@ def check(directory: Path, spec: str = "") -> None:
     """
     if not directory.is_dir():
         raise UserError(f"--check={directory}: no such directory")
-    tokenizer = resolve(spec) if spec else None
-    dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
-    metadata = read_metadata(directory) if (directory / "dataset.json").exists() else {}
-    origin = "tokens of another tool"
-    if metadata:
+    metadata, beside = {}, directory / "tokenizer.json"
+    if (directory / "dataset.json").exists():
+        dataset, metadata = open_dataset(directory), read_metadata(directory)
         tokenizer = check_tokenizer(dataset, metadata)
         origin = ", ".join(source["path"] for source in metadata["source"])
-    elif not spec and dataset.tokenizer:
-        tokenizer = load(dataset.tokenizer)
-        if tokenizer.vocab_size < dataset.vocab_size:
-            dataset = open_dataset(directory, tokenizer.vocab_size)
+    else:
+        tokenizer = resolve(spec) if spec else load(beside) if beside.exists() else None
+        dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
+        origin = "tokens of another tool"
     has_eot = dataset.eot_token < dataset.vocab_size  # characters have none
     eot = f", end-of-text is token {dataset.eot_token}" if has_eot else ""
     lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}{eot}"]
     records = {record["file"]: record for record in metadata.get("shards", ())}
     for split in dataset.splits:
         lines += check_split(dataset, split, tokenizer, records, metadata.get("dtype"))
-    print("\n".join([*lines, "every shard is whole" + " and matches its sha256" * bool(records)]))
+    say("\n".join([*lines, "every shard is whole" + " and matches its sha256" * bool(records)]))
 
 
 def check_tokenizer(dataset: Dataset, metadata: Metadata) -> Tokenizer:

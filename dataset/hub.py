@@ -9,14 +9,13 @@ import os
 import re
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from common import files
-from common.errors import FULL_DISK, UserError
+from common.errors import FULL_DISK, UserError, complain
 
 SCHEME = "hf://"
 ADDRESS = re.compile(
@@ -61,14 +60,14 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
     """The files at an address that end in one of `suffixes`, at a commit, in order. Raises UserError.
 
     In a pattern * and ? stand for characters other than /, and [...] for one of some. downloads: the folder for the files of
-    all repositories.
+    all commits.
     """
     from huggingface_hub import HfApi, RepoFile
 
     address, found = parse_address(source), []
     repository, named = address["repository"], PurePosixPath(address["path"] or ".")
-    certain = PurePosixPath(*itertools.takewhile(lambda part: not set("*?[") & set(part), named.parts))
-    folder = str(certain.parent if certain.name.endswith(suffixes) else certain)
+    literal = PurePosixPath(*itertools.takewhile(lambda part: not set("*?[") & set(part), named.parts))
+    folder = str(literal.parent if literal.name.endswith(suffixes) else literal)
     options = {"path_in_repo": None if folder == "." else folder, "recursive": True, "revision": commit, "repo_type": "dataset"}
     for entry in retry(source, lambda: list(HfApi().list_repo_tree(repository, **options))):
         path = PurePosixPath(entry.path)
@@ -78,7 +77,7 @@ def list_files(source: str, commit: str, suffixes: tuple[str, ...], downloads: P
             if path.is_absolute() or ".." in path.parts:
                 raise UserError(f"{source}: the repository lists {entry.path}, which leads out of it")
             digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
-            found.append(HubFile(repository, commit, entry.path, entry.size, digest, downloads / repository))
+            found.append(HubFile(repository, commit, entry.path, entry.size, digest, downloads / commit))
     return sorted(found, key=lambda file: PurePosixPath(file.path))
 
 
@@ -103,8 +102,8 @@ def download(file: HubFile) -> None:
 
 
 def remove_unfinished(downloads: Path) -> None:
-    """Remove what huggingface_hub keeps beside the files of each repository: unfinished files, and notes on finished ones."""
-    for notes in downloads.glob("*/*/.cache"):
+    """Remove what huggingface_hub keeps beside the files of each commit: unfinished files, and notes on finished ones."""
+    for notes in downloads.glob("*/.cache"):
         shutil.rmtree(notes)
 
 
@@ -130,7 +129,7 @@ def retry(name: str, request: Callable):
             reason = f"{name}: {explain(error, status)}"
             if seconds is None or status in (401, 403, 404) or is_offline():
                 raise UserError(reason) from None
-            print(f"{reason}; trying again in {seconds} s", file=sys.stderr, flush=True)
+            complain(f"{reason}; trying again in {seconds} s")
             time.sleep(seconds)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common import files
-from common.errors import UserError
+from common.errors import UserError, say
 from dataset.encode import FEW_DOCUMENTS
 from dataset.sources import Position, SourceFile
 from dataset.tokenizer import load
@@ -37,9 +37,15 @@ def part_files(source_files: list[SourceFile], number: int, count: int) -> range
 
 def join(directory: Path) -> None:
     """Make one dataset of the parts in `directory`, and remove them. Raises UserError."""
+    with files.held(directory):
+        join_held(directory)
+
+
+def join_held(directory: Path) -> None:
+    """`join` in a directory that no other process writes to."""
     files.remove_unfinished(directory)
     if (directory / "dataset.json").exists() and not list(directory.glob("part-*")):
-        print(f"{directory} already holds this dataset")
+        say(f"{directory} already holds this dataset")
         return
     began, parts = time.perf_counter(), read_parts(directory)
     metadata = parts[0][1]
@@ -52,7 +58,7 @@ def join(directory: Path) -> None:
         "options": options,
     }
     if is_finished(directory, request):
-        print(f"{directory} already holds this dataset")
+        say(f"{directory} already holds this dataset")
     else:
         request["parts"] = [record["sha256"] for _, part in parts for record in part["shards"]]
         tokenizer = load(parts[0][0] / "tokenizer.json", name=request["tokenizer"])
@@ -60,9 +66,9 @@ def join(directory: Path) -> None:
         writer.begin(read_progress(directory, request, ignore="part-*"))
         for position, tokens in read_tokens(parts, writer.position):
             for record in writer.add(tokens, position):
-                print(f"{record['file']}: {record['tokens']:,} tokens", flush=True)
+                say(f"{record['file']}: {record['tokens']:,} tokens")
         writer.finish()
-        print(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
+        say(f"{writer.summary()}, {time.perf_counter() - began:.1f} s")
     for part, _ in parts:
         files.retire(part)
 

@@ -30,7 +30,8 @@ FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_en
 DOWNLOAD_SECONDS = 30
 LARGEST_TRAINED = 1_000_000  # N of train:N
 LONGEST_RUN = 2_000_000  # characters of white space that are encoded at once
-LONGEST_TOKEN = 1 << 16  # bytes; BPE trained on a text that repeats itself makes long ones
+LONGEST_WORD = 1 << 12  # characters of a word that train:N learns from: time grows with the square of its length
+LONGEST_TOKEN = 1 << 12  # bytes; BPE trained on a text that repeats itself makes long ones
 
 # Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
 # end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
@@ -86,15 +87,15 @@ def _ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A byte-level BPE. `json` defines it; `fast` gives the same tokens through tiktoken, if tiktoken can."""
+    """A byte-level BPE. `json` defines it; `tiktoken` gives the same tokens as `huggingface`, if it can."""
 
     name: str
     json: str
     vocab_size: int
     eot_token: int
     bytes_per_token: np.ndarray  # [vocab_size] how many bytes of text each token stands for; 0 for special tokens
-    slow: tokenizers.Tokenizer
-    fast: tiktoken.Encoding | None
+    huggingface: tokenizers.Tokenizer
+    tiktoken: tiktoken.Encoding | None
 
     @property
     def sha256(self) -> str:
@@ -103,18 +104,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The tokens of `text`, uint32 [n]. A special token spelled out in the text is ordinary text. Releases the GIL."""
-        if self.fast:
+        if self.tiktoken:
             try:
-                return self.fast.encode_to_numpy(text, disallowed_special=())
+                return self.tiktoken.encode_to_numpy(text, disallowed_special=())
             except ValueError:  # a run of a million spaces exhausts the look-ahead of tiktoken's regex engine
                 if max(map(len, re.findall(r"\s+", text)), default=0) > LONGEST_RUN:  # the other library takes n^2 time
                     raise UserError(
                         f"{self.name} cannot encode a text with more than {LONGEST_RUN:,} characters of white space in a row; "
                         "take it out, or use --tokenizer=train:N, which has another pattern"
                     ) from None
-        self.slow.encode_special_tokens = True
         try:
-            return np.array(self.slow.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+            return np.array(self.huggingface.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # if a regex backtracks for too long, the library panics, and a panic is no Exception
@@ -122,7 +122,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
-        return self.slow.decode(np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
+        return self.huggingface.decode(np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
         """Publish the tokenizer.json."""
@@ -159,9 +159,14 @@ def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = _pre_tokenizer(TRAINED_PATTERN)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=list(byte_chars().values()), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=list(byte_chars().values()),
+        max_token_length=LONGEST_TOKEN,
+        show_progress=False,
     )
-    model.train_from_iterator(texts, trainer)
+    long = re.compile(rf"(\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}})")
+    model.train_from_iterator((piece for text in texts for piece in long.split(text)), trainer)
     vocabulary = model.get_vocab()
     special = {END_OF_TEXT: vocabulary.pop(END_OF_TEXT)}
     return from_ranks(_ranks(vocabulary), TRAINED_PATTERN, special, name)
@@ -249,23 +254,26 @@ def from_json(text: str, name: str) -> Tokenizer:
     if eot_token is None:
         raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
     try:
-        slow = tokenizers.Tokenizer.from_str(text)
+        theirs = tokenizers.Tokenizer.from_str(text)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the library raises a bare Exception, and a panic raises what is no Exception
         raise UserError(f"{name} is not a tokenizer.json: {error}") from None
-    slow.no_truncation()
-    slow.no_padding()
+    theirs.no_truncation()
+    theirs.no_padding()
+    theirs.encode_special_tokens = True  # one that a text spells out is text
     for token, i in added.items():
-        if slow.token_to_id(token) != i:
-            raise UserError(f"{name}: added token {token!r} has the id {i}, and the vocabulary means {slow.token_to_id(token)}")
+        if theirs.token_to_id(token) != i:
+            raise UserError(
+                f"{name}: added token {token!r} has the id {i}, and the vocabulary means {theirs.token_to_id(token)}"
+            )
     vocab_size = max(*ordinary.values(), *added.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]
-    pattern, fast = _pattern(definition), None
-    if pattern and _is_mergeable(model, ordinary, slow):
-        fast = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)
-    return Tokenizer(name, text, vocab_size, eot_token, lengths, slow, fast)
+    pattern, encoding = _pattern(definition), None
+    if pattern and _is_mergeable(model, ordinary, theirs):
+        encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)
+    return Tokenizer(name, text, vocab_size, eot_token, lengths, theirs, encoding)
 
 
 def _pattern(definition: Definition) -> str | None:
@@ -286,7 +294,7 @@ def _pattern(definition: Definition) -> str | None:
     return None
 
 
-def _is_mergeable(model: Bpe, ordinary: dict[str, int], slow: tokenizers.Tokenizer) -> bool:
+def _is_mergeable(model: Bpe, ordinary: dict[str, int], theirs: tokenizers.Tokenizer) -> bool:
     """Whether tiktoken gives the same tokens. It has no merges: it joins two tokens wherever their bytes together are a token.
 
     So the order of the merges must be that of the ids, and the merges must make every token out of its bytes. A token without
@@ -301,7 +309,7 @@ def _is_mergeable(model: Bpe, ordinary: dict[str, int], slow: tokenizers.Tokeniz
     ranks = _ranks(ordinary)
     if any(len(_merge(token, ranks)) == 2 for token in _ranks(dict.fromkeys(whole, 0))):
         return False
-    ignored, slow.model.ignore_merges = slow.model.ignore_merges, False
-    alone = [slow.model.tokenize(token) for token in made]
-    slow.model.ignore_merges = ignored
+    ignored, theirs.model.ignore_merges = theirs.model.ignore_merges, False
+    alone = [theirs.model.tokenize(token) for token in made]
+    theirs.model.ignore_merges = ignored
     return all(len(tokens) == 1 for tokens in alone)

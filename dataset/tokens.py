@@ -36,7 +36,7 @@ Part = Annotated[str, Meta(pattern=r"\A[1-9]\d{0,3}/[1-9]\d{0,3}\Z")]  # as in -
 AddedToken = TypedDict("AddedToken", {"id": TokenId, "content": Annotated[str, Meta(min_length=1)], "special": bool})
 AddedTokens = TypedDict("AddedTokens", {"added_tokens": list[AddedToken]}, total=False)
 # In dataset.json: a source of the text, the tokenizer, and the settings of prepare_data.py that are recorded if they are given.
-Source = TypedDict("Source", {"path": Required[str], "revision": str, "files": Count, "bytes": Count}, total=False)
+Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
 TokenizerRecord = TypedDict("TokenizerRecord", {"name": str, "sha256": Sha256})
 Options = TypedDict("Options", {"column": str, "max_tokens": Count, "part": Part, "shard_tokens": Count}, total=False)
 
@@ -315,16 +315,19 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     source = "--vocab_size" if vocab_size else "meta.pkl" if characters else "GPT-2"
     vocab_size = vocab_size or characters or GPT2_VOCAB_SIZE
     eot_token = characters or min(GPT2_VOCAB_SIZE, vocab_size) - 1  # characters have none
-    if (directory / "tokenizer.json").exists():
-        added = files.read_json(directory / "tokenizer.json", AddedTokens).get("added_tokens", [])
+    if (made := directory / "tokenizer.json").exists():
+        added = files.read_json(made, AddedTokens).get("added_tokens", [])
         eot_token = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), eot_token)
     splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
     largest = max([stream.check_ids() for stream in splits.values()])
     remark = f"{directory} has no dataset.json: a vocabulary of {vocab_size:,} by {source}; the largest id seen is {largest}"
     if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
         remark = f"warning: {remark}; if no id is larger, give --vocab_size={largest + 1}"
-    if not (directory / "tokenizer.json").exists():
-        remark += f"; {tokenizer_advice(directory)}"
+    if not made.exists():
+        how = "sample.py needs the tokenizer of these tokens, such as --tokenizer=gpt2"
+        if characters:
+            how = f"python tools/char_tokenizer.py {directory}/meta.pkl makes {made}; sample.py takes it by --tokenizer={made}"
+        remark += f"; {how}"
     sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]
     return Dataset(directory, vocab_size, eot_token, splits, {}, digest(sizes), remark)
 
@@ -336,15 +339,6 @@ def characters_in(path: Path) -> int:
     # "vocab_size", which is memoized (by MEMOIZE, or BINPUT and a number), then a BININT1, BININT2 or BININT.
     found = re.search(rb"vocab_size(?:\x94|q.)(?:K(.)|M(..)|J(....))", files.read_bytes(path), re.DOTALL)
     return int.from_bytes(found[found.lastindex], "little") if found else 0
-
-
-def tokenizer_advice(directory: Path) -> str:
-    """Where sample.py gets a tokenizer for foreign tokens from."""
-    if not (directory / "meta.pkl").exists():
-        return "sample.py needs the tokenizer of these tokens, such as --tokenizer=gpt2"
-    made = directory / "tokenizer.json"
-    how = "" if made.exists() else f"python tools/char_tokenizer.py {directory}/meta.pkl makes {made}; "
-    return f"{how}sample.py takes it by --tokenizer={made}"
 
 
 def _open_own(directory: Path) -> Dataset:

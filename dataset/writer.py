@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 
 from common import files
-from common.errors import UserError, plural
+from common.errors import UserError, plural, say
 from common.records import Count, Share
 from dataset.sources import Position
 from dataset.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ START = (0, -1)  # the position before all units
 
 SplitProgress = TypedDict("SplitProgress", {"finished": list[ShardRecord], "saved": Count})
 SplitsProgress = TypedDict("SplitsProgress", dict.fromkeys(SPLITS, SplitProgress))
-# What of progress.json is read before its request is compared as a whole.
+# The part of progress.json that is read before the whole request is compared.
 Unfinished = TypedDict("Unfinished", {"request": TypedDict("Request", {"source": list[Source]})})
 
 
@@ -129,13 +129,15 @@ class DatasetWriter:
         return all(writer.total == writer.max_tokens for writer in self.splits.values())
 
     def begin(self, progress: Progress | None) -> None:
-        """Go on where an earlier run ended, or make the directory without what one of another request has left in it."""
+        """Go on where an earlier run ended, or start afresh: remove what a run of another request left in the directory."""
         if progress:
             self.position = tuple(progress["position"])
             for split, writer in self.splits.items():
                 writer.restore(**progress["splits"][split])
             return
         self.directory.mkdir(parents=True, exist_ok=True)
+        if (self.directory / "progress.json").exists():
+            say(f"{self.directory}: the unfinished dataset there is of other sources or settings, or damaged; it is made anew")
         for pattern in ("*_*.bin", "*.partial", "tokenizer.json"):
             for path in self.directory.glob(pattern):
                 path.unlink()

@@ -55,14 +55,17 @@ def turn(command: Command, args: list[str]) -> Command:
             f"--depth={depth} is for a model from scratch; --init_from={config.model.init_from} has a shape of its own"
         )
     given = given_names(args)
-    values = previous(config) or dial(config, given, *text(config))
+    values = previous(config)
+    if not values:
+        once, vocab_size, _ = dataset(config.data, config.model.vocab_size)
+        values = dial(config, given, vocab_size, min(once.values(), default=math.inf))
     return replace(command, **{name: value for name, value in values.items() if name not in given})
 
 
 def given_names(args: list[str]) -> set[str]:
     """The settings that a command line gives by flags, and if --depth is not one of them, by its preset."""
     preset, flags = settings.divide(args)
-    names = {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    names = settings.given(flags)
     if "depth" not in names:
         content = tomllib.loads(preset.read_text())  # its tables are headings
         names |= {name for key, keys in content.items() for name in (keys if isinstance(keys, dict) else [key])}
@@ -79,14 +82,17 @@ def previous(config: Config) -> dict:
     return {name: values[name] for name in SHAPE + LENGTH + RATE} if before.run.depth == config.run.depth else {}
 
 
-def text(config: Config) -> tuple[int, float]:
-    """The size of the vocabulary and the tokens to train on. Of a dataset that is not there: as the plan of a run has them."""
+def dataset(config: DataConfig, vocab_size: int) -> tuple[dict[str, float], int, str]:
+    """After how many tokens of a run each dataset is read once, the size of the vocabulary, and where the size is from.
+
+    vocab_size: what --vocab_size says (0: nothing). Of a dataset that is not there, the first is empty and the size a guess.
+    """
     import data  # here, because it imports numpy, and --help does without
 
-    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
-        mixture = data.open_mixture(config.data.tokens, config.model.vocab_size)
-        return mixture.vocab_size, min(mixture.once.values())
-    return config.model.vocab_size or vocabulary(config.data)[0], math.inf
+    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.tokens)):
+        mixture = data.open_mixture(config.tokens, vocab_size)
+        return mixture.once, mixture.vocab_size, f"of {mixture}"
+    return {}, *((vocab_size, "by --vocab_size") if vocab_size else vocabulary(config))
 
 
 def vocabulary(config: DataConfig) -> tuple[int, str]:
@@ -157,7 +163,7 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
     """The learning rate, its schedule and the weight decay of a run.
 
-    What an update of a matrix does to activations shall not depend on the width: AdamW's rate falls with it (muP, arXiv
+    An update of a matrix should change the activations equally at every width: AdamW's rate falls with it (muP, arXiv
     2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). Both fall faster
     where the depth grows with the width: the powers are measured. AdamW's grows with the root of the batch (arXiv 2205.10287),
     Muon's by less: that is measured, too.
@@ -169,7 +175,7 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
     weight_decay = min(1.0, 1 / (lr * steps * forgotten))
-    # AdamW at the best rate needs time to settle: a run of few steps is the worse for a warmup of 2 %.
+    # AdamW at the best rate needs time to settle: a short run does worse with a warmup of only 2 %.
     warmup_steps = round(min(0.3 * steps, max(0.02 * steps, WARMUP_STEPS)))
     schedule = dict(schedule="wsd", cooldown_fraction=0.4, min_lr=0.0, warmup_steps=warmup_steps)
     return dict(lr=lr, weight_decay=float(f"{weight_decay:.3g}"), **schedule)

@@ -8,7 +8,6 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-import data
 import settings
 from common import cli
 from common.errors import UserError, plural, survive_lost_console
@@ -103,13 +102,13 @@ def depths(command: Command, args: list[str]) -> str:
             f"{plan.dollars:,.0f}",
         ]
         if found:
-            loss, margin = found.predict(dial.weights(model), law.worth(tokens, climbed["available"]))
+            loss, margin = found.predict(dial.weights(model), law.effective_tokens(tokens, climbed["available"]))
             row.append(f"{loss:.3f} ± {margin:.3f}")
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     lines += ["!: does not fit in a rank's memory"] * any(" !" in line for line in lines)
-    lines += [f"loss: as {path.parent} foretells it, within 90 %"] * bool(found)
+    lines += [f"loss: as {path.parent} predicts it, within 90 %"] * bool(found)
     return "\n".join(lines)
 
 
@@ -150,18 +149,14 @@ def resolve(config: Config, options: PlanConfig, hardware: Hardware, dtype: str)
 
     There are none where a dataset is not there. The third value says where the size of the vocabulary is from.
     """
-    model, once = config.model, {}
-    vocab_size, source = dial.vocabulary(config.data)
+    model = config.model
     if model.init_from != "scratch":
         from checkpoints import huggingface, lookup  # import torch
 
         model = huggingface.shape_of(lookup.find_model(model.init_from, ["config.json"])[0], model)
-    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.data.tokens)):
-        mixture = data.open_mixture(config.data.tokens, model.vocab_size)
-        once, vocab_size, source = mixture.once, mixture.vocab_size, f"of {mixture}"
+    once, vocab_size, source = dial.dataset(config.data, model.vocab_size)
     if model.vocab_size:
         source = "by --vocab_size" if model.init_from == "scratch" else f"of {model.init_from}"
-        vocab_size = vocab_size if once else model.vocab_size
     device = "cpu" if options.plan_gpu == "cpu" else "cuda"
     chosen = {"dtype": dtype, "muon_dtype": dtype, "compile": "on" if device == "cuda" else "off"}
     chosen = {name: value for name, value in chosen.items() if cli.flat_values(config)[name] == "auto"}

@@ -36,7 +36,7 @@ class Curves:
     training: list[Record]
     validation: list[Record]
     restarts: list[int]  # steps from which the run was continued
-    foretold: tuple[float, float] | None = None  # by ladder.py: the last validation loss, and half of its interval
+    prediction: tuple[float, float] | None = None  # by ladder.py: the last validation loss, and half of its interval
 
     def skipped(self) -> list[int]:
         """The logged steps at or before which an update was skipped because its gradient was not finite."""
@@ -92,7 +92,7 @@ def read(run: Path) -> Curves:
 
 
 def prediction(path: Path) -> tuple[float, float] | None:
-    """The loss that ladder.py has foretold for a run, and half of its interval. Raises UserError for a file of another kind."""
+    """The loss that ladder.py predicts for a run, and half of its interval. Raises UserError for a file of another kind."""
     found = files.read_json(path, Prediction) if path.exists() else None
     return found and (found["val_loss"], found["margin"])
 
@@ -178,7 +178,7 @@ def draw_panel(axis, drawn: list[tuple], key: str, title: str, x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple], x: str) -> None:
-    """Draw validation losses as rings, and the loss that was foretold."""
+    """Draw validation losses as rings, and the predicted loss."""
     from matplotlib.lines import Line2D
 
     shown = []
@@ -187,8 +187,8 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
         axis.plot(places, y, marker=marker, markeredgecolor=color, zorder=3, **RING)
         steps, logged = run.points("loss")
         shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
-        if run.foretold:
-            loss, margin = run.foretold
+        if run.prediction:
+            loss, margin = run.prediction
             axis.axhspan(loss - margin, loss + margin, color=color, alpha=0.12, linewidth=0)
             axis.axhline(loss, color=color, linewidth=1, linestyle=":")
             shown += [loss - margin, loss + margin]
@@ -200,8 +200,8 @@ def draw_validation(axis, drawn: list[tuple], x: str) -> None:
     present = any(run.restarts for run, _ in drawn), any(run.skipped() for run, _ in drawn)
     marks = [mark for mark, there in zip(MARKS.items(), present, strict=True) if there]
     handles += [Line2D([], [], color="0.35", label=name, **mark) for name, mark in marks]
-    if any(run.foretold for run, _ in drawn):
-        handles.append(Line2D([], [], color="0.35", linewidth=1, linestyle=":", label="foretold"))
+    if any(run.prediction for run, _ in drawn):
+        handles.append(Line2D([], [], color="0.35", linewidth=1, linestyle=":", label="predicted"))
     # Beside the title, where no curve and no number is.
     place = dict(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=len(handles))
     axis.legend(handles=handles, frameon=False, fontsize=9.5, handlelength=1, handletextpad=0.5, columnspacing=1, **place)

@@ -51,6 +51,12 @@ def test_a_dataset_is_described(made):
     assert "every shard is whole and matches its sha256\n" in out
 
 
+def test_a_description_cannot_command_the_terminal_and_needs_no_other_tokenizer(made, capsys, monkeypatch):
+    monkeypatch.setattr(tokenizer, "download", lambda name: 1 / 0)
+    change(made, lambda metadata: metadata["source"][0].update(path="\x1b[2J"))
+    assert r"\x1b[2J; vocabulary 400" in run(capsys, "--check", made, "--tokenizer=gpt2")[1]
+
+
 def change(made, edit):
     """Change dataset.json: `edit` gets its content."""
     metadata = json.loads((made / "dataset.json").read_text())
@@ -139,6 +145,13 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(here, c
     assert status == 0 and "'Document 0: the na" in out and "2,000 bytes of text, 1.00 per token" in out
     ours.save(folder / "tokenizer.json")
     assert run(capsys, "--check", folder)[1] == out  # also where it lies beside them
+    definition = json.loads(ours.json)
+    definition["added_tokens"].append(definition["added_tokens"][0] | {"id": 70_000, "content": "<|high|>"})
+    definition["model"]["vocab"]["<|high|>"] = 70_000
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    (folder / "train.bin").write_bytes(np.full(100, 60_000, np.uint16).tobytes())
+    assert "vocabulary 70,001" in run(capsys, "--check", folder)[1]  # also one that is larger than GPT-2's
+    (folder / "train.bin").write_bytes(ours.encode(text)[:100].astype(np.uint16).tobytes())
     (here / "other" / "val.bin").write_bytes(np.array([256, 257], np.uint16).tobytes())
     status, _, errors = run(capsys, "--check", folder, "--tokenizer=bytes")
     assert status == 2 and "val.bin: token 257 is outside the vocabulary of 257" in errors

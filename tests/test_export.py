@@ -1,5 +1,6 @@
 """export.py through its front door: what it publishes is what transformers and --init_from take, and what it refuses."""
 
+import dataclasses
 import json
 import sys
 
@@ -9,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 import export
+from checkpoints import checkpoint
 from common import cli
 from common.errors import UserError
 from conftest import execute
@@ -18,7 +20,7 @@ from conftest import execute
 def exported(shared, tmp_path_factory):
     """The export of an undisturbed run in small shards, and what the command printed."""
     out = tmp_path_factory.mktemp("export") / "model"
-    done = execute([sys.executable, "export.py", shared.runs / "plain", f"--out={out}", "--max_shard_size=20KB"])
+    done = execute([sys.executable, "export.py", shared.runs / "plain", f"--out={out}", "--max_shard_size=20.0KB"])
     return out, done.stdout
 
 
@@ -57,11 +59,11 @@ def test_the_card_has_data_losses_settings_and_the_command_that_repeats_the_run(
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     validations = shared.metrics("plain", "val_loss")
-    assert f"| validation loss, nats a token | {validations[-1]['val_loss']:.4f} | 20 |" in card
+    assert f"| validation loss, nats per token | {validations[-1]['val_loss']:.4f} | 20 |" in card
     assert f"| lowest validation loss so far | {min(v['val_loss'] for v in validations):.4f} |" in card
     assert str(shared.tokens) in card and "tokenizer bytes" in card and "train.py" in card
     assert (out / "config.toml").read_text().strip() in card and "for 20 steps on 7,680 tokens,\nfrom scratch." in card
-    assert f"replay.py {shared.runs / 'plain'} --verify" in card and "This export has not run it." in card
+    assert f"replay.py {shared.runs / 'plain'} --verify" in card and "This export has not run that check." in card
     assert "verified" not in card
     command = next(line for line in card.splitlines() if line.startswith("python train.py"))
     assert command == "python train.py config.toml --name=plain-again"
@@ -91,7 +93,10 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
     assert "nothing is overwritten" in refused(run, f"--out={tmp_path}")
     assert "nothing is overwritten" in refused(run, f"--out={tmp_path}/mine")
     assert "--out" in refused(run)
-    for size in ("5", "GB", "-1GB", "0MB", "1.5GB", "5XB"):
+    for size in ("5", "GB", "-1GB", "0MB", "1.GB", "5XB"):
         assert "--max_shard_size" in refused(run, f"--out={out}", f"--max_shard_size={size}")
     assert "neither a run" in refused(tmp_path, f"--out={out}")
+    state = dataclasses.replace(checkpoint.load_state(shared.latest("plain")), settings={"strategy": "other"})
+    with pytest.raises(UserError, match="settings.strategy must be"):
+        export.card(shared.latest("plain"), state, 1, "float32")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -55,7 +56,7 @@ def calm(server):
 
 
 def start(server, tmp_path, source, out, *flags, endpoint=None):
-    command = [sys.executable, "-c", COMMAND, source, f"--out={tmp_path / out}", "--tokenizer=bytes", *flags]
+    command = [sys.executable, "-c", COMMAND, *source.split(), f"--out={tmp_path / out}", "--tokenizer=bytes", *flags]
     env = environment(HF_ENDPOINT=endpoint or server.url(), HF_TOKEN=TOKEN, HF_HOME=str(tmp_path / "home"))
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -315,6 +316,16 @@ def test_a_model_that_cannot_be_had_is_said_in_plain_words(tmp_path, offline, sa
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     refused = execute([sys.executable, ROOT / "sample.py", "nobody/nothing"], 2, env=nowhere | offline).stderr
     assert f"nobody/nothing is no directory here, and the Hugging Face hub does not give it: {said}" in refused
+
+
+def test_two_commits_and_overlapping_patterns_of_a_repository_are_read_once_each(server, tmp_path):
+    lines = [f"version {number} {'x' * 200}" for number in (1, 2)]
+    first, second = (server.commit_files("owner/two", {"data/a.jsonl": f'{{"text": "{line}"}}\n'.encode()}) for line in lines)
+    sources = [f"hf://datasets/owner/two@{first}", f"hf://datasets/owner/two@{second}", f"hf://datasets/owner/two@{second}/d*"]
+    prepare(server, tmp_path, " ".join(sources), "out", "--val_fraction=0.3")
+    made = content(tmp_path / "out")
+    text = b"".join(made[name][1024::2] for name in ("train_000000.bin", "val_000000.bin")).replace(b"\0", b"")
+    assert sorted(re.findall(rb"version .", text)) == [b"version 1", b"version 2"]
 
 
 def test_a_path_that_leads_out_of_the_repository_is_refused(server, tmp_path):

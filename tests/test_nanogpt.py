@@ -1,6 +1,7 @@
 """The tools for those who come from nanoGPT: its checkpoints and characters, built by hand as nanoGPT writes them."""
 
 import pickle
+import re
 import subprocess
 import sys
 
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from checkpoints import lookup
+from common.errors import UserError
 from conftest import ROOT, execute
 from dataset import tokenizer
 from dataset.tokens import characters_in
+from tools import convert_nanogpt
 
 TEXT = "To be, or not to be: größer € 日\n"
 ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=True, vocab_size=50304, dropout=0.1)
@@ -112,6 +115,27 @@ def test_nothing_else_in_a_pickle_is_read(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     for name in ("text.pt", "list.pt", "absent.pt"):
         assert name in convert(tmp_path / name, f"--out={tmp_path}/model", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"model": {}, "config": {"dataset": "x"}}, "it has no model and model_args"),
+        ({"model": [1], "model_args": ARGS}, "it has no model and model_args"),
+        ({"model": {"a": 1}, "model_args": ARGS}, "it has no model and model_args"),
+        ({"model": {1: torch.zeros(1)}, "model_args": ARGS}, "it has no model and model_args"),
+        ({"model": {}, "model_args": 3}, "it has no model and model_args"),
+        ({"model": {}, "model_args": {"n_layer": 1}}, "its vocab_size must be INTEGER, not None"),
+        ({"model": {}, "model_args": ARGS | {"vocab_size": None}}, "its vocab_size must be INTEGER, not None"),
+        ({"model": {}, "model_args": ARGS | {"block_size": "4"}}, "its block_size must be INTEGER, not '4'"),
+        ({"model": {}, "model_args": ARGS | {"n_layer": 1 << 23}}, "its n_layer must be greater than 0 and at most 4,096"),
+        ({"model": {}, "model_args": ARGS | {"n_head": 3}}, "--n_embd=16 is not a multiple of --n_head=3"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path, content, said):
+    torch.save(content, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match=re.escape(said)):
+        convert_nanogpt.main(convert_nanogpt.ConvertConfig(str(tmp_path / "ckpt.pt"), f"{tmp_path}/model"))
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common import errors
+from common import errors, files
 from common.errors import UserError
 from conftest import ROOT, content, execute
 from dataset import sources, tokenizer
 from dataset.tokens import open_dataset, open_shard
-from prepare_data import PrepareConfig, prepare
+from prepare_data import PrepareConfig, out_directory, prepare
 
 DOCUMENTS = [
     f"Document {i}: the naïve quick brown fox 🙂 jumps {i * i} times.\r\n\n" + "    lazy dog\n" * (i % 7) for i in range(150)
@@ -277,6 +277,14 @@ def test_the_order_of_the_sources_does_not_matter(here):
     assert content("one") == content("two")
 
 
+def test_a_file_that_is_in_several_sources_is_read_once(here):
+    (here / "corpus").mkdir()
+    write_lines(here / "corpus" / "a.jsonl")
+    make("corpus", "corpus/", "corpus/a.jsonl", here / "corpus" / ".." / "corpus", out="often", val_fraction=0.2)
+    once = make("corpus", out="once", val_fraction=0.2)
+    assert Made(here / "often").documents("train") == once.documents("train")
+
+
 def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     write_lines(here / "a.jsonl")
     make("a.jsonl")
@@ -327,11 +335,31 @@ def test_files_that_are_not_utf8_are_named(here):
     assert "warning: 1 file with bytes that are not UTF-8, which became U+FFFD: text/b.txt\n" in out
 
 
-def test_an_unfinished_dataset_of_another_request_is_begun_anew(here):
+def test_the_first_source_names_the_dataset(here):
+    for source, name in ((".notes", "notes"), ("a.b.txt", "a"), ("hf://datasets/owner/na.me", "na.me")):
+        assert out_directory(PrepareConfig((source,))) == Path("tokens", name)
+    with pytest.raises(UserError, match="/ gives a dataset no name; add --out=tokens/NAME"):
+        out_directory(PrepareConfig(("/",)))
+
+
+def test_two_processes_do_not_write_one_dataset(here):
+    write_lines(here / "a.jsonl")
+    with files.held(here / "out"), pytest.raises(UserError, match="out is in use by another process"):
+        make("a.jsonl")
+    assert not (here / "out").exists()
+    make("a.jsonl")
+
+
+def test_an_unfinished_dataset_of_another_request_is_begun_anew(here, capsys):
     write_lines(here / "a.jsonl")
     with pytest.raises(errors.UserError, match="val_fraction"):
         make("a.jsonl", val_fraction=1e-9, tokenizer="train:300")
+    assert "anew" not in capsys.readouterr().out
     made = make("a.jsonl", shard_tokens=1000)
+    assert (
+        "out: the unfinished dataset there is of other sources or settings, or damaged; it is made anew\n"
+        in capsys.readouterr().out
+    )
     make("a.jsonl", out="clean", shard_tokens=1000)
     assert content(made.directory) == content("clean")
 

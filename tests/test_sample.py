@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import sample
+import warm
 from checkpoints import huggingface
 from checkpoints.checkpoint import write_manifest
 from common import cli, errors
@@ -85,15 +86,26 @@ def test_a_character_is_shown_whole(run):
     text = tokenizer.load(run / "checkpoints/latest/tokenizer.json")
     tokens = text.encode("größer €").tolist()
     assert len(tokens) > len("größer €")
-    pieces = list(sample.stream(text, [], tokens))
+    decoded = []
+    counting = SimpleNamespace(eot_token=text.eot_token, decode=lambda ids: decoded.append(len(ids)) or text.decode(ids))
+    pieces = list(sample.stream(counting, [], tokens))
+    assert max(decoded) <= 4  # bytes of a character: a long text is not decoded again with each token
     assert "".join(pieces) == "größer €"
     assert all("\ufffd" not in piece for piece in pieces)
 
 
 def test_a_character_that_the_model_does_not_know_is_named():
     small = SimpleNamespace(config=SimpleNamespace(vocab_size=128))
-    with pytest.raises(errors.UserError, match="--prompt: 'é' is token 195, and the model has 128"):
+    with pytest.raises(errors.UserError, match="--prompt: 'é' is token 195, but the model knows only 128 tokens"):
         sample.encode(tokenizer.resolve("bytes"), "a café", small)
+
+
+@pytest.mark.parametrize("words", [["sample.py", "--max_new_tokens=2"], ["evaluate.py", "--eval_tokens=64"]])
+def test_of_several_ranks_only_the_first_prints(shared, tmp_path, words):
+    process = warm.Process([words[0], shared.runs / "plain", words[1]], 2, environment(), ROOT, tmp_path)
+    said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert sum(said[0].count(what) for what in ("\n---------------\n", "validation tokens\n")) == 1
 
 
 def test_bad_input_names_what_is_there(run, tmp_path):

@@ -19,6 +19,7 @@ from wandb.proto import wandb_internal_pb2
 import settings
 from checkpoints import checkpoint, retention
 from conftest import ROOT, before_update, execute, largest_difference, wait_for
+from evaluate import describe
 from reports import curves, log
 
 
@@ -473,6 +474,7 @@ def test_evaluate_agrees_with_the_run(shared):
     loss = float(re.search(r"loss\s+([\d.]+)", done.stdout)[1])
     assert loss == pytest.approx(shared.metrics("plain")[-1]["val_loss"], abs=1e-3)
     assert {"perplexity", "bits per byte"} <= set(re.findall(r"perplexity|bits per byte", done.stdout))
+    assert describe(800.0, None) == "loss 800.0000  perplexity inf"
 
 
 def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):

@@ -7,17 +7,18 @@ meta.pkl is a pickle, which could execute anything when loaded. It is never load
 with any that nanoGPT does not write is refused. The text that it was made from (input.txt) gives the same tokenizer.
 """
 
+import io
 import pickletools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tyro
 
 from common import cli, errors, files
-from common.errors import UserError
+from common.errors import UserError, say
 from dataset import tokenizer
 
 # The opcodes that pickle writes for dictionaries, strings and whole numbers. None of them executes anything.
@@ -38,7 +39,7 @@ def main(config: CharConfig) -> None:
     """Write the tokenizer.json. Raises UserError."""
     source = Path(config.source)
     try:
-        characters = read_meta(source) if source.suffix == ".pkl" else sorted(set(source.read_text(encoding="utf-8")))
+        characters = read_meta(source) if source.suffix == ".pkl" else read_text(source)
         if not characters or "\0" in characters:  # such as a train.bin, whose small ids are UTF-8 by chance
             raise UserError(f"{source} is not text; give nanoGPT's meta.pkl or the input.txt that it was made from")
         ranks = {character.encode(): i for i, character in enumerate(characters)}
@@ -51,7 +52,13 @@ def main(config: CharConfig) -> None:
     if out.exists() and tokenizer.load(out).sha256 != made.sha256:
         raise UserError(f"{out} is another tokenizer; remove it, or choose another --out")
     made.save(out)
-    print(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
+    say(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
+
+
+def read_text(path: Path) -> list[str]:
+    """The characters of a text by id, with each line end as \\n, as nanoGPT reads it. Raises UserError or UnicodeError."""
+    with io.TextIOWrapper(files.open_regular(path), "utf-8") as text:
+        return sorted(set(text.read()))
 
 
 def read_meta(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import tyro
@@ -18,11 +18,14 @@ from torch import Tensor
 import settings
 from checkpoints import huggingface
 from common import cli, errors, files
-from common.errors import UserError
+from common.errors import UserError, refuse, say
 from dataset import tokenizer
 from dataset.tokens import GPT2_VOCAB_SIZE
 from model import without_values
+from planning import rules
 from settings import ModelConfig
+
+SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"block_size": "seq_len"}  # theirs, ours
 
 
 @dataclass(frozen=True)
@@ -41,27 +44,25 @@ class GPTConfig:
 
 def main(config: ConvertConfig) -> None:
     """Convert, all of it or nothing. Raises UserError."""
-    out = Path(config.out)
-    if not config.out:
-        raise UserError("--out=DIR is missing, the directory to make")
-    if out.exists():
-        raise UserError(f"--out={config.out} exists, and nothing is overwritten; choose another")
-    content = read_checkpoint(Path(config.checkpoint))
-    model = read_config(content)
+    out = cli.new_directory(config.out)
+    tensors, model = read_checkpoint(Path(config.checkpoint))
     if config.tokenizer:
         eot_token = tokenizer.load(config.tokenizer).eot_token
     elif model.vocab_size >= GPT2_VOCAB_SIZE:
         eot_token = GPT2_VOCAB_SIZE - 1
     else:
         raise UserError(f"a vocabulary of {model.vocab_size} is not GPT-2's; give its --tokenizer=tokenizer.json")
-    state = to_ours(content["model"], model)
+    state = to_ours(tensors, model)
     with files.publish_directory(out) as directory:
         huggingface.write_model(directory, state, model, Path(config.tokenizer) if config.tokenizer else None, eot_token)
-    print(f"{out}: {model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}")
+    say(f"{out}: {model.n_layer} layers, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}")
 
 
-def read_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint, without executing anything. Raises UserError."""
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+    """The tensors and the shape of a model, without executing anything. Raises UserError.
+
+    nanoGPT computes GELU itself, build-nanogpt GPT-2's approximation.
+    """
     try:
         with torch.serialization.safe_globals([(GPTConfig, "__main__.GPTConfig")]):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -71,30 +72,22 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(
             f"{path} is not a checkpoint of nanoGPT or build-nanogpt, or holds more than tensors and numbers"
         ) from None
-    if not isinstance(content, dict) or "model" not in content or not ("model_args" in content or "config" in content):
+    content = content if isinstance(content, dict) else {}
+    tensors, args, theirs = (content.get(name) for name in ("model", "model_args", "config"))
+    nanogpt = args is not None
+    args = vars(theirs) if not nanogpt and isinstance(theirs, GPTConfig) else args
+    if not isinstance(args, dict) or not isinstance(tensors, dict) or not all(map(is_weight, tensors.items())):
         raise UserError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt: it has no model and model_args")
-    return content
+    values, wrong = cli.read_values(ModelConfig, {ours: args.get(name) for name, ours in SIZES.items()}, strict=True)
+    refuse(f"{path}: its {name} {wrong[ours]}" for name, ours in SIZES.items() if ours in wrong)
+    model = ModelConfig(architecture="gpt2", gelu="erf" if nanogpt else "tanh", **values)
+    refuse(rules.shape_problems(model))
+    return tensors, settings.resolve_model(model, model.vocab_size)
 
 
-def read_config(content: dict) -> ModelConfig:
-    """The shape of the model. nanoGPT computes GELU itself, build-nanogpt GPT-2's approximation."""
-    nanogpt = "model_args" in content
-    args = content["model_args"] if nanogpt else vars(content["config"])
-    try:
-        return settings.resolve_model(
-            ModelConfig(
-                architecture="gpt2",
-                vocab_size=args["vocab_size"],
-                n_layer=args["n_layer"],
-                n_head=args["n_head"],
-                n_embd=args["n_embd"],
-                seq_len=args["block_size"],
-                gelu="erf" if nanogpt else "tanh",
-            ),
-            args["vocab_size"],
-        )
-    except KeyError as key:
-        raise UserError(f"the checkpoint does not say {key}") from None
+def is_weight(item: tuple) -> bool:
+    """Whether an entry of a state dictionary is a tensor with a name."""
+    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
