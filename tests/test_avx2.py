@@ -44,5 +44,5 @@ def test_exact_has_the_same_bits_on_three_ranks(train):
 def test_a_run_from_a_processor_with_bfloat16_keeps_its_precision_and_says_what_that_costs(train):
     run(train, "moved", steps=2, dtype="bfloat16", muon_dtype="bfloat16")
     done = execute(train.command("moved", **AUTO | dict(steps=3)), env=AVX2, fork=False)
-    assert "warning: this processor is " in done.stdout
+    assert "warning: on this processor float32 is " in done.stdout
     assert "times as fast as bfloat16; --dtype=float32 --muon_dtype=float32 would use it" in done.stdout

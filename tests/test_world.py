@@ -87,7 +87,7 @@ def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
     kept = choices.choose_precision(config, alone, elsewhere)
     assert kept == {"dtype": "bfloat16", "muon_dtype": "bfloat16"}
     remark = choices.precision_remarks(settings.replace(config, **kept), alone.device)
-    assert len(remark) == 1 and "--dtype=float32 --muon_dtype=float32 takes it" in remark[0]
+    assert len(remark) == 1 and "--dtype=float32 --muon_dtype=float32 would use it" in remark[0]
     # A version without the setting had Muon in bfloat16.
     older = {"device": "cpu", "dtype": "float32"}
     assert choices.choose_precision(config, alone, older) == {"dtype": "float32", "muon_dtype": "bfloat16"}
