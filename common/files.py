@@ -108,22 +108,32 @@ def held(directory: Path) -> Iterator[None]:
 
     Raises UserError where another live process holds it.
     """
-    import fcntl  # here, because Windows does not have it
-
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{directory} is in use by another process; wait for it, or choose another --out") from None
-        except OSError:  # some network file systems lock no directories
-            pass
+        if not lock(descriptor):
+            raise UserError(f"{directory} is in use by another process; wait for it, or choose another --out")
         yield
     finally:
         os.close(descriptor)
         with suppress(OSError):
             directory.rmdir()
+
+
+def lock(file: int | BinaryIO) -> bool:
+    """Lock a file or directory while it is open. Returns False where another live process has locked it.
+
+    A file system without locks, as some that nodes share, lets everybody have it.
+    """
+    import fcntl  # here, because Windows does not have it
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system has no locks
+        pass
+    return True
 
 
 def retire(directory: Path) -> None:

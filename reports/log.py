@@ -1,6 +1,5 @@
 """What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
 
-import fcntl
 import json
 import os
 import sys
@@ -261,19 +260,12 @@ class AppendFile:
 
 
 def lock(directory: Path):
-    """Hold the directory until this process ends. Raises UserError if another live process holds it.
-
-    A file system without locks, as some that nodes share, lets everybody have it.
-    """
+    """Hold the directory until this process ends. Raises UserError if another live process holds it. See `files.lock`."""
     file = files.open_own(directory / ".lock")  # the lock lasts as long as the file is open
     for _ in range(20):  # a killed run's process may take a moment to be gone
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if files.lock(file):
             return file
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError:  # this file system has no locks
-            return file
+        time.sleep(0.1)
     raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
 
 

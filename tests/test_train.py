@@ -301,7 +301,7 @@ def test_a_run_directory_in_use_is_refused(train):
 def test_a_file_system_without_locks_is_no_directory_in_use(monkeypatch, tmp_path):
     for error in (errno.ENOSYS, errno.ENOLCK):
         monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, "no locks here")))
-        log.lock(tmp_path)
+        assert log.lock(tmp_path)
 
 
 def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
