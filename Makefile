@@ -25,7 +25,7 @@ lint: .venv/dev
 # Six benchmarks behind the README's promises. They take more than an hour on two cores without other load.
 bench: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
-	for script in same_run.py "drill.py resume" "drill.py kills" "grad_sync.py exact" "grad_sync.py strategies" prepare.py; do \
+	for script in same_run.py "drill.py resume" "drill.py kills" "grad_sync.py --strategies=ddp,exact --compile=on --name=exact_cost" grad_sync.py prepare.py; do \
 		$(BIN)/python bench/$$script || exit 1; done
 
 setup: .venv/ready

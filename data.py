@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,17 +24,12 @@ import numpy as np
 
 from common import files
 from common.errors import UserError
+from common.records import Auto
 from dataset.tokens import Dataset, Stream, digest, open_dataset, read_windows
 from settings import Config
 
 ROUNDS = 6  # of the Feistel network
-BLOCK = 4096  # sequences in which each dataset has its share
-PERIOD = 4096  # blocks after which the shares come out exactly
-SHARES = BLOCK * PERIOD  # shares of a mixture are whole numbers that add up to this
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mixtures of datasets
+BLOCK = 4096  # sequences in which each dataset has its share: shares are whole numbers that add up to it
 
 
 @dataclass(frozen=True)
@@ -42,10 +37,11 @@ class Mixture:
     """The datasets of a run, all of one tokenizer, and their shares. A run on a single dataset has a mixture of one."""
 
     datasets: tuple[Dataset, ...]
-    shares: tuple[int, ...]  # how many of SHARES sequences come from each
+    shares: tuple[int, ...]  # how many of every BLOCK sequences come from each
+    rounded: bool = False  # whether the shares are not exactly the weights that were asked for
 
     def __str__(self) -> str:
-        parts = (f"{d.directory}:{share / SHARES:g}" for d, share in zip(self.datasets, self.shares, strict=True))
+        parts = (f"{d.directory}:{share / BLOCK:g}" for d, share in zip(self.datasets, self.shares, strict=True))
         return ",".join(parts) if len(self.datasets) > 1 else str(self.datasets[0].directory)
 
     @property
@@ -54,17 +50,20 @@ class Mixture:
         return self.datasets[0].vocab_size
 
     @property
-    def eot_token(self) -> int:
-        """The end-of-text token."""
-        return self.datasets[0].eot_token
+    def eot_token(self) -> int | None:
+        """The end-of-text token, or None if no dataset says which one it is."""
+        return next((dataset.eot_token for dataset in self.datasets if dataset.eot_token is not None), None)
 
     def document_token(self, attend: str) -> int | None:
-        """The token that starts a document, if tokens are to attend within documents. Raises UserError without such a token."""
-        if attend == "window":
-            return None
-        if self.eot_token >= self.vocab_size:
-            raise UserError(f"--attend=document: {self} has no end-of-text tokens, which start documents; use --attend=window")
-        return self.eot_token
+        """The token that starts a document, if tokens are to attend within documents. Raises UserError if it is not known.
+
+        Files that end documents with it are the same: the document before predicts it, and nothing after it sees that document.
+        """
+        unknown = [dataset.directory for dataset in self.datasets if dataset.eot_token is None]
+        if attend == "document" and unknown:
+            how = "put the tokenizer.json of its tokens there, or use --attend=window"
+            raise UserError(f"--attend=document: {unknown[0]} does not say which token separates documents; {how}")
+        return self.eot_token if attend == "document" else None
 
     @property
     def tokenizer(self) -> Path | None:
@@ -72,11 +71,18 @@ class Mixture:
         return next((dataset.tokenizer for dataset in self.datasets if dataset.tokenizer), None)
 
     @property
+    def remarks(self) -> list[str]:
+        """What the user should know: what is assumed of the files, and weights that were rounded."""
+        rounded = f"the weights of --tokens are rounded to 1/{BLOCK:,}: {self}"
+        return [dataset.remark for dataset in self.datasets if dataset.remark] + [rounded] * self.rounded
+
+    @property
     def identity(self) -> str:
-        """sha256 of what the shards hold and of the shares; the directories' names do not matter."""
+        """sha256 of what the datasets hold and of their shares."""
         if len(self.datasets) == 1:
             return self.datasets[0].identity
-        return digest([(dataset.identity, share) for dataset, share in zip(self.datasets, self.shares, strict=True)])
+        # Shares are hashed in units of 1/2^24: runs that began when shares were finer go on if theirs are the same.
+        return digest([(dataset.identity, share * 4096) for dataset, share in zip(self.datasets, self.shares, strict=True)])
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +94,7 @@ class Mixture:
     def once(self) -> dict[str, float]:
         """After how many tokens of a run each dataset has been read once, by name."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
-        return {name: len(stream) * SHARES / share for name, stream, share in parts}
+        return {name: len(stream) * BLOCK / share for name, stream, share in parts}
 
     def streams(self, split: str) -> list[Stream]:
         """A split of each dataset."""
@@ -99,7 +105,7 @@ class Mixture:
 
         The loss of the mixture is the mean, weighted by the shares. Bits per byte is None if a dataset does not know its bytes.
         """
-        weights = [share / SHARES for share in self.shares]
+        weights = [share / BLOCK for share in self.shares]
         sizes = [weight * dataset.bytes_per_token for weight, dataset in zip(weights, self.datasets, strict=True)]
         loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
         record = {"val_loss": loss, "val_bpb": loss / math.log(2) / sum(sizes) if all(sizes) else None}
@@ -111,45 +117,40 @@ class Mixture:
 
 def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
     """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
-    if os.path.exists(tokens):  # whatever its name looks like
-        return [(tokens, Fraction(1))]
     parts = [re.fullmatch(r"\s*(.+):(\d{0,20}\.?\d{1,20})\s*", part) for part in tokens.split(",")]
-    if all(part and Fraction(part[2]) for part in parts):
-        return [(part[1], Fraction(part[2])) for part in parts]
-    if len(parts) == 1:
+    if os.path.exists(tokens) or parts == [None]:  # one directory, whatever its name looks like
         return [(tokens, Fraction(1))]
-    raise UserError(
-        f"--tokens={tokens}: each dataset of a mixture needs a weight greater than 0, as in tokens/web:0.8,tokens/code:0.2"
-    )
+    if not all(part and Fraction(part[2]) for part in parts):
+        example = "as in tokens/web:0.8,tokens/code:0.2"
+        raise UserError(f"--tokens={tokens}: each dataset of a mixture needs a weight greater than 0, {example}")
+    return [(part[1], Fraction(part[2])) for part in parts]
 
 
-def open_mixture(tokens: str, vocab_size: int = 0, prepare_command: str = "") -> Mixture:
+def open_mixture(tokens: str, vocab_size: int | Auto = "auto", prepare_command: str = "") -> Mixture:
     """Open the datasets that --tokens names; see `open_dataset`. Raises UserError if their tokenizers differ."""
     directories, weights = zip(*parse_mixture(tokens), strict=True)
-    datasets = tuple(open_dataset(directory, vocab_size, prepare_command) for directory in directories)
+    known = 0 if vocab_size == "auto" else vocab_size
+    datasets = tuple(open_dataset(directory, known, prepare_command) for directory in directories)
     first = datasets[0]
     for dataset in datasets[1:]:
         hashes = {files.sha256(d.tokenizer) for d in (first, dataset) if d.tokenizer}
-        if (dataset.vocab_size, dataset.eot_token) != (first.vocab_size, first.eot_token) or len(hashes) > 1:
+        ends = {d.eot_token for d in (first, dataset)} - {None}
+        if dataset.vocab_size != first.vocab_size or len(ends) > 1 or len(hashes) > 1:
             raise UserError(f"--tokens={tokens}: {first.directory} and {dataset.directory} were made with different tokenizers")
     shares = round_shares(weights)
     if not all(shares):
-        raise UserError(f"--tokens={tokens}: a weight is too small; the smallest share is 1 of {SHARES:,} sequences")
-    return Mixture(datasets, shares)
+        raise UserError(f"--tokens={tokens}: a weight is too small; the smallest share is 1 of {BLOCK:,} sequences")
+    rounded = any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
+    return Mixture(datasets, shares, rounded)
 
 
-def round_shares(weights: Iterable[Fraction]) -> tuple[int, ...]:
-    """Weights as whole numbers that add up to SHARES: rounded down, and the largest remainders up."""
-    weights = list(weights)
-    exact = [weight * SHARES / sum(weights) for weight in weights]
+def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """Weights as whole numbers that add up to BLOCK: rounded down, and the largest remainders up."""
+    exact = [weight * BLOCK / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
-    for i in sorted(range(len(shares)), key=lambda i: shares[i] - exact[i])[: SHARES - sum(shares)]:
+    for i in sorted(range(len(shares)), key=lambda i: shares[i] - exact[i])[: BLOCK - sum(shares)]:
         shares[i] += 1
     return tuple(shares)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The order of sequences
 
 
 def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -189,59 +190,13 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ value >> np.uint64(31)
 
 
-def sequences_before(block: int, shares: tuple[int, ...]) -> np.ndarray:
-    """How many sequences of each dataset there are in the blocks before `block`: int64 [datasets].
-
-    Each dataset has its share of these sequences to within one, and its share of every single block to within one.
-    """
-    periods, rest = divmod(block, PERIOD)
-    every_block = np.array(shares) // PERIOD
-    return periods * np.array(shares) + rest * every_block + extra_sequences(shares)[rest]
-
-
-@functools.lru_cache(maxsize=4)
-def extra_sequences(shares: tuple[int, ...]) -> np.ndarray:
-    """How many of the first 0, 1, ... PERIOD blocks give each dataset one sequence more: int64 [PERIOD + 1, datasets].
-
-    A dataset's share of a block is seldom a whole number. It is rounded down, and the sequences that remain are given out
-    one by one: to a dataset at most one in a block, and each within its own window of blocks, so that the dataset is never a
-    whole sequence ahead or behind. This is the fair scheduling of periodic tasks. Algorithm PF always succeeds: in each
-    block, serve those whose windows end first (Baruah, Cohen, Plaxton and Varvel, "Proportionate Progress", 1996).
-    """
-    rates = [share % PERIOD for share in shares]  # extra sequences in a period
-    per_block = sum(rates) // PERIOD
-    given = [0] * len(rates)
-    table = np.zeros((PERIOD + 1, len(rates)), np.int64)
-
-    def is_open(i: int, block: int) -> bool:
-        return rates[i] > 0 and given[i] * PERIOD // rates[i] <= block
-
-    def compare(i: int, j: int) -> int:
-        """Negative if dataset i is served before dataset j."""
-        if (rates[i], given[i]) == (rates[j], given[j]):
-            return 0
-        for ahead in itertools.count(1):
-            ends = [divmod(-(given[d] + ahead) * PERIOD, rates[d]) for d in (i, j)]
-            keys = [(-end, rest == 0) for end, rest in ends]  # of equal ends, one whose next window overlaps is first
-            if keys[0] != keys[1] or keys[0][1]:
-                return (keys[0] > keys[1]) - (keys[0] < keys[1])
-
-    for block in range(PERIOD):
-        candidates = [i for i in range(len(rates)) if is_open(i, block)]
-        for i in sorted(candidates, key=functools.cmp_to_key(compare))[:per_block]:
-            given[i] += 1
-        table[block + 1] = given
-    return table
-
-
 @functools.lru_cache(maxsize=4)
 def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
     """The sequences of the run from BLOCK * block on: the dataset of each, and its number in there. int64 [2, BLOCK]."""
-    first, end = sequences_before(block, shares), sequences_before(block + 1, shares)
     mixed = np.empty((2, BLOCK), np.int64)
-    mixed[0] = np.repeat(np.arange(len(shares)), end - first)[permute(np.arange(BLOCK), BLOCK, seed, block, len(shares))]
-    for dataset in range(len(shares)):
-        mixed[1, mixed[0] == dataset] = np.arange(first[dataset], end[dataset])
+    mixed[0] = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(BLOCK), BLOCK, seed, block, len(shares))]
+    for dataset, share in enumerate(shares):
+        mixed[1, mixed[0] == dataset] = np.arange(block * share, (block + 1) * share)
     return mixed
 
 
@@ -272,12 +227,6 @@ class Batches:
             own = windows[mask]  # consecutive numbers of sequences, replaced by those of their windows
             windows[mask] = self.windows(dataset, int(own[0]), len(own))
         return datasets, windows
-
-    def sequences_read(self, count: int) -> list[int]:
-        """How many of the first `count` sequences of the run are of each dataset."""
-        block, rest = divmod(count, BLOCK)
-        begun = mixed_block(block, self.shares, self.seed)[0, :rest]
-        return (sequences_before(block, self.shares) + np.bincount(begun, minlength=len(self.shares))).tolist()
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
         """The windows [count] that sequences first ... first + count - 1 of a dataset are."""
@@ -312,8 +261,10 @@ class Batches:
 
     def epochs(self, step: int) -> list[float]:
         """How many times the first `step` updates read each dataset."""
-        counts = self.sequences_read(self.first_sequence(step))
-        return [n / stream.num_windows(self.seq_len) for n, stream in zip(counts, self.streams, strict=True)]
+        block, rest = divmod(self.first_sequence(step), BLOCK)
+        begun = np.bincount(mixed_block(block, self.shares, self.seed)[0, :rest], minlength=len(self.shares))
+        parts = zip(self.streams, self.shares, begun.tolist(), strict=True)
+        return [(block * share + more) / stream.num_windows(self.seq_len) for stream, share, more in parts]
 
 
 def make_batches(config: Config, mixture: Mixture) -> Batches:

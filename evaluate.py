@@ -1,64 +1,13 @@
 """Validation loss: `python evaluate.py runs/NAME`, and the function that training calls."""
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    from common import errors
-    from hardware import host
-
-    errors.begin()
-    host.prepare_torch()
-
-import math
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 
-import data
-import settings
-from checkpoints import checkpoint, huggingface, lookup
-from common import cli, errors
-from common.errors import UserError, say
+import command
+from common import cli
 from common.records import Count
-from dataset.tokens import Stream
-from hardware import device
-from parallel.world import World, connect
-from settings import DataConfig
-
-
-@torch.no_grad()
-def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
-    """Mean loss in nats per token over `tokens` tokens (0: all) in windows spread evenly over the split, shared by the ranks.
-
-    model: inputs and targets [micro-batch, T] to their mean loss. Every rank runs the same number of forward passes, so
-    that sharded models may communicate in them. Sums are added up in one order whatever the number of ranks.
-    """
-    total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
-    chosen = torch.arange(windows) * total // windows
-    groups = chosen.split(micro_batch_size)
-    sums = world.zeros(len(groups))
-    mine = world.share(len(groups))
-    for turn in range(math.ceil(len(groups) / world.size)):
-        at = mine[turn] if turn < len(mine) else 0
-        batch = device.send(torch.from_numpy(stream.read_windows(groups[at].numpy(), seq_len)), world.device)
-        with autocast():
-            loss = model(batch[:, :-1], batch[:, 1:])
-        if turn < len(mine):
-            sums[at] = loss.to(sums.dtype) * len(groups[at])
-    return world.sum_over_ranks(sums).sum().item() / windows
-
-
-def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
-    """How many windows hold `tokens` validation tokens (0: all). Raises UserError if there is not one."""
-    stream.check_length(seq_len, "validation")
-    total = stream.num_windows(seq_len)
-    return min(total, math.ceil(tokens / seq_len)) if tokens else total
 
 
 @dataclass(frozen=True)
@@ -77,6 +26,52 @@ class EvaluateConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
+if __name__ == "__main__":
+    command.run("evaluate", lambda args: cli.parse(EvaluateConfig, args, __doc__))
+
+import math
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import data
+import settings
+from checkpoints import checkpoint, huggingface, lookup
+from common.errors import UserError, say
+from dataset.tokens import Stream
+from hardware import device, host
+from parallel.world import World, connect
+from settings import DataConfig
+
+
+@torch.no_grad()
+def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
+    """Mean loss in nats per token over `tokens` tokens (0: all) in windows spread evenly over the split, shared by the ranks.
+
+    model: inputs and targets [micro-batch, T] to their mean loss; every rank calls it as often, for sharded models communicate.
+    """
+    total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
+    chosen = torch.arange(windows) * total // windows
+    groups = chosen.split(micro_batch_size)
+    sums, mine = world.zeros(len(groups)), world.share(len(groups))
+    for turn in range(math.ceil(len(groups) / world.size)):
+        at = mine[turn] if turn < len(mine) else 0
+        batch = device.send(torch.from_numpy(stream.read_windows(groups[at].numpy(), seq_len)), world.device)
+        with autocast():
+            loss = model(batch[:, :-1], batch[:, 1:])
+        if turn < len(mine):
+            sums[at] = loss.to(sums.dtype) * len(groups[at])
+    return world.sum_over_ranks(sums).sum().item() / windows
+
+
+def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
+    """How many windows hold `tokens` validation tokens (0: all). Raises UserError if there is not one."""
+    stream.check_length(seq_len, "validation")
+    total = stream.num_windows(seq_len)
+    return min(total, math.ceil(tokens / seq_len)) if tokens else total
+
+
 def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset, with the attention that it was trained with. Raises UserError."""
     directory, model = lookup.load_model(config.run)
@@ -90,14 +85,9 @@ def main(config: EvaluateConfig) -> None:
     if config.seq_len > model.config.seq_len:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
     notes = huggingface.check_tokenizer(directory, mixture.tokenizer)
-    world = connect(config.device)
-
-    def tell(line: str) -> None:
-        if world.is_master:
-            say(line)
-
-    for note in notes if config.tokens else ():  # a run without a tokenizer is evaluated on its own tokens
-        tell(note)
+    rank, world_size, local_rank, _ = host.read_ranks()
+    world = connect(rank, world_size, device.prepare_device(config.device, local_rank))
+    lines = notes if config.tokens else []  # a run without a tokenizer is evaluated on its own tokens
     model.to(world.device)
     autocast = partial(device.autocast, world.device, device.choose_dtype(config.dtype, world.device))
     seq_len = config.seq_len or model.config.seq_len
@@ -105,10 +95,12 @@ def main(config: EvaluateConfig) -> None:
     for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
         losses.append(evaluate(model, stream, seq_len, micro_batch_size, config.eval_tokens, world, autocast))
         evaluated = num_windows(stream, seq_len, config.eval_tokens) * seq_len
-        tell(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
-        tell(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
+        lines.append(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
+        lines.append(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
     if len(losses) > 1:
-        tell(f"{directory} on {mixture}\n{describe(*list(mixture.validation(losses).values())[:2])}")
+        lines += [f"{directory} on {mixture}", describe(*list(mixture.validation(losses).values())[:2])]
+    for line in lines if world.is_master else ():
+        say(line)
 
 
 def describe(loss: float, bits: float | None) -> str:
@@ -124,8 +116,3 @@ def trained_on(directory: Path) -> DataConfig | None:
     if (directory / "trainer_state.json").exists():
         return checkpoint.load_state(directory).config.data
     return None
-
-
-if __name__ == "__main__":
-    with errors.user_errors():
-        main(cli.parse(EvaluateConfig, sys.argv[1:], __doc__))

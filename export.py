@@ -1,38 +1,52 @@
 """A copy of a model to publish: `python export.py runs/NAME --out=DIR --dtype=bfloat16 --max_shard_size=5GB`.
 
 DIR becomes a Hugging Face model directory: weights in one or more safetensors files, config.json, the tokenizer,
-generation_config.json, the run's settings as config.toml, and a model card (README.md).
+generation_config.json, the run's settings as config.toml, and a model card (README.md). `--push=OWNER/NAME` uploads it.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    from common import errors
-
-    errors.begin()
-
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypedDict
 
-import torch
 import tyro
+
+import command
+from common import cli
+from common.records import Count
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    run: tyro.conf.Positional[str]
+    """A run directory (its newest checkpoint is taken) or a checkpoint, such as runs/NAME/checkpoints/best."""
+    out: str = ""
+    """Directory to make; there must be nothing of that name. --push does without one."""
+    push: str = ""
+    """Model repository of the Hugging Face hub to upload the copy to, such as OWNER/NAME. A new one is public."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the weights in the files. The run keeps its own in float32."""
+    max_shard_size: str = "5GB"
+    """Largest size of a weights file in KB, MB, GB or TB (powers of 1000). A larger tensor gets a file of its own."""
+
+
+if __name__ == "__main__":
+    command.run("export", lambda args: cli.parse(ExportConfig, args, __doc__))
+
+import tempfile
+from pathlib import Path
+
+import torch
 
 import data
 import settings
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Origin, TrainState
-from common import cli, errors, files
+from common import errors, files
 from common.errors import UserError, say
-from common.records import Count
 from dataset.tokens import read_metadata
 from reports.log import LOSSES, read_records
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-SHOWN = 5  # sources of a dataset that the card names
-GenerationConfig = TypedDict("GenerationConfig", {"eos_token_id": Count})  # what is read of generation_config.json
+GenerationConfig = TypedDict("GenerationConfig", {"eos_token_id": Count | None})  # what is read of generation_config.json
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -71,59 +85,53 @@ It ran on {ranks} ({versions}). This command repeats it, with the tokens in the 
 {repeats}
 
 On the machine that has the run and its tokens, `python replay.py {run} --verify` checks that each kept checkpoint follows from
-the one before, bit for bit. This export has not run that check.
-
-`config.toml` has all settings:
-
-```toml
-{settings}
-```
+the one before, bit for bit. This export has not run that check. `config.toml` has all settings.
 """
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    run: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint is taken) or a checkpoint, such as runs/NAME/checkpoints/best."""
-    out: str = ""
-    """Directory to make; there must be nothing of that name."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the weights in the files. The run keeps its own in float32."""
-    max_shard_size: str = "5GB"
-    """Largest size of a weights file in KB, MB, GB or TB (powers of 1000). A larger tensor gets a file of its own."""
 
 
 def main(config: ExportConfig) -> None:
     """Publish the copy, all of it or nothing. Raises UserError."""
-    out, max_shard_size = cli.new_directory(config.out), cli.read_quantity(config.max_shard_size, UNITS)
+    max_shard_size = cli.read_quantity(config.max_shard_size, UNITS)
     if not max_shard_size:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
-    source, warnings = lookup.find(config.run)
-    for warning in warnings:
-        say(f"warning: {warning}")
-    state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
-    tokenizer = source / "tokenizer.json"
-    eot_token = files.read_json(source / "generation_config.json", GenerationConfig)["eos_token_id"]
-    with files.publish_directory(out) as directory:
-        dtype = getattr(torch, config.dtype)
-        huggingface.write_model(
-            directory, weights, model, tokenizer if tokenizer.exists() else None, eot_token, dtype, max_shard_size
-        )
-        (directory / "config.toml").write_text(settings.dumps(state.config))
-        parameters = sum(value.numel() for value in weights.values())
-        (directory / "README.md").write_text(card(source, state, parameters, config.dtype))
-    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    weights_files = errors.plural(len(list(out.glob("*.safetensors"))), "weights file")
-    say(f"{source} is now {out}: {weights_files}, {size:,} bytes, {config.dtype}")
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary, "model") if config.push and not config.out else cli.new_directory(config.out)
+        source, warnings = lookup.find(config.run)
+        for warning in warnings:
+            say(f"warning: {warning}")
+        state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
+        eot_token = files.read_json(source / "generation_config.json", GenerationConfig)["eos_token_id"]
+        with files.publish_directory(out) as directory:
+            dtype = getattr(torch, config.dtype)
+            tokenizer = source / "tokenizer.json" if (source / "tokenizer.json").exists() else None
+            huggingface.write_model(directory, weights, model, tokenizer, eot_token, dtype, max_shard_size)
+            (directory / "config.toml").write_text(settings.dumps(state.config), encoding="utf-8")
+            parameters = sum(value.numel() for value in weights.values())
+            (directory / "README.md").write_text(card(source, state, parameters, config.dtype), encoding="utf-8")
+        sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
+        where = push(out, config.push) if config.push else out
+        say(f"{source} is now {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")
+
+
+def push(directory: Path, repository: str) -> str:
+    """Upload a directory to the model `repository` of the hub, made if need be. Returns its URL. Raises UserError."""
+    try:
+        from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be no address
+
+        url = HfApi().create_repo(repository, exist_ok=True)
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=directory)
+        return url
+    except Exception as error:  # a malformed name, no right to write, no network: the way out is the same
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--push={repository}: {reason}; `hf auth login` gives this machine a token for uploads") from None
 
 
 def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
     """The model card of a checkpoint."""
-    run, last, training = source.parent.parent, state.history[-1], state.config
-    ranks, exact = last["world_size"], training.parallel.strategy == "exact"
+    run, last, training, ranks = source.parent.parent, state.history[-1], state.config, state.history[-1]["world_size"]
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
-    repeats = f"The weights are the same bit for bit on {'any' if exact else 'the same'} number of ranks, with these versions "
-    repeats += "and the same kind of hardware."
+    number = "any" if training.parallel.strategy == "exact" else "the same"
+    repeats = f"The weights are the same bit for bit on {number} number of ranks, with these versions and such hardware."
     if len(state.history) > 1:
         steps = ", ".join(str(era["step"]) for era in state.history[1:])
         repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command has the last ones only."
@@ -143,7 +151,6 @@ def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
         command=f"{launcher} train.py config.toml --name={training.run.name}-again",
         repeats=repeats,
         run=run,
-        settings=settings.dumps(training).strip(),
     )
 
 
@@ -162,12 +169,8 @@ def losses(metrics: Path, step: int) -> str:
             found |= {key: (record[key], record["step"]) for key in LOSSES if key in record}
             if "val_loss" in record:
                 found["best"] = min(found.get("best", found["val_loss"]), found["val_loss"])
-    names = {
-        "val_loss": "validation loss, nats per token",
-        "val_bpb": "validation, bits per byte",
-        "best": "lowest validation loss so far",
-        "loss": "training loss, nats per token",
-    }
+    names = dict(val_loss="validation loss, nats per token", val_bpb="validation, bits per byte")
+    names |= dict(best="lowest validation loss so far", loss="training loss, nats per token")
     rows = [f"| {name} | {found[key][0]:.4f} | {found[key][1]:,} |" for key, name in names.items() if key in found]
     return "\n".join(["| measured in training | value | at step |", "|---|---|---|", *rows])
 
@@ -179,13 +182,6 @@ def describe_dataset(directory: Path) -> str:
     metadata = read_metadata(directory)
     tokens = {split: sum(row["tokens"] for row in metadata["shards"] if row["split"] == split) for split in ("train", "val")}
     sources = [row["path"] for row in metadata["source"]]
-    more = f" and {len(sources) - SHOWN} more" if len(sources) > SHOWN else ""
-    return (
-        f"- `{directory}`: {tokens['train']:,} training and {tokens['val']:,} validation tokens, tokenizer "
-        f"{metadata['tokenizer']['name']}, of {', '.join(sources[:SHOWN])}{more}"
-    )
-
-
-if __name__ == "__main__":
-    with errors.user_errors():
-        main(cli.parse(ExportConfig, sys.argv[1:], __doc__))
+    shown = ", ".join(sources[:5]) + (f", {len(sources) - 5} more" if len(sources) > 5 else "")
+    counts = f"{tokens['train']:,} training and {tokens['val']:,} validation tokens"
+    return f"- `{directory}`: {counts}, tokenizer {metadata['tokenizer']['name']}, of {shown}"

@@ -4,12 +4,14 @@ The three give the same logits as transformers' GPT2LMHeadModel, LlamaForCausalL
 B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kernels import (
     BlockMask,
@@ -32,11 +34,12 @@ class GPT(nn.Module):
 
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
+    document_token: the token that starts a document, if a token sees only its own document (None: it sees all earlier tokens).
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, document_token: int | None = None):
         super().__init__()
-        self.config = config
+        self.config, self.document_token = config, document_token
         gpt2 = config.architecture == "gpt2"
         self.embed = embedding(config.vocab_size, config.n_embd)
         self.positions = embedding(config.seq_len, config.n_embd) if gpt2 else None
@@ -44,16 +47,28 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = norm_layer(config)
-        self.cross_entropy_part = None  # `compile_blocks` sets it
-        self.document_token: int | None = None  # with which a document starts, if a token sees only its own document
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.cross_entropy_part = cross_entropy_part
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
         """`tokens` [B, T] int64. Returns logits [B, T, V], or with `targets` [B, T] the mean cross-entropy, a float32 scalar.
 
-        With `cache` (`new_cache`) the tokens continue those it holds. It must have room for T more. They are then one
-        document, whatever `document_token` is.
+        With `cache` (`new_cache`), which must have room for T more, the tokens continue those it holds.
         """
+        x = self.hidden(tokens, cache)
+        return F.linear(x, self.output_weight) if targets is None else self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, a float32 scalar, of the last hidden states `x` [B, T, C] at `targets` [B, T] int64."""
+        return linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets.flatten(), self.cross_entropy_part)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The weight [V, C] that turns hidden states into logits."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def hidden(self, tokens: Tensor, cache: "list[KVCache] | None" = None) -> Tensor:
+        """The normalized hidden states after the last block, [B, T, C]. Tokens in a `cache` are one document."""
         start = cache[0].length if cache else 0  # position of the first token
         end = start + tokens.shape[1]
         x = self.embed(tokens)  # [B, T, C]
@@ -67,21 +82,33 @@ class GPT(nn.Module):
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, cache[i] if cache else None, mask)
-        x = self.norm(x)
-        weight = self.embed.weight if self.head is None else self.head.weight  # [V, C]
-        if targets is None:
-            return F.linear(x, weight)
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.cross_entropy_part)
+        return self.norm(x)
+
+    def compile_blocks(self) -> None:
+        """Compile what repeats, once: the block, which all blocks share, and the cross-entropy of some rows of the logits.
+
+        Compiling the model as one graph takes three times as long, because it unrolls the blocks, and gains at most a few
+        percent. Call it before the model is wrapped, so that a wrapper's hooks between the blocks are not compiled.
+        """
+        torch._dynamo.config.optimize_ddp = False  # do not cut a block where one of DDP's buckets ends
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)
+        self.cross_entropy_part = torch.compile(cross_entropy_part, dynamic=False)
 
     def find_documents(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, "Tensor | BlockMask"]:
         """For `tokens` [B, T] the position of each in its document, [B, T], and the mask that keeps attention within documents.
 
-        Rotary positions need not begin anew: they tell attention how far two tokens are apart, which is the same.
+        Rotary positions need not restart in each document: attention sees only how far apart two tokens are.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         document_starts = torch.where(tokens == self.document_token, positions, 0).cummax(1).values
         mask = document_mask(document_starts, dtype, self.config.dropout if self.training else 0.0)
         return positions - document_starts, mask
+
+    def checkpoint_activations(self) -> None:
+        """Keep only the input of each block for the backward pass, and compute the rest again there."""
+        for block in self.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
     def parameter_count(self) -> int:
         """Number of weights. Tied embeddings count once."""
@@ -93,10 +120,10 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
-def without_values(config: ModelConfig) -> GPT:
+def on_meta(config: ModelConfig, document_token: int | None = None) -> GPT:
     """A GPT on the meta device: its parameters have shapes, but neither values nor memory."""
     with torch.device("meta"):
-        return GPT(config)
+        return GPT(config, document_token)
 
 
 class Block(nn.Module):
@@ -184,8 +211,8 @@ class RotaryTable(nn.Module):
         """The table, on `device`."""
         width, theta = self.config.head_dim, self.config.rope_theta
         frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=device).float() / width)
-        if self.config.rope_scaling:
-            frequencies = stretch(frequencies, *self.config.rope_factors)
+        if self.config.rope_factors:
+            frequencies = scale_rope(frequencies, *self.config.rope_factors)
         angles = torch.outer(torch.arange(self.config.seq_len, device=device).float(), frequencies)
         return torch.stack((angles.cos(), angles.sin()))[:, :, None]
 
@@ -196,7 +223,7 @@ class RotaryTable(nn.Module):
         return self
 
 
-def stretch(frequencies: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
+def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
     """Scale rotary frequencies for a context longer than the original `context`, as Llama 3.1 and its successors do.
 
     A frequency that makes more than `high` turns in the original context stays. One that makes fewer than `low` is divided by
@@ -218,18 +245,6 @@ class RMSNorm(nn.RMSNorm):
 def norm_layer(config: ModelConfig) -> nn.Module:
     """LayerNorm for gpt2, RMSNorm for the others."""
     return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)
-
-
-def compile_blocks(model: GPT) -> None:
-    """Compile what repeats, once: the block, which all blocks share, and the cross-entropy of some rows of the logits.
-
-    Compiling the model as one graph takes three times as long, because it unrolls them, and gains at most a few percent.
-    Do it before the model is wrapped: what a wrapper does between the blocks, such as hooks, is then not compiled.
-    """
-    torch._dynamo.config.optimize_ddp = False  # a block is never cut where DDP's buckets end
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
-    model.cross_entropy_part = torch.compile(cross_entropy_part, dynamic=False)
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -297,7 +312,7 @@ def generate(
         if cache[0].length == seq_len:
             cache, new = new_cache(model.config), context[:, -max(1, seq_len // 2) :]
         logits = model(new.to(device), cache=cache)[:, -1, :vocab_limit].float().cpu()
-        token = choose(logits, temperature, top_k, generator)
+        token = sample_token(logits, temperature, top_k, generator)
         if eot is not None:
             token = token.masked_fill(ended, eot)
             ended |= token == eot
@@ -308,7 +323,7 @@ def generate(
         context = torch.cat((context, new), dim=1)[:, -seq_len:]
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
     """One token id for each row of `logits` [B, V]."""
     if temperature == 0:
         return logits.argmax(dim=-1)

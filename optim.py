@@ -51,7 +51,7 @@ class AdamW:
             )
 
 
-BATCH = 4  # matrices that are multiplied together: one that is small does not keep a processor busy, many leave a CPU's cache
+BATCH = 4  # for Newton-Schulz: one small matrix underuses the CPU, many overflow its cache
 # Returns the matrices [N, rows, columns] nearest to N matrices of one shape, in a dtype. Sharded matrices: this rank's rows.
 Orthogonalize = Callable[[list[Tensor], torch.dtype], Tensor]
 
@@ -232,19 +232,15 @@ def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
-    config: resolved, with numbers of 0 or more.
-    wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). It decays linearly over the last `cooldown_fraction` of the run.
+    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024), linear over the last `cooldown_fraction` of all.
     """
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    match config.schedule:
-        case "constant":
-            return config.lr
-        case "cosine":
-            progress = (step - warmup) / max(1, steps - warmup)
-            return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-        case "wsd":
-            remaining = (steps - step) / max(1, round(config.cooldown_fraction * steps))
-            return floor + (config.lr - floor) * min(1.0, remaining)
-    raise ValueError(f"no learning rate for --schedule={config.schedule}")
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "cosine":
+        progress = (step - warmup) / max(1, steps - warmup)
+        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    remaining = (steps - step) / max(1, round(config.cooldown_fraction * steps))
+    return floor + (config.lr - floor) * min(1.0, remaining)

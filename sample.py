@@ -3,40 +3,16 @@
 In a terminal and without --prompt it goes on from what is typed, line after line.
 """
 
-import os
 import sys
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-    from common import errors
-
-    errors.begin()
-
-import contextlib
-import signal
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
-import torch
 import tyro
 from msgspec import Meta
 
-from checkpoints import lookup
-from common import cli, errors, files
-from common.errors import UserError
+import command
+from common import cli
 from common.records import Count, Seed, Size
-from data import dropout_seed
-from dataset import tokenizer
-from hardware import device
-from model import generate
-from parallel.world import connect
-from reports.progress import due
-from settings import Config
-
-PROMPT_TOKENS, NEW_TOKENS = 8, 64  # for --sample_every: tokens of the prompt, and tokens to generate
 
 
 @dataclass(frozen=True)
@@ -61,6 +37,29 @@ class SampleConfig:
     """Precision of the matrix products. auto: float32 on a CPU, else bfloat16 where the hardware has it."""
 
 
+if __name__ == "__main__":
+    command.run("sample", lambda args: cli.parse(SampleConfig, args, __doc__))
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from checkpoints import lookup
+from common import files
+from common.errors import UserError
+from data import Mixture, dropout_seed
+from dataset import tokenizer
+from hardware import device, host
+from model import generate
+from parallel.world import connect
+from reports.progress import due
+
+PROMPT_TOKENS, NEW_TOKENS = 8, 64  # for --sample_every: tokens of the prompt, and tokens to generate
+
+
 def main(config: SampleConfig) -> None:
     """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
     directory, model = lookup.load_model(config.run)
@@ -71,34 +70,32 @@ def main(config: SampleConfig) -> None:
     given = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     typed = not config.prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
     prompt = [] if typed else encode(text, given, model)
-    world = connect(config.device)
+    rank, world_size, local_rank, _ = host.read_ranks()
+    world = connect(rank, world_size, device.prepare_device(config.device, local_rank))
     if not world.is_master:
         return
-    own_device = world.device
-    model.to(own_device)
-    for_one_token = "float32" if config.dtype == "auto" and own_device.type == "cpu" else config.dtype  # no slower on a CPU
-    dtype = device.choose_dtype(for_one_token, own_device)
+    model.to(world.device)
+    dtype = "float32" if config.dtype == "auto" and world.device.type == "cpu" else config.dtype  # no slower for one token
     options = (config.max_new_tokens, config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
-    with device.autocast(own_device, dtype):
+    with device.autocast(world.device, device.choose_dtype(dtype, world.device)):
         if typed:
             return converse(model, text, options)
         for _ in range(config.num_samples):
-            show(model, text, list(prompt), len(prompt), options)
+            show(model, text, prompt, options)
             print("\n---------------")
 
 
 class Sampler:
-    """Shows what a model writes while it is trained: a line, every config.eval.sample_every steps (0: never) after `since`.
+    """Shows what a model writes after the first PROMPT_TOKENS validation tokens, every `every` steps (0: never) after `since`.
 
-    It goes on from the first PROMPT_TOKENS validation tokens, which mostly start a document. Raises UserError where the
-    dataset has no tokenizer.
+    Raises UserError where the dataset has no tokenizer.
     """
 
-    def __init__(self, config: Config, dataset, since: int):
-        self.config, self.dataset, self.since, self.every = config, dataset, since, config.eval.sample_every
-        if self.every and not dataset.tokenizer:
+    def __init__(self, every: int, since: int, dataset: Mixture, seed: int, micro_batches: int):
+        self.every, self.since, self.dataset, self.seed, self.micro_batches = every, since, dataset, seed, micro_batches
+        if every and not dataset.tokenizer:
             raise UserError(f"--sample_every needs a tokenizer.json beside the tokens, and {dataset} has none")
-        self.text = tokenizer.load(dataset.tokenizer) if self.every else None
+        self.text = tokenizer.load(dataset.tokenizer) if every else None
 
     def show(self, engine, step: int, log) -> None:
         """Let the model of `engine` write after `step` updates, if a sample is due. Changes no bit of the run."""
@@ -107,9 +104,9 @@ class Sampler:
 
     def write(self, engine, step: int) -> str:
         """What the model writes. All ranks must call this, and all draw the same tokens."""
-        size = min(PROMPT_TOKENS, self.config.model.seq_len)
+        size = min(PROMPT_TOKENS, engine.module.config.seq_len)
         start = torch.from_numpy(self.dataset.streams("val")[0].read_windows(np.zeros(1, int), size)[:, :size])
-        generator = torch.Generator().manual_seed(dropout_seed(self.config.run.seed, step, self.config.micro_batches))
+        generator = torch.Generator().manual_seed(dropout_seed(self.seed, step, self.micro_batches))
         # Each forward has another length, and compiled code would be made for each.
         eager = torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
         engine.module.eval()
@@ -132,51 +129,29 @@ def encode(text, prompt: str, model) -> list[int]:
     raise UserError(f"--prompt: {what} {knows}; try text like that it was trained on")
 
 
-def show(model, text, tokens: list[int], prompted: int, options: tuple) -> None:
-    """Print the text of the last `prompted` of `tokens` and what the model writes after them, as it is drawn.
-
-    tokens: those that are drawn are appended.
-    """
-
-    def new() -> Iterator[int]:
-        for token in generate(model, torch.tensor([tokens]), *options, vocab_limit=text.vocab_size, eot=text.eot_token):
-            tokens.append(token.item())
-            yield tokens[-1]
-
-    for piece in stream(text, tokens[len(tokens) - prompted :], new()):
+def show(model, text, prompt: list[int], options: tuple) -> None:
+    """Print the text of `prompt` and of what the model writes after it."""
+    new = generate(model, torch.tensor([prompt]), *options, vocab_limit=text.vocab_size, eot=text.eot_token)
+    for piece in stream(text, prompt, map(torch.Tensor.item, new)):
         print(piece, end="", flush=True)
 
 
 def converse(model, text, options: tuple) -> None:
-    """Go on from each line that is typed, with all text before it as the context, until Ctrl-D."""
+    """Go on from each line that is typed, until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
-    print("Type a text to go on from. An empty line lets the model go on by itself. Ctrl-C stops the text, Ctrl-D ends.")
-    context, seq_len = [], model.config.seq_len
+    print("Type a text to go on from. An empty line begins a document. Ctrl-C stops the text, Ctrl-D ends.")
     while True:
-        signal.signal(signal.SIGINT, errors.interrupt)  # which answers once
         try:
-            line = input("> ")
-            prompt = encode(text, "\n" * bool(context) + line, model) if line or not context else []
+            prompt = encode(text, input("> "), model)
         except EOFError:
             return print()
-        except KeyboardInterrupt:
-            print()
-            raise
         except UserError as error:
             print(f"error: {str(error).removeprefix('--prompt: ')}")
             continue
-        tokens = context + prompt
         with contextlib.suppress(KeyboardInterrupt):
-            show(model, text, tokens, len(prompt), options)
-        context = tokens
+            show(model, text, prompt, options)
         print()
-        if context[-1] == text.eot_token:
-            print("--------------- the document has ended; the next line begins another")
-            context = []
-        elif len(context) >= seq_len:
-            print(f"--------------- the context of {seq_len} tokens is full; the last half of it stays")
-            context = context[-max(1, seq_len // 2) :]
 
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
@@ -191,8 +166,3 @@ def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
             yield piece
             tokens = []
     yield text.decode(tokens)
-
-
-if __name__ == "__main__":
-    with errors.user_errors():
-        main(cli.parse(SampleConfig, sys.argv[1:], __doc__))

@@ -10,49 +10,42 @@ The same command again continues the run. Exit status: 0 complete, 75 stopped an
 
 # Read from top to bottom: what is made, the loop, one update, and then the rest in the order of its use.
 
-import os
-import sys
+import command
+from planning import plan
 
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -I and PYTHONSAFEPATH=1 leave out
-
-import settings
-from common import errors
-from hardware import host
-from planning import dial
-
-if __name__ == "__main__":  # --help, --plan and bad flags are answered before torch, which takes seconds, is imported
-    with errors.user_errors():
-        COMMAND = dial.load_command(sys.argv[1:], __doc__)
-        if COMMAND.plan.plan:
-            from planning import plan
-
-            plan.main(COMMAND, sys.argv[1:])
-            raise SystemExit(0)
-    host.prepare_torch()
+if __name__ == "__main__":  # --help, --plan and wrong flags are answered before torch, which takes seconds, is imported
+    command.run("train", lambda args: plan.read_command(args, __doc__))
 
 import math
+import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import data
 import optim
+import settings
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Checkpoints, TrainState
 from checkpoints.lookup import Start
 from common import cli, files
 from common.errors import EX_TEMPFAIL, RunError
 from evaluate import evaluate
+from hardware.device import DTYPES, keep_freed_memory, prepare_device
 from hardware.footprint import flops_per_token
-from model import initial_weights, without_values
-from parallel.engine import Engine
-from parallel.world import Stop, World, connect, launch_note
-from planning import choices
-from reports.log import Log, duration
+from kernels import activate_attention_kernel
+from model import GPT, initial_weights, on_meta
+from parallel.engine import Engine, fully_shard, load_weights, share_orthogonalization, use_float8, wrap
+from parallel.world import Stop, World, connect
+from planning import choices, startup
+from reports.log import Log, duration, require_wandb_key
 from reports.progress import Progress, due
 from sample import Sampler
 from settings import Config
@@ -67,7 +60,6 @@ class Run:
     dataset: data.Mixture
     batches: data.Batches
     engine: Engine
-    optimizers: optim.Optimizers
     state: TrainState
     # The loop's. A replay has none of them.
     log: Log | None = None
@@ -81,96 +73,131 @@ class Run:
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
     world = join(config)
-    with world.naming_missing_ranks():
-        run = prepare(config, world)
-    status = 1  # until train returns
-    try:
-        with world.naming_missing_ranks():
+    with world.reporting_lost_ranks():
+        run = prepare(*settle(config, world))
+        status = 1  # until train returns
+        try:
             status = train(run)
-    finally:
-        run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is still worth finishing
-        run.log.close(status)
-        world.leave(failed=status not in (0, EX_TEMPFAIL))
+        finally:
+            run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is worth finishing
+            run.log.close(status)
+        world.leave()
     return status
 
 
 def join(config: Config) -> World:
-    """Join the other ranks as RANK, WORLD_SIZE and LOCAL_RANK say, on the device and with the threads of `config`."""
-    exact = config.parallel.strategy == "exact"
-    return connect(
-        config.train.device,
-        threads=config.train.threads or (1 if exact else 0),  # sums inside a rank depend on its threads
-        timeout_minutes=config.parallel.timeout_minutes,
-        deterministic=config.train.deterministic or exact,
-        integers_only=exact,
-    )
+    """Join the other ranks, each on its own device."""
+    # torchrun sets these. Without it, this process is the only rank.
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine: it takes the GPU of this number
+
+    exact, threads = config.parallel.strategy == "exact", config.train.threads
+    if exact and threads == "auto":
+        threads = 1  # the sums inside a rank depend on its threads
+    # FSDP takes and frees memory in pieces of many sizes. Where the C library kept them all, a rank of fsdp needed twice the
+    # memory, nearly as much as one of ddp.
+    if config.parallel.strategy != "fsdp":
+        keep_freed_memory()
+    device = prepare_device(config.train.device, local_rank, threads, config.train.deterministic or exact, exact)
+    return connect(rank, world_size, device, config.parallel.timeout_minutes)  # NCCL between GPUs, gloo between CPUs
 
 
-def prepare(config: Config, world: World) -> Run:
-    """Make everything that training needs. Nothing is written before everything is checked. Raises UserError."""
+def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, Start, Log]:
+    """Open the data, find out whether the run is new or continues, give every `auto` a value, and say so. Raises UserError."""
     dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
-
-    # Which run is this? A new one, or one that goes on.
     log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
-    start = lookup.find_start(log.directory, config, dataset, world)
-
-    # What will it need? Every `auto` becomes a value.
-    notes = [*start.notes, *launch_note()]
-    config = choices.resolve(start.settle(config), dataset.vocab_size, world, start.shape(config), start.state.settings)
-    notes += lookup.check_changes(start, config, dataset)
-    sampler = Sampler(config, dataset, start.state.step)
-    peak_flops = choices.peak_flops(world, config.train.dtype)
+    start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world)
+    config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), start.state.settings)
+    notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity), *startup.check(config, world)]
     if start.state.step < config.train.steps:
-        log.say(choices.introduce(config, dataset, world, start.state.step, peak_flops))
+        log.say(startup.banner(config, dataset, world, start.state.step))
     for note in notes:
         log.say(note)
+    return config, world, dataset, start, log
 
-    # Make it.
-    began = time.monotonic()
+
+def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
+    """Make everything that training needs. Nothing is written before everything is checked."""
+    began, state = time.monotonic(), start.state
+    sampler = Sampler(config.eval.sample_every, state.step, dataset, config.run.seed, config.micro_batches)
     run = build(config, world, dataset, start)
-    if start.weights and run.state.step < config.train.steps:
+    if start.weights and state.step < config.train.steps:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
-    run.log, run.sampler, run.progress = log, sampler, Progress(log, config, flops_per_token(config.model), peak_flops)
-    run.state.begin(config, dataset, world, start.continues, start.weights)
+    run.log, run.sampler = log, sampler
+    peak_speed = startup.peak_flops(world, config.train.dtype) / flops_per_token(config.model)
+    run.progress = Progress(log, config.train, config.optim, config.log.log_every, peak_speed)
+    run.state.begin(cli.flat_values(config), dataset.identity, world, start.continues, start.weights)
     open_files(run, start.continues)
     return run
 
 
 def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> Run:
     """Make what an update needs, with the weights and the state that it starts from."""
-    module, state = without_values(config.model), start.state  # without memory, too, until each rank takes its part
-    module.document_token = dataset.document_token(config.data.attend)
-    if start.weights:  # of a checkpoint, which is a Hugging Face directory, too, or of another model
+    state = start.state
+    module = on_meta(config.model, dataset.document_token(config.data.attend))
+    if start.weights:  # of a checkpoint, which is also a Hugging Face directory, or of another model
         weights = huggingface.open_model(start.weights, config.model.seq_len)[1].items()
     else:
         weights = initial_weights(module, config.run.seed)
-    engine = Engine(module, config, world, weights)
-    optimizers = engine.build_optimizers(config.optim)
+    engine = build_engine(module, weights, config, world)
     if start.checkpoint:
         saved = checkpoint.open_optimizer(start.checkpoint, engine.parameters, state, config.optim.optimizer)
-        engine.load_optimizers(optimizers, saved)
+        engine.load_optimizer_state(saved)
         if state.grad_scaler:  # empty after another dtype than float16
             engine.scaler.load_state_dict(state.grad_scaler)
-    return Run(config, world, dataset, data.make_batches(config, dataset), engine, optimizers, state)
+    return Run(config, world, dataset, data.make_batches(config, dataset), engine, state)
+
+
+def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:
+    """Compile the model, let the ranks train it together, and make its optimizers.
+
+    module: on the meta device, without memory, until each rank takes its part of the `weights`.
+    """
+    train, strategy, device = config.train, config.parallel.strategy, world.device
+    activate_attention_kernel(config.model, DTYPES[train.dtype], device)
+    if train.fp8:
+        use_float8(module, device)
+    if train.compile == "on":
+        module.compile_blocks()
+    if train.activation_checkpointing:
+        module.checkpoint_activations()
+
+    # Every wrapper lets the last backward of an update average the gradients over the ranks.
+    model: nn.Module = module
+    if strategy == "fsdp" and world.size > 1:
+        model = fully_shard(module, DTYPES[train.dtype], world, config.parallel.replicate)
+    load_weights(module, weights, device)
+    if strategy == "ddp" and world.size > 1:
+        # The only buffers are tables that every rank computes alike. (torch 2.13 renames the option; 2.11 has only this name.)
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    elif strategy not in ("ddp", "fsdp"):
+        model = wrap(module, strategy, config.micro_batches, train.compile == "on")
+
+    optimizers = optim.build(module, config.optim, share_orthogonalization(model, strategy, world))
+    # Ranks average the gradients of their own micro-batches. `exact` adds integers and divides them once, by all micro-batches.
+    accumulation_steps = 1 if strategy == "exact" else len(world.share(config.micro_batches))
+    return Engine(module, model, optimizers, world, train.dtype, accumulation_steps, train.compile == "on")
 
 
 def open_files(run: Run, continues: bool) -> None:
     """Open the run's directory: metrics.jsonl, checkpoints, config.toml and wandb's run."""
     config, world, state, log = run.config, run.world, run.state, run.log
-    run.checkpoints = Checkpoints(log.directory / "checkpoints", config, run.dataset, world, log, start_step=state.step)
-    log.check_wandb(config)
-    evaluation = world.from_master(log.begin(state.step))
-    run.checkpoints.begin()
+    run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, run.dataset, log)
+    if world.is_master and config.log.wandb == "online":
+        require_wandb_key()
+    evaluation = world.broadcast(log.begin(state.step))
+    run.checkpoints.begin(state.step)
     if evaluation:
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)
     if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config))
-    facts = {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-    state.wandb_run_id = log.start_trackers(config, state.step, state.wandb_run_id if continues else "", facts)
+    facts = cli.flat_values(config) | {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
+    state.wandb_run_id = log.start_trackers(config.log, facts, state.step, state.wandb_run_id if continues else "")
 
 
 def train(run: Run) -> int:
@@ -188,16 +215,17 @@ def train(run: Run) -> int:
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop = Stop(world, config.run.max_minutes)
     warm_up(run)
-    log.start_bar(steps, state.step)
     while True:
         last, stopping = state.step >= steps, stop.agreed()  # what was asked before the last update
         if due(config.parallel.check_replicas_every, state.step):
             engine.check_replicas()  # before a save: weights that went wrong must not be kept
-        run.checkpoints.save(state, engine, run.optimizers, now=last or stopping)
+        run.checkpoints.save(state, now=last or stopping)
+        if stopping:  # a scheduler leaves little time: an evaluation that is due comes when the run continues
+            break
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
         run.sampler.show(engine, state.step, log)
-        if last or stopping:
+        if last:
             break
         stop.ask()
         began, waited = time.perf_counter(), prefetcher.wait_seconds
@@ -207,7 +235,7 @@ def train(run: Run) -> int:
             give_up(run)
     prefetcher.close()
     run.checkpoints.finish(state, final=True)
-    if not last:
+    if stopping:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
     run.progress.check_finite(state, run.val_loss, loss)
@@ -215,12 +243,9 @@ def train(run: Run) -> int:
     return 0
 
 
-def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | None = None) -> tuple[float, float]:
-    """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm.
-
-    inspect: what to call when the gradients are complete, before they are clipped; float16's are still scaled.
-    """
-    config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.optimizers, run.state
+def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
+    """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
+    config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.engine.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
     # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
     # same order on any number of ranks.
@@ -235,18 +260,16 @@ def update(run: Run, prefetcher: data.Prefetcher, inspect: Callable[[], None] | 
         with engine.autocast():
             loss = model(inputs, targets)
         # Backward adds to the gradients, and we want the mean over this rank's micro-batches. The last backward then averages
-        # over the ranks: parallel/from_scratch.py shows how. (--strategy=exact divides once, at its end.)
-        engine.scaler.scale(loss / engine.loss_divisor).backward()
+        # over the ranks: parallel/from_scratch.py shows how.
+        engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
     # Start copying the mean loss to the host. `clip` waits for the GPU anyway, so `.item()` below does not wait again.
     mean_loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
-    if inspect:
-        inspect()
     grad_norm = engine.clip(config.optim.grad_clip)
     if math.isfinite(grad_norm):  # all ranks see the same norm, so all step or none does
         optimizers.step()
     engine.scaler.update()
-    engine.drop_gradients()
+    engine.zero_grad()
     state.skipped += not math.isfinite(grad_norm)
     state.step += 1
     state.tokens += config.train.tokens_per_update
@@ -285,11 +308,7 @@ def give_up(run: Run) -> None:
     """Raise RunError, because too many updates were left out in a row."""
     limit, count = run.config.train.max_skipped_steps, run.progress.skipped_in_a_row
     run.checkpoints.finish(run.state)
-    newest = run.world.from_master(run.checkpoints.retention.newest)  # the others do not know which saves went well
+    newest = run.world.broadcast(run.checkpoints.retention.newest)  # the others do not know which saves went well
     kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
     found = f"{count} updates in a row had no finite gradient (--max_skipped_steps={limit})"
     raise RunError(f"{found}; {kept}; lower --lr, or try --dtype=float32")
-
-
-if __name__ == "__main__":
-    errors.end_with(lambda: main(COMMAND.config))

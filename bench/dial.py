@@ -5,7 +5,7 @@ two halfway to its neighbours: over depth and width together with three seeds, o
 "tokens" is the batch at an equal number of tokens, "length" are runs as long as the dial makes them, with its batch, warmup and
 weight decay, "text" is depth and width once more with one seed, for other --tokens. Every run is an ordinary run of train.py in
 --runs, which are kept: the same command again continues, and what is finished is not repeated. Another text needs --runs of its
-own. Writes bench/results/dial.json, or dial_PARTS.json for other --parts, and a .png for "depth" and "text": loss over rate in
+own. Writes dial.json, or dial_PARTS.json for other --parts, and a .png for "depth" and "text": loss over rate in
 units of the dial's, a curve for each depth.
 """
 
@@ -56,21 +56,20 @@ class Curve:
     def nanochat(self) -> float:
         """The rate by nanochat's formulas, from where it is the dial's."""
         width = (PER_DEPTH * self.depth / dial.WIDTH) ** (-0.5 if self.optimizer == "adamw" else 0)
-        return dial.RATES[self.optimizer] * width * (self.batch / dial.RATE_BATCH) ** 0.5
+        return dial.TUNED[self.optimizer].lr * width * (self.batch / dial.RATE_BATCH) ** 0.5
+
+
+def batch_of(tokens: int, optimizer: str) -> int:
+    """The dial's batch for a run of `tokens`."""
+    return dial.length_of(tokens, BASE["seq_len"], optimizer)["tokens_per_update"]
 
 
 BOTH = ("adamw", "muon")
 PARTS = {
     "depth": [Curve(o, d, seeds=(1, 2, 3)) for d in (2, 4, 8) for o in BOTH],
     "batch": [Curve(o, 2, batch=b, tokens=256 * b, seeds=(1, 2)) for b in (1024, 4096) for o in BOTH],
-    "tokens": [
-        Curve(o, 4, batch=b, tokens=1 << 20) for o in BOTH[::-1] for b in (4096, 2048, 8192, 16384 if o == "muon" else 1024)
-    ],
-    "length": [
-        Curve(o, d, t << 20, dial.length_of(t << 20, 128, o)["tokens_per_update"], own=True)
-        for d, t in ((3, 6), (2, 3))
-        for o in BOTH
-    ],
+    "tokens": [Curve(o, 4, 1 << 20, b) for o in BOTH for b in (4096, 2048, 8192, 16384 if o == "muon" else 1024)],
+    "length": [Curve(o, d, t << 20, batch_of(t << 20, o), own=True) for d, t in ((3, 6), (2, 3)) for o in BOTH],
     "text": [Curve(o, d) for d in (2, 4, 8) for o in BOTH],
     "architecture": [Curve(o, 4, architecture=a) for a in ("gpt2", "llama") for o in BOTH],
 }
@@ -101,7 +100,7 @@ def main(config: DialConfig) -> None:
     print(machine.table(keys, [[row[key] for key in keys] for row in rows]))
     print(json.dumps(factors, indent=1))
     name = "dial" if config.parts == DialConfig.parts else "dial_" + config.parts.replace(",", "_")
-    print(path := machine.write(name, result, Path(config.out)))
+    print(path := machine.write(name, result, config.out))
     if depths:
         draw(depths, path.with_suffix(".png"))
 
@@ -134,10 +133,8 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
 
 def train(config: DialConfig, curve: Curve, flags: dict) -> float:
     """The validation loss of a run; infinity if it diverged."""
-    name = f"{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}"
-    name += f"-s{flags['seed']}-lr{flags['lr']:g}"
-    name += "" if curve.architecture == "qwen3" else f"-{curve.architecture}"
-    name += "-own" if curve.own else ""
+    shape = f"{curve.architecture}-{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}"
+    name = f"{shape}-s{flags['seed']}-lr{flags['lr']:g}{'-own' * curve.own}"
     run = Path(machine.ROOT, config.runs, name)
     if not any("val_loss" in record for record in machine.metrics(run)):
         machine.run(**flags, tokens=config.tokens, out_dir=config.runs, name=name)
@@ -147,11 +144,8 @@ def train(config: DialConfig, curve: Curve, flags: dict) -> float:
 
 def factors_of(rows: list[dict]) -> dict:
     """Over the depths: the factor between the best rates; and the same in units of the dial's rates, and of nanochat's."""
-    found = {}
-    for rule in ("constant", "dial", "nanochat"):
-        ratios = [row["best_rate"] / row.get(rule, 1.0) for row in rows]
-        found[rule] = round(max(ratios) / min(ratios), 3)
-    return found
+    ratios = {rule: [row["best_rate"] / row.get(rule, 1.0) for row in rows] for rule in ("constant", "dial", "nanochat")}
+    return {rule: round(max(values) / min(values), 3) for rule, values in ratios.items()}
 
 
 def draw(rows: list[dict], out: Path) -> None:

@@ -34,30 +34,22 @@ FAULTS = {
 
 
 class Fault(NamedTuple):
-    """What happens to the operation `number`, counted from 1."""
-
-    number: int
+    number: int  # of the operation, counted from 1
     kind: str  # of FAULTS
 
 
 class Entry(NamedTuple):
-    """Names that a directory gets (a node) or loses (None), all at once."""
-
     directory: int
-    names: dict[str, int | None]
+    names: dict[str, int | None]  # which it gets (a node) or loses (None), all at once
 
 
 class Data(NamedTuple):
-    """The content of a file from here on."""
-
     node: int
-    content: bytes
+    content: bytes  # of the file from here on
 
 
 class Flush(NamedTuple):
-    """A file or directory is on disk as it is now."""
-
-    node: int
+    node: int  # a file or directory that is on disk as it is now
 
 
 class Disk(contextlib.ExitStack):
@@ -170,12 +162,9 @@ class Disk(contextlib.ExitStack):
             then = self.names.get(directory, {})
             if changed := {name: now.get(name) for name in then | now if then.get(name) != now.get(name)}:
                 self.ops.append(Entry(directory, changed))
-        for node, now in content.items():
-            if isinstance(now, bytes) and now != self.content.get(node, b""):
-                self.ops.append(Data(node, now))
-        self.nodes = nodes
-        self.names |= names
-        self.content |= content
+        changed = (node for node, now in content.items() if isinstance(now, bytes) and now != self.content.get(node, b""))
+        self.ops += [Data(node, content[node]) for node in changed]
+        self.nodes, self.names, self.content = nodes, self.names | names, self.content | content
 
 
 def crash_states(disk: Disk) -> Iterator[tuple[str, int, Tree, object]]:
@@ -185,20 +174,20 @@ def crash_states(disk: Disk) -> Iterator[tuple[str, int, Tree, object]]:
     operation, or all with one file torn in half or full of zeros.
     """
     disk.record()
-    lasts = {}  # by which operation each one lasts
-    for i, op in enumerate(disk.ops):
-        flushes = (j for j in range(i, len(disk.ops)) if disk.ops[j] == Flush(op[0]))
-        lasts[i] = -1 if i < disk.before else next(flushes, len(disk.ops))
     promised = None
     for end in range(disk.before, len(disk.ops) + 1):
         promised = disk.promises.get(end, promised)
-        loose = [i for i in range(disk.before, end) if lasts[i] >= end and isinstance(disk.ops[i], Entry | Data)]
-        kept = [i for i in range(end) if i not in set(loose)]
+        loose, flushed = [], set()
+        for i in range(end - 1, disk.before - 1, -1):
+            if isinstance(disk.ops[i], Flush):
+                flushed.add(disk.ops[i].node)
+            elif disk.ops[i][0] not in flushed:
+                loose.insert(0, i)
         cuts = {"all": loose, "nothing": []}
         for place, i in enumerate(loose):
             cuts |= {f"until {i}": loose[:place], f"not {i}": loose[:place] + loose[place + 1 :], f"only {i}": [i]}
         for how, some in cuts.items():
-            yield how, end, _tree(disk, sorted([*kept, *some]), {}), promised
+            yield how, end, _tree(disk, sorted({*range(end)} - {*loose} | {*some}), {}), promised
         for i in loose:
             if isinstance(disk.ops[i], Data):
                 content = disk.ops[i].content

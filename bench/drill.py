@@ -1,16 +1,14 @@
-"""Damage done to runs on purpose, again and again: what is left each time, and does a run end with the bits of another one?
+"""Runs killed and resumed on purpose, again and again: what is left each time, and does the run end with the same bits?
 
-python bench/drill.py kills|resume|corruption [--flag=value ...]
+python bench/drill.py kills|resume [--flag=value ...]
 """
 
-import json
 import os
 import random
-import re
 import signal
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,24 +32,11 @@ RESUME = machine.TINY_RUN | dict(tokens_per_update=16 * 120, micro_batch_size=1)
 # RESUME has all gradients in DDP's first bucket of 1 MB; 9 million parameters fill buckets of 1, 25 and 10 MB.
 SEVERAL_BUCKETS = dict(architecture="llama", n_layer=10, n_embd=256, vocab_size=4608, micro_batch_size=5)
 VARIANTS = {"bfloat16": dict(dtype="bfloat16"), "several buckets": SEVERAL_BUCKETS, "compiled": dict(compile="on")}
-BF16 = dict(grad_compression="bf16")
-DDP_VARIANTS = {"--grad_compression=bf16": BF16, "several buckets, compiled": SEVERAL_BUCKETS | dict(compile="on")}
-DDP_VARIANTS |= {"several buckets, --grad_compression=bf16": SEVERAL_BUCKETS | BF16}
-DDP_VARIANTS |= {"several buckets, Muon, bfloat16": SEVERAL_BUCKETS | dict(optimizer="muon", dtype="bfloat16")}
-CORRUPTION_RANKS = 3
-TRIALS = 4  # flips of each kind under each strategy
-CORRUPTION = machine.TINY_RUN | dict(tokens_per_update=16 * 12, steps=24, check_replicas_every=5, timeout_minutes=0.5)
-CORRUPTION |= dict(save_every=1, keep_last=0)
-PLACES = ("weight", "gradient before the average", "gradient after the average", "optimizer state")
-NOT_FINITE, REPLAY, VERIFY = "gradient not finite", "replay.py", "replay.py --verify"
-UNCHANGED, NOTHING = "no effect", "NOT FOUND"
-# What ends a run, by the words of its error; after a timeout one rank has left the update out and the others waited for it.
-REPLICAS = "--check_replicas_every"
-ENDS = {"the replicas differ": REPLICAS, "where the fixed point of --strategy=exact ends": "overflow of exact"}
-ENDS |= {"timed out": "--timeout_minutes"}
+OF_DDP = {"several buckets, compiled": SEVERAL_BUCKETS | dict(compile="on")}
+OF_DDP |= {"several buckets, Muon, bfloat16": SEVERAL_BUCKETS | dict(optimizer="muon", dtype="bfloat16")}
 
 
-def train(ranks: int, run: Path, flags: dict, fault: "Fault | None" = None, **limits) -> list[int]:
+def train(ranks: int, run: Path, flags: dict, **limits) -> list[int]:
     """Train in forks of this process, which need not import anything. `run` is the directory of the run.
 
     Returns their wait statuses, see `forks.run_forks`. What they print is in RUN.out and RUN.err.
@@ -61,14 +46,6 @@ def train(ranks: int, run: Path, flags: dict, fault: "Fault | None" = None, **li
     def work() -> int:
         import train
 
-        update = train.update
-
-        def update_with_fault(run, prefetcher):
-            if fault and (run.world.rank, run.state.step + 1) == (fault.rank, fault.step):
-                corrupt(run, fault)
-            return update(run, prefetcher)
-
-        train.update = update_with_fault
         return train.main(training)
 
     return forks.run_forks(ranks, work, run, **limits)
@@ -79,10 +56,6 @@ def train_to_the_end(ranks: int, run: Path, flags: dict) -> dict[str, str]:
     if any(statuses := train(ranks, run, flags)):
         raise RunError(f"{run.name} on {ranks} ranks with {flags}: {forks.failure(run, statuses)}")
     return machine.digests(run)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Kills
 
 
 @dataclass(frozen=True)
@@ -118,7 +91,7 @@ def kills(config: KillsConfig) -> int:
         result["same"] = compare(runs / "killed", runs / "undisturbed")
     sharded = "_sharded" if config.max_shard_bytes < KillsConfig.max_shard_bytes else ""
     name = "hard_kills" + (f"_{config.strategy}{sharded}_{config.ranks}" if config.ranks > 1 else "")
-    print(machine.write(name, {"flags": flags | {"ranks": config.ranks}, **result}, Path(config.out)))
+    print(machine.write(name, {"flags": flags | {"ranks": config.ranks}, **result}, config.out))
     return report_kills(result)
 
 
@@ -136,21 +109,19 @@ def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
         moments[killed_while(checkpoints)] += 1
         if problems := examine(checkpoints, before):
             unusable.append({"kill": number, "problems": problems})
-    found = {"kills": config.kills, "killed_while": dict(moments), "unusable": unusable}
-    return found | {"steps_survived": newest_step(checkpoints)}
+    return {"kills": config.kills, "killed_while": moments, "unusable": unusable, "steps_survived": newest_step(checkpoints)}
 
 
 def random_instant(checkpoints: Path, before: int, chance: random.Random):
     """A function that is true from a random instant on, while an attempt starts at step `before`, or in its steps or saves."""
     count = chance.randrange(CHECKPOINTS_PER_ATTEMPT)  # 0: while it starts
-    delay, since = chance.random() * (0.1 if count else 0.7), None
+    delay, due = chance.random() * (0.1 if count else 0.7), float("inf")
 
     def is_now() -> bool:
-        nonlocal since
-        saved = newest_step(checkpoints) - before
-        if since is None and saved >= count:
-            since = time.perf_counter()
-        return saved >= CHECKPOINTS_PER_ATTEMPT or (since is not None and time.perf_counter() - since > delay)
+        nonlocal due
+        saved, now = newest_step(checkpoints) - before, time.perf_counter()
+        due = min(due, now + delay) if saved >= count else due
+        return saved >= CHECKPOINTS_PER_ATTEMPT or now > due
 
     return is_now
 
@@ -178,7 +149,9 @@ def examine(checkpoints: Path, step_before: int) -> list[str]:
     from checkpoints import retention
 
     links = [path for path in (checkpoints / "latest", checkpoints / "best") if path.is_symlink()]
-    problems = [f"{path.name}: {why}" for path in [*retention.published(checkpoints), *links] if (why := retention.fault(path))]
+    problems = [
+        f"{path.name}: {why}" for path in [*retention.published(checkpoints), *links] if (why := retention.find_damage(path))
+    ]
     newest, _ = retention.newest(checkpoints)
     step = retention.step_of(newest) if newest else 0
     if step < step_before:
@@ -204,10 +177,6 @@ def report_kills(result: dict) -> int:
     return int(bool(result["unusable"]) or not all(result["same"].values()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resuming
-
-
 @dataclass(frozen=True)
 class ResumeConfig(machine.Options):
     only: str = ""
@@ -226,7 +195,7 @@ def resume(config: ResumeConfig) -> int:
     forks.prepare_to_fork()
     cases = [(s, ranks, dict(strategy=s)) for s in STRATEGIES for ranks in (3, 4, 5, 8)]
     cases += [(f"{s}, {name}", 3, dict(flags, strategy=s)) for s in STRATEGIES for name, flags in VARIANTS.items()]
-    cases += [(f"ddp, {name}", 3, flags) for name, flags in DDP_VARIANTS.items()]
+    cases += [(f"ddp, {name}", 3, flags) for name, flags in OF_DDP.items()]
     rows = []
     with machine.workspace() as runs:
         for name, ranks, flags in cases:
@@ -237,7 +206,7 @@ def resume(config: ResumeConfig) -> int:
                 digests = [train_to_the_end(ranks, run, flags) for run in (undisturbed, repeated, resumed)]
                 rows.append({"case": name, "ranks": ranks, "sha256": digests})
                 print(f"{name} on {ranks} ranks: done", flush=True)
-    print(machine.write("resume", {"flags": RESUME, "steps": config.steps, "cases": rows}, Path(config.out)))
+    print(machine.write("resume", {"flags": RESUME, "steps": config.steps, "cases": rows}, config.out))
     return report_resume(rows)
 
 
@@ -251,132 +220,5 @@ def report_resume(rows: list[dict]) -> int:
     return int(bool(different))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A bit that flips silently
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A bit that flips on `rank` during update `step`, as metrics.jsonl counts updates. `seed` chooses which bit."""
-
-    kind: str  # of PLACES
-    rank: int
-    step: int
-    seed: int
-
-
-def corruption(config: machine.Options) -> int:
-    """What finds a bit that flips silently, and how late?
-
-    Trains on three ranks with --check_replicas_every=5. At a random step one random bit of a weight, a gradient or the
-    optimizer state of one rank is flipped. If the run ends without having noticed, replay.py computes it again and compares the
-    recorded losses and gradient norms, then the checkpoints. Prints which mechanism found the flip and how many steps later,
-    and writes corruption_drill.json. The exit status is 0 only if every flip that changed the final weights was found. About 15
-    minutes on two cores.
-    """
-    machine.prepare_tokens(config.tokens)
-    forks.prepare_to_fork()
-    import replay  # noqa: F401  for the forks
-
-    chance, trials = random.Random(0), []
-    with machine.workspace() as runs:
-        for strategy in ("ddp", "zero1", "exact"):
-            flags = dict(CORRUPTION, strategy=strategy, tokens=config.tokens)
-            undisturbed = train_to_the_end(CORRUPTION_RANKS, runs / strategy, flags)
-            for number, kind in enumerate(kind for kind in PLACES for _ in range(TRIALS)):
-                rank, step = chance.randrange(CORRUPTION_RANKS), chance.randint(2, flags["steps"] - 5)
-                fault = Fault(kind, rank, step, seed=chance.randrange(2**32))
-                run = runs / f"{strategy}-{number}"
-                completed = not any(train(CORRUPTION_RANKS, run, flags, fault))
-                by, step = discovery(strategy, run, fault, completed, completed and machine.digests(run) == undisturbed)
-                named = f"of rank {fault.rank} is not" in Path(f"{run}.err").read_text() if by == REPLICAS else None
-                found = {"found_by": by, "steps_later": step - fault.step, "named": named}
-                trials.append({"strategy": strategy, **asdict(fault), **found})
-                print(trials[-1], flush=True)
-    result = {"flags": CORRUPTION, "ranks": CORRUPTION_RANKS, "trials": trials}
-    print(machine.write("corruption_drill", result, Path(config.out)))
-    for (strategy, kind, by), count in Counter((t["strategy"], t["kind"], t["found_by"]) for t in trials).items():
-        print(f"{strategy}, {kind}: {count} {by}")
-    return int(any(trial["found_by"] == NOTHING for trial in trials))
-
-
-def flip(tensors: list, chance: random.Random) -> None:
-    """Flip one bit of one element of float32 `tensors`; every element is equally likely."""
-    import numpy as np
-
-    [tensor] = chance.choices(tensors, [tensor.numel() for tensor in tensors])
-    values = tensor.detach().view(-1).numpy().view(np.uint32)
-    values[chance.randrange(len(values))] ^= np.uint32(1 << chance.randrange(32))
-
-
-def corrupt(run, fault: Fault) -> None:
-    """Flip the bit before the coming update, or arrange that it flips during the update."""
-    chance, engine = random.Random(fault.seed), run.engine
-    parameters = list(engine.parameters.values())
-    if fault.kind == "weight":
-        flip(parameters, chance)
-    elif fault.kind == "optimizer state":
-        states = [state for part in run.optimizers.parts for state in part.state.values()]
-        flip([tensor for state in states for tensor in state.values() if tensor.ndim], chance)
-    elif fault.kind == "gradient before the average":
-        [parameter] = chance.choices(parameters, [p.numel() for p in parameters])
-
-        def flip_incoming(gradient):
-            handle.remove()
-            gradient = gradient.clone()
-            flip([gradient], chance)
-            return gradient
-
-        handle = parameter.register_hook(flip_incoming)
-    else:
-        clip = engine.clip
-
-        def flip_and_clip(limit: float) -> float:
-            engine.clip = clip
-            flip([p.grad for p in parameters], chance)
-            return clip(limit)
-
-        engine.clip = flip_and_clip
-
-
-def discovery(strategy: str, run: Path, fault: Fault, completed: bool, unchanged: bool) -> tuple[str, int]:
-    """What has found the fault in a run, and at which step."""
-    errors, log = Path(f"{run}.err").read_text(), (run / "train.log").read_text()
-    if skipped := re.search(r"step (\d+): the gradient is not finite", log):
-        return NOT_FINITE, int(skipped[1])
-    for words, by in ENDS.items():
-        if words in errors.lower():
-            return by, machine.last_step(run) + (by != REPLICAS)  # the replicas are compared after an update, not in it
-    if not completed:
-        raise RunError(f"{run.name} failed with {fault}:\n{errors}")
-    rows = json.loads(replayed(strategy, run, step=1, steps=CORRUPTION["steps"], json=True))["steps"]
-    if different := [row["step"] for row in rows if not row["same"]]:
-        return REPLAY, different[0]
-    if unchanged:
-        return UNCHANGED, fault.step
-    false = re.search(r"step-(\d+) DOES NOT follow", replayed(strategy, run, verify=True))
-    return (VERIFY, int(false[1])) if false else (NOTHING, fault.step)
-
-
-def replayed(strategy: str, run: Path, **options) -> str:
-    """What replay.py prints about a run."""
-
-    def work() -> int:
-        import replay
-
-        return replay.main(replay.ReplayConfig(str(run), **options))
-
-    output = Path("-".join([str(run), *options]))
-    statuses = forks.run_forks(1 if strategy == "exact" else CORRUPTION_RANKS, work, output)
-    if not (text := Path(f"{output}.out").read_text()):
-        raise RunError(f"replaying {run.name}: {forks.failure(output, statuses)}")
-    return text
-
-
 if __name__ == "__main__":
-    machine.choose(
-        __doc__,
-        kills=(KillsConfig, kills),
-        resume=(ResumeConfig, resume),
-        corruption=(machine.Options, corruption),
-    )
+    machine.choose(__doc__, kills=(KillsConfig, kills), resume=(ResumeConfig, resume))

@@ -4,7 +4,7 @@
 torch's FakeTensorMode: shapes, dtypes and lifetimes are those of a GPU, no number is computed. It compares the highest sum of
 live bytes with hardware/footprint.py, and lists what would make the host wait. A rank has two micro-batches of the size that
 fits one rank into 80 GB. Not seen: the kernels' own workspaces, what fragments the memory, and compiled code. Needs a C++
-compiler, and five minutes of four cores. Writes bench/results/fake_gpu.json.
+compiler, and five minutes of four cores. Writes fake_gpu.json.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 """
 # Strategy, copies of the weights, ranks. AdamW takes all; Muon, whose share of the memory is small, some.
-WORLDS = [("ddp", 1, 1), ("ddp", 1, 8), ("ddp", 1, 512), ("zero1", 1, 8), ("fsdp", 1, 8), ("fsdp", 1, 64), ("fsdp", 1, 512)]
+WORLDS = [("ddp", 1, 1), ("ddp", 1, 8), ("ddp", 1, 512), ("fsdp", 1, 8), ("fsdp", 1, 64), ("fsdp", 1, 512)]
 WORLDS += [("fsdp", 2, 8), ("fsdp", 8, 64), ("fsdp", 64, 512)]
-MUON = [("ddp", 1, 1), ("ddp", 1, 8), ("zero1", 1, 8), ("fsdp", 1, 8), ("fsdp", 8, 64)]
+MUON = [("ddp", 1, 1), ("ddp", 1, 8), ("fsdp", 1, 8), ("fsdp", 8, 64)]
 
 
 def main(config: machine.Predictions) -> int:
@@ -75,7 +75,7 @@ def cases():
                 label = f"{preset} {'hsdp' if copies > 1 else strategy} on {ranks}, {optimizer}"
                 flags = dict(strategy=strategy, replicate=copies, optimizer=optimizer)
                 yield label, preset, ranks, flags
-                if ranks == 8 and preset == "llama_1.3b" and strategy != "zero1":
+                if ranks == 8 and preset == "llama_1.3b":
                     yield f"{label}, checkpointing", preset, ranks, flags | {"activation_checkpointing": True}
 
 

@@ -76,7 +76,6 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
 
 

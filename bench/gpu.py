@@ -4,7 +4,7 @@ python bench/gpu.py --minutes=9 --ask='exact|nanoGPT' --nanogpt=PATH
 
 A question takes about a minute. When the minutes are over, the same command goes on: what gpu.json has of the same GPUs, torch
 and code is not measured again. Needs no network; tyro and wandb may be missing. --tiny=true rehearses all questions on a CPU
-with models of thirty thousand parameters. It measures nothing and writes nothing to bench/results.
+with models of thirty thousand parameters. It measures nothing, and writes nothing without --out.
 
 Exit status: 0 all is answered and as it should be, 1 something is not, 2 no GPU, 75 questions are left.
 """
@@ -48,7 +48,7 @@ WAYS = ({}, {"deterministic": False}, {"activation_checkpointing": True})
 
 
 class OutOfTime(Exception):
-    """The minutes do not suffice for another measurement."""
+    """Too few minutes are left for another measurement."""
 
 
 class Impossible(Exception):
@@ -87,10 +87,6 @@ class Bench:
             self.save()
         return known[name]
 
-    def operation(self, name: str, function: Callable, *arguments, limit: float = LIMIT):
-        """The measurement `name`: a function in a fork."""
-        return self.measure(name, lambda at: forks.in_forks(function, *arguments, folder=at, limit=limit)[0], limit)
-
     def config(self, preset: str, **changes) -> settings.Config:
         """A preset on this device and the made tokens."""
         flags = {"tokens": str(self.folder.parent / "tokens"), "device": self.device, "log_every": 1, "resume": "auto"}
@@ -104,7 +100,8 @@ class Bench:
 
     def peak(self) -> float:
         """FLOP/s of the fastest matrix product."""
-        return self.operation("matrix product", gpu_probe.matmul_peak, self.device)
+        run = lambda at: forks.in_forks(gpu_probe.matmul_peak, self.device, folder=at, limit=LIMIT)[0]  # noqa: E731
+        return self.measure("matrix product", run, LIMIT)
 
     def limit(self, shape: str) -> float:
         """Seconds after which a run is given up: a CPU takes longer."""
@@ -165,7 +162,7 @@ def resume(bench: Bench) -> str:
     """Whether a killed and resumed run ends with the same bits."""
     undisturbed, resumed = bench.digests("undisturbed"), bench.digests("killed and resumed", kill_after=7)
     if not resumed["resumed"]:
-        raise RunError("the killed run began anew: it had no checkpoint")
+        raise RunError("the killed run started over: it had no checkpoint")
     if undisturbed["sha256"] != resumed["sha256"]:
         raise RunError("the resumed run is not the same")
     return "The resumed run is the same, bit for bit."
@@ -218,22 +215,6 @@ def learns_as_on_a_cpu(bench: Bench) -> str:
     return f"Yes: {words}."
 
 
-def attention(bench: Bench, shape: str) -> str:
-    """Which attention kernel is fastest, and which of those that give the same bits: cuDNN's, FlashAttention 2 or 3?"""
-    model, seconds, times = bench.model(shape), 0.02 if bench.tiny else 0.5, []
-    arguments = model, max(1, (64 if bench.tiny else 32768) // model.seq_len), bench.device, seconds
-    for name, same in (("deterministic", True), ("free", False)):
-        times.append(bench.operation(f"attention {shape} {name}", gpu_probe.attention_kernels, *arguments, same))
-    rows = [[kernel, times[0][kernel], ms] for kernel, ms in times[1].items()]
-    return "None: not offered.\n" + machine.table(["kernel", "ms, the same bits every time", "ms, free"], rows)
-
-
-def profile(bench: Bench, shape: str) -> str:
-    """What takes the time of an update."""
-    config, out = bench.config(shape), str(bench.folder / f"profile {shape}")
-    return bench.operation(f"profile {shape}", gpu_probe.profile, config, out, limit=bench.limit(shape))
-
-
 def memory(bench: Bench, shape: str) -> str:
     """Peak memory (on a CPU that of the whole process) against the estimate by which --micro_batch_size=auto chooses."""
     run = bench.train(shape)
@@ -257,18 +238,12 @@ def questions() -> Iterator[tuple[str, Callable[[Bench], str]]]:
     yield from of_each("what does --compile=off cost?", change, compile="off")
     yield "Does a small model learn in float32 as on a CPU?", learns_as_on_a_cpu
     yield from of_each("what does --fp8=true gain?", change, fp8=True)
-    yield from of_each("which attention kernel?", attention)
-    yield from of_each("what takes the time of an update?", profile)
-    yield from of_each("is the memory that which was estimated?", memory)
+    yield from of_each("is the memory what was estimated?", memory)
 
 
 def tokens_per_second(run: dict) -> float:
     """Of a timed run, by its median update."""
     return 1000 * run["tokens_per_update"] / statistics.median(run["update_ms"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Asking, and keeping the answers
 
 
 def main(args: list[str]) -> int:
@@ -284,8 +259,7 @@ def main(args: list[str]) -> int:
         if not facts["gpus"] and not tiny:
             raise UserError("no CUDA device: these questions need a GPU and its torch; --tiny=true tries them on a CPU")
         out = Path(options.out or (work if tiny else machine.RESULTS), "gpu.json")
-        known = next((path for path in (out, machine.RESULTS / "gpu.json") if path.is_file()), None)
-        records = json.loads(known.read_text()) if known else {}
+        records = json.loads(out.read_text()) if out.is_file() else {}
         key = f"{'a CPU' if tiny else ' and '.join(facts['gpus'])}, torch {facts['torch']}, code {code_digest()}"
         record = records.setdefault(key, {"measurements": {}, "answers": {}})
         record |= facts | machine.describe()
@@ -314,7 +288,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--ask", default="", metavar="REGEX", help="only the questions whose title has this in it")
     parser.add_argument("--tiny", choices=("true", "false"), default="false", help="try all questions on a CPU")
     parser.add_argument("--nanogpt", default="", metavar="PATH", help="a checkout of nanoGPT, to compare with")
-    parser.add_argument("--out", default="", help="directory of gpu.json (bench/results)")
+    parser.add_argument("--out", default="", help="directory of gpu.json (runs/bench)")
     return parser.parse_args(args)
 
 

@@ -1,8 +1,5 @@
-"""The frame of all benchmarks, and what the tests share with them.
-
-Starting and killing train.py, reading what a run has left, measuring contenders in turns, and writing results together with the
-machine they are from.
-"""
+"""The frame of all benchmarks, and what the tests share with them: starting and killing train.py, reading what a run has left,
+measuring contenders in turns, and writing results together with the machine they are from."""
 
 import contextlib
 import importlib.metadata
@@ -24,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))  # before installed packages: one of them is called evaluate
 
 from common import cli, errors
 from common.errors import RunError, UserError
@@ -32,16 +29,12 @@ from common.files import publish_text, sha256
 from hardware.host import cores, cpu_name, memory_bytes
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench" / "results"
+RESULTS = str(ROOT / "runs" / "bench")  # not bench/results, which is tracked: that needs --out
 # Metrics that differ between equal runs.
 MEASURED = {"time", "tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
 # What holds a processor to fewer instructions, so that it does as an older one: in torch, in oneDNN and in Intel's MKL.
-PROCESSORS = {
-    "native": {},
-    "bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},  # no matrix unit
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-}
-Processor = Literal["native", "bfloat16", "avx2"]
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+Processor = Literal["native", "avx2"]
 # A model of 30 thousand parameters that still has every part, trained alike on every machine.
 TINY = dict(architecture="qwen3", n_layer=2, n_head=2, n_embd=32, seq_len=16, micro_batch_size=2, log_every=1)
 TINY |= dict(dtype="float32", compile="off", device="cpu", threads=1)
@@ -54,8 +47,8 @@ TINY_RUN |= dict(eval_every=0, eval_tokens=640, save_every=0)
 class Out:
     """The flag of all benchmarks."""
 
-    out: str = str(RESULTS)
-    """Directory of the results."""
+    out: str = RESULTS
+    """Directory of the results; those in bench/results are tracked."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +83,6 @@ def choose(description: str, **cases: tuple[type, Callable]) -> NoReturn:
             raise UserError(f"name the case first: python bench/{Path(sys.argv[0]).name} {'|'.join(cases)} [--flag=value ...]")
         print(f"{description}\nThe cases are {', '.join(cases)}; each has a --help of its own.")
         sys.exit(0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Starting and killing train.py
 
 
 def arguments(script: str | Path = "train.py", preset: str = "", **flags) -> list[str]:
@@ -189,15 +178,11 @@ def ready(config, steps: int) -> tuple:
     import data
     import train
 
-    run = train.prepare(config, train.join(config))
+    run = train.prepare(*train.settle(config, train.join(config)))
     upcoming = itertools.product(range(steps), run.world.share(run.config.micro_batches))
     prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
     train.warm_up(run)
     return run, prefetcher
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run has left
 
 
 def metrics(run: Path) -> list[dict]:
@@ -228,10 +213,6 @@ def digests(run: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in sorted(latest.glob("*.safetensors"))}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data, results and the machine they are from
-
-
 def prepare_tokens(directory: str) -> None:
     """Prepare the embedded corpus in `directory` if there is no dataset."""
     if not (ROOT / directory / "dataset.json").exists():
@@ -240,10 +221,7 @@ def prepare_tokens(directory: str) -> None:
 
 @contextlib.contextmanager
 def workspace():
-    """A directory for runs. It is removed at the end, also after SIGTERM.
-
-    It is in runs/, because a system may hold its temporary files in memory.
-    """
+    """A directory for runs in runs/ (a system may hold /tmp in memory). It is removed at the end, also after SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     (ROOT / "runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=ROOT / "runs") as directory:
@@ -252,24 +230,23 @@ def workspace():
 
 def act_as(processor: Processor) -> None:
     """Hold this process, before it imports torch, and those that it starts to the instructions of `processor`."""
-    os.environ.update(PROCESSORS[processor])
-    if processor != "native":  # the compiler's cache does not tell processors apart
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"torchinductor_as_{processor}"))
+    if processor == "avx2":  # the compiler's cache does not tell processors apart
+        os.environ.update(AVX2, TORCHINDUCTOR_CACHE_DIR=str(Path(tempfile.gettempdir(), "torchinductor_as_avx2")))
 
 
 def acted_as() -> Processor:
     """The processor that `act_as` has set."""
-    return next(name for name in reversed(PROCESSORS) if PROCESSORS[name].items() <= os.environ.items())
+    return "avx2" if AVX2.items() <= os.environ.items() else "native"
 
 
 def describe() -> dict:
     """This machine, its load, and the versions of what runs on it."""
-    gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     host = {"cpu": cpu_name(), "instructions": acted_as(), "cores": cores(), "memory_gib": round(memory_bytes() / 2**30, 1)}
+    host |= {"gpus": output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()}
     versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     versions |= {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     commit, load = output_of("git", "describe", "--always", "--dirty"), [round(load, 2) for load in os.getloadavg()]
-    return {"machine": host | {"gpus": gpus}, "versions": versions, "commit": commit, "load": load}
+    return {"machine": host, "versions": versions, "commit": commit, "load": load}
 
 
 def output_of(*command: str) -> str:
@@ -277,10 +254,10 @@ def output_of(*command: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
 
 
-def write(name: str, result: dict, directory: Path = RESULTS) -> Path:
-    """Publish `result` and the machine as DIRECTORY/NAME.json, NAME_avx2.json where it acted as avx2. Returns the path."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}{'' if acted_as() == 'native' else '_' + acted_as()}.json"
+def write(name: str, result: dict, out: str = RESULTS) -> Path:
+    """Publish `result` and the machine as OUT/NAME.json, NAME_avx2.json where it acted as avx2. Returns the path."""
+    path = Path(out, f"{name}{'' if acted_as() == 'native' else '_' + acted_as()}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     shown = [re.sub("=/.*/", "=", argument) for argument in sys.argv[1:]]  # without the paths of this machine
     record = {"command": [f"bench/{Path(sys.argv[0]).name}", *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
@@ -299,7 +276,7 @@ def hold_against(name: str, rows: Iterable[dict], config: Predictions, most: flo
         print(seen.format_map(found[-1]), flush=True)
     worst = max(abs(row["error"]) for row in found)
     if not config.only:
-        print(write(name, {"largest_error": worst, "settings": found}, Path(config.out)))
+        print(write(name, {"largest_error": worst, "settings": found}, config.out))
     print(f"largest error of {len(found)} predictions: {worst:.1%}")
     return int(worst > most)
 

@@ -1,11 +1,11 @@
 """Is anything lost if any one operation on files fails, or the power at any moment? `python bench/power_cut.py`
 
-Saves, prunes and resumes the checkpoints of a tiny model, joins the parts of a dataset and exports a model, on a disk (disk.py)
-where one operation after the other fails in every way that it can. Then cuts the power after each operation, and starts again
+Saves, prunes and resumes the checkpoints of a tiny model, prepares a dataset and exports a model, on a disk (disk.py) where one
+operation after the other fails in every way that it can. Then cuts the power after each operation, and starts again
 from all that the disk may hold then. After each case:
 
 - checkpoints: one is intact that is not older than the last one announced as saved, and the run goes on and saves.
-- a joined dataset: the same command makes it, byte for byte, and removes the parts.
+- a dataset: the same command makes it, byte for byte.
 - an export: it is there as a whole or not at all, and where it was announced it is there.
 
 The exit status is 0 only if this holds in every case.
@@ -34,9 +34,8 @@ import settings
 from checkpoints import checkpoint, retention
 from common import cli
 from common.errors import RunError, UserError
-from dataset import join
 from disk import Disk, Fault
-from model import initial_weights, without_values
+from model import initial_weights, on_meta
 from parallel.world import World
 from settings import Config
 
@@ -57,21 +56,25 @@ class Miniature:
         world = World(0, 1, 1, torch.device("cpu"))
         config = settings.replace(MODEL, **dict(async_save=False, save_every=0) | keep)
         self.state = checkpoint.load_state(found) if found else checkpoint.TrainState()
-        self.state.begin(config, DATASET, world, found is not None, None)
-        self.checkpoints = checkpoint.Checkpoints(checkpoints, config, DATASET, world, log, self.state.step)
-        self.checkpoints.begin()
-        weights = dict(initial_weights(without_values(config.model), self.state.step))
+        self.state.begin(cli.flat_values(config), DATASET.identity, world, found is not None, None)
+        model = on_meta(config.model)
+        weights = dict(initial_weights(model, self.state.step))
         self.engine = SimpleNamespace(
+            module=model,
+            world=world,
+            sharded=False,
             parameters=weights,
-            state=lambda _: {f"{name}.exp_avg": tensor for name, tensor in weights.items()},
+            optimizer_state=lambda: {f"{name}.exp_avg": tensor for name, tensor in weights.items()},
             gather=lambda tensors, _: tensors,
             scaler=SimpleNamespace(state_dict=dict),
         )
+        self.checkpoints = checkpoint.Checkpoints(checkpoints, config.checkpoint, self.engine, DATASET, log)
+        self.checkpoints.begin(self.state.step)
 
     def save(self, step: int, val_loss: float = math.nan) -> bool:
         """Save as at `step`, and evaluate. Returns whether it is announced as saved."""
         self.state.step, before = step, len(self.warnings)
-        self.checkpoints.save(self.state, self.engine, None, now=True)
+        self.checkpoints.save(self.state, now=True)
         self.checkpoints.finish(self.state)
         announced = not any("could not be written" in warning for warning in self.warnings[before:])
         self.checkpoints.evaluated(self.state, val_loss)
@@ -127,43 +130,39 @@ class Saves:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that makes the directory `made`, equal to `expected`. Repeating it makes it, too."""
+    """A command that makes a directory, after `begin`. Repeating it makes the same directory, too."""
 
     name: str
-    prepare: Callable[[Path], None]
-    run: Callable[[Path], None]
-    made: str
-    expected: str
+    begin: Callable[[Path], None]
+    make: Callable[[Path, str], None]
+
+    def prepare(self, root: Path) -> None:
+        self.begin(root)
+        self.make(root, "expected")
 
     def act(self, root: Path, promise) -> None:
-        self.run(root)
+        self.make(root, "made")
         promise(True)
 
     def problems(self, root: Path, promised: bool) -> list[str]:
-        if promised and not (root / self.made).exists():
-            return [f"the {self.made} directory was saved, and is not there"]
+        if promised and not (root / "made").exists():
+            return [f"the directory of {self.name} was saved, and is not there"]
         with contextlib.suppress(UserError):  # an export that is there is not made again
-            self.run(root)
-        return [] if content(root / self.made) == content(root / self.expected) else [f"{self.made} is another one"]
+            self.make(root, "made")
+        return [] if content(root / "made") == content(root / "expected") else [f"{self.name} is another one"]
 
 
-def prepare_parts(root: Path) -> None:
-    """A dataset made at once, and its two parts."""
-    lines = root / "lines.txt"
-    lines.mkdir()
+def write_text(root: Path) -> None:
+    """Text for a dataset of several shards."""
+    (root / "text").mkdir()
     for number in range(120):
-        (lines / f"{number}.txt").write_text(f"text {number} " * 10)
-    make = dict(sources=(str(lines),), tokenizer="bytes", shard_tokens=5000, val_fraction=0.2, workers=1)
-    prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "one"), **make))
-    for part in ("1/2", "2/2"):
-        prepare_data.prepare(prepare_data.PrepareConfig(out=str(root / "joined"), part=part, **make))
-    shutil.rmtree(lines)
+        (root / "text" / f"{number}.txt").write_text(f"text {number} " * 10)
 
 
-def prepare_export(root: Path) -> None:
-    """A run and its export."""
-    Miniature(root / "run" / "checkpoints").save(1)
-    export_to(root, "expected")
+def make_dataset(root: Path, name: str) -> None:
+    """Make a dataset of the text."""
+    make = dict(tokenizer="bytes", shard_tokens=5000, val_fraction=0.2, workers=1)
+    prepare_data.prepare(prepare_data.PrepareConfig((str(root / "text"),), out=str(root / name), **make))
 
 
 def export_to(root: Path, name: str) -> None:
@@ -184,8 +183,8 @@ SCENARIOS = [
     Saves("saves, the last one kept", intact=(70, 80), keep_last=1, keep_best=1),
     Saves("saves, three kept, an older one damaged", intact=(50, 60, 80), damaged=(70,), keep_last=3),
     Saves("saves in several files", intact=(80,), saves=(82, 84), keep_last=1, max_shard_bytes=64),
-    Command("join", prepare_parts, lambda root: join.join(root / "joined"), made="joined", expected="one"),
-    Command("export", prepare_export, lambda root: export_to(root, "out"), made="out", expected="expected"),
+    Command("dataset", write_text, make_dataset),
+    Command("export", lambda root: Miniature(root / "run" / "checkpoints").save(1), export_to),
 ]
 
 
@@ -271,7 +270,7 @@ def main(config: machine.Out) -> int:
         rows.append({"scenario": scenario.name, **counts, "examples": cases.broken[:5]})
         total.update(counts)
         print(scenario.name, counts, *cases.broken[:5], sep="\n    ", flush=True)
-    print(dict(total), machine.write("power_cut", {"total": total, "scenarios": rows}, Path(config.out)))
+    print(dict(total), machine.write("power_cut", {"total": total, "scenarios": rows}, config.out))
     return int(total["broken"] > 0)
 
 

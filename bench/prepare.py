@@ -1,8 +1,8 @@
 """How fast is prepare_data.py? `python bench/prepare.py [--build_nanogpt=PATH]`
 
-Measures prepare_data.py from the command to the finished dataset. Compares it with tiktoken alone, on all cores and with the
-text in memory already, and with the process pool of build-nanogpt's fineweb.py. All take turns, use one tokenizer and read one
-parquet file: the files of the embedded corpus, shuffled and repeated.
+Measures it from the command to the finished dataset, beside tiktoken alone, on all cores and with the text in memory already,
+and beside build-nanogpt's process pool (fineweb.py). All take turns, use one tokenizer and read one parquet file: the files of
+the embedded corpus, shuffled and repeated. Writes prepare.json.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ import machine  # puts the project's folder on the path
 from common.errors import UserError
 from forks import in_fresh_process
 from hardware.host import cores
-from machine import ratio, spread
 
 
 @dataclass(frozen=True)
@@ -39,30 +38,29 @@ def main(config: PrepareConfig) -> None:
     """Measure all in turns. Print and write MB of text a second."""
     script = Path(config.build_nanogpt).resolve() / "fineweb.py"
     if config.build_nanogpt and not script.exists():
-        raise UserError(f"--build_nanogpt={config.build_nanogpt} is no checkout of build-nanogpt")
+        raise UserError(f"--build_nanogpt={config.build_nanogpt} is not a checkout of build-nanogpt")
     with machine.workspace() as folder:
         text, tokenizer, outs = folder / "text.parquet", folder / "small" / "tokenizer.json", itertools.count()
         size = make_text(text, config.megabytes)
         machine.timed(["prepare_data.py", f"--out={tokenizer.parent}", "--tokenizer=train:4096"])
 
         def ours() -> float:
-            arguments = [text, f"--out={folder}/out{next(outs)}", f"--tokenizer={tokenizer}"]
-            return size / machine.timed(["prepare_data.py", *arguments]) / 1e6
+            return machine.timed(["prepare_data.py", text, f"--out={folder}/out{next(outs)}", f"--tokenizer={tokenizer}"])
 
         def theirs(seconds: Callable, *arguments) -> Callable[[], float]:
-            return lambda: size / in_fresh_process(seconds, *arguments, text, tokenizer) / 1e6
+            return lambda: in_fresh_process(seconds, *arguments, text, tokenizer)
 
-        contenders = {"ours, MB/s": ours}
+        contenders = {"ours": ours}
         for method in ("encode_ordinary_batch", "encode_to_numpy"):  # in its own threads; in ours
-            contenders[f"tiktoken {method}, MB/s"] = theirs(tiktoken_seconds, method)
+            contenders[f"tiktoken {method}"] = theirs(tiktoken_seconds, method)
         if config.build_nanogpt:
-            contenders["build-nanogpt, MB/s"] = theirs(build_nanogpt_seconds, script)
-        measured = machine.in_turns(config.rounds, contenders)
-    result = {name: spread(values) for name, values in measured.items()}
-    for name in [*contenders][1:]:
-        result[f"ours / {name.removesuffix(', MB/s')}"] = ratio(measured["ours, MB/s"], measured[name])
-    print(machine.write("prepare", {**result, "bytes": size}, Path(config.out)))
-    print(*(f"{name}: {value:.2f}" for name, value in result.items() if name.startswith("ours /")), sep="\n")
+            contenders["build-nanogpt"] = theirs(build_nanogpt_seconds, script)
+        seconds = machine.in_turns(config.rounds, contenders)
+    speeds = {name: [size / value / 1e6 for value in values] for name, values in seconds.items()}
+    ratios = {f"ours / {name}": machine.ratio(speeds["ours"], values) for name, values in speeds.items() if name != "ours"}
+    spreads = {f"{name}, MB/s": machine.spread(values) for name, values in speeds.items()}
+    print(machine.write("prepare", spreads | ratios | {"bytes": size}, config.out))
+    print(*(f"{name}: {value:.2f}" for name, value in ratios.items()), sep="\n")
 
 
 def make_text(path: Path, megabytes: int) -> int:
@@ -72,7 +70,7 @@ def make_text(path: Path, megabytes: int) -> int:
 
     from dataset.sources import embedded_corpus
 
-    files = [text for file in embedded_corpus() if (text := file.path.read_text(errors="replace"))]
+    files = [text for file in embedded_corpus() if (text := Path(file.path).read_text(encoding="utf-8", errors="replace"))]
     chance, size, schema = random.Random(0), 0, pyarrow.schema([("text", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         while size < megabytes * 1e6:
@@ -82,18 +80,18 @@ def make_text(path: Path, megabytes: int) -> int:
     return size
 
 
-def texts(path: Path) -> list[str]:
-    """The column of texts."""
+def read(path: Path, tokenizer: Path) -> tuple[list[str], object]:
+    """The column of texts, and tiktoken's encoding."""
     import pyarrow.parquet
 
-    return pyarrow.parquet.read_table(path)["text"].to_pylist()
+    from dataset.tokenizer import load
+
+    return pyarrow.parquet.read_table(path)["text"].to_pylist(), load(tokenizer, "train:4096").tiktoken
 
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
     """Seconds that tiktoken takes to encode the texts on all cores. They are in memory already."""
-    from dataset.tokenizer import load
-
-    documents, encoding = texts(path), load(tokenizer).tiktoken
+    documents, encoding = read(path, tokenizer)
     began = time.perf_counter()
     if method == "encode_ordinary_batch":
         encoding.encode_ordinary_batch(documents, num_threads=cores())
@@ -110,10 +108,9 @@ def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
 
     import tiktoken
 
-    from dataset.tokenizer import load
-
     multiprocessing.set_start_method("fork", force=True)  # its workers need the global variables of its main process
-    documents, encoding = [{"text": text} for text in texts(path)], load(tokenizer).tiktoken
+    texts, encoding = read(path, tokenizer)
+    documents = [{"text": text} for text in texts]
     sys.modules["datasets"] = types.ModuleType("datasets")
     sys.modules["datasets"].load_dataset = lambda *_, **__: documents
     tiktoken.get_encoding = lambda _: encoding

@@ -3,8 +3,8 @@
 python bench/same_run.py
 
 Trains one run on 1, 2, 3 and 4 ranks. Trains it once more with kills, after each of which it continues on another number of
-ranks. Draws all losses into bench/results/same_run.png and prints the sha256 of every run's final files. The exit status is 0
-only if all runs under --strategy=exact are the same, bit for bit. About ten minutes on two cores.
+ranks. Draws all losses into same_run.png and prints the sha256 of every run's final files. The exit status is 0 only if all
+runs under --strategy=exact are the same, bit for bit. About ten minutes on two cores.
 """
 
 import random
@@ -31,6 +31,26 @@ class SameRunConfig(machine.Options):
     max_ranks: int = 4
     kills: int = 6
     """How often the disturbed run is killed. Each time it continues on another number of ranks."""
+
+
+def main(config: SameRunConfig) -> int:
+    """The command."""
+    if config.max_ranks < 2 or config.steps < config.kills + 1:
+        raise UserError("--max_ranks must be at least 2, and --steps more than --kills")
+    machine.prepare_tokens(config.tokens)
+    strategies = ["ddp", "exact"] if config.strategy == "both" else [config.strategy]
+    with machine.workspace() as runs:
+        ranks = [*range(1, config.max_ranks + 1), None]
+        groups = {strategy: [train(config, strategy, n, runs) for n in ranks] for strategy in strategies}
+    rows = [
+        {**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows[0]))}
+        for rows in groups.values()
+        for row in rows
+    ]
+    result = {"flags": FLAGS, "steps": config.steps, "same": {name: all_the_same(rows) for name, rows in groups.items()}}
+    print(path := machine.write("same_run", result | {"runs": rows}, config.out))
+    draw(groups, path.with_suffix(".png"))
+    return report(groups)
 
 
 def train(config: SameRunConfig, strategy: str, ranks: int | None, runs: Path) -> dict:
@@ -96,8 +116,7 @@ def draw(groups: dict[str, list[dict]], out: Path) -> None:
         upper.plot(kills, [losses(rows[-1])[step - 1] for step in kills], label="SIGKILL", **KILL)
         upper.set_title(f"--strategy={strategy}: {verdict(rows)}", loc="left")
         lower.set_yscale("symlog", linthresh=1e-8)
-        lower.set_ylim(-2e-9, 2e-2)
-        lower.set_xlabel("step")
+        lower.set(xlabel="step", ylim=(-2e-9, 2e-2))
         for axis in (upper, lower):
             axis.grid(color="0.91", linewidth=0.8)
             axis.spines[["top", "right"]].set_visible(False)
@@ -122,25 +141,6 @@ def report(groups: dict[str, list[dict]]) -> int:
             print(f"{strategy:<6} {row['run']:<7} {' '.join(row[file][:12] for file in FILES)} {distance:.1e} on {ranks} ranks")
         print(f"{strategy}: {verdict(rows)}" + ", the same optimizer state and metrics" * all_the_same(rows))
     return int("exact" in groups and not all_the_same(groups["exact"]))
-
-
-def main(config: SameRunConfig) -> int:
-    """The command."""
-    if config.max_ranks < 2 or config.steps < config.kills + 1:
-        raise UserError("--max_ranks must be at least 2, and --steps more than --kills")
-    machine.prepare_tokens(config.tokens)
-    strategies, ranks = ["ddp", "exact"] if config.strategy == "both" else [config.strategy], range(1, config.max_ranks + 1)
-    with machine.workspace() as runs:
-        groups = {strategy: [train(config, strategy, n, runs) for n in (*ranks, None)] for strategy in strategies}
-    draw(groups, Path(config.out) / "same_run.png")
-    result = {"flags": FLAGS, "steps": config.steps, "same": {name: all_the_same(rows) for name, rows in groups.items()}}
-    result["runs"] = [
-        {**row, "metrics": len(row["metrics"]), "largest_distance": max(drift(row, rows[0]))}
-        for rows in groups.values()
-        for row in rows
-    ]
-    print(machine.write("same_run", result, Path(config.out)))
-    return report(groups)
 
 
 if __name__ == "__main__":

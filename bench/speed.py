@@ -58,10 +58,6 @@ def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps
-
-
 @dataclass(frozen=True)
 class StepsConfig(Comparison):
     steps: int = 30
@@ -107,7 +103,7 @@ def steps(config: StepsConfig) -> None:
     ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in measured if name.startswith("nanoGPT")}
     ratios[f"a step / its products, {best}"] = ratio(measured[products], measured[best])
     result = {name: spread(values) for name, values in measured.items()} | ratios
-    print(machine.write("tokens_per_second", result, Path(config.out)))
+    print(machine.write("tokens_per_second", result, config.out))
     print(*(f"{name}: {value:.3f}" for name, value in ratios.items()), sep="\n")
 
 
@@ -136,20 +132,15 @@ def products_alone(dtype: str) -> float:
     host.prepare_torch()
     import torch
 
-    width, rows = SHAPE["n_embd"], BATCH * SEQ_LEN
+    width, rows, seconds = SHAPE["n_embd"], BATCH * SEQ_LEN, []
     shapes = [*[(width, width)] * 4, (width, 4 * width), (4 * width, width)] * SHAPE["n_layer"] + [(width, 128)]
-    kind, seconds = getattr(torch, dtype), []
-    tensors = [[torch.randn(a, b).to(kind) for a, b in ((rows, i), (o, i), (rows, o))] for i, o in shapes]
+    tensors = [[torch.randn(a, b).to(getattr(torch, dtype)) for a, b in ((rows, i), (o, i), (rows, o))] for i, o in shapes]
     for _ in range(12):
         began = time.perf_counter()
         for x, weight, grad in tensors:
             x @ weight.T, grad @ weight, grad.T @ x
         seconds.append(time.perf_counter() - began)
     return rows / statistics.median(seconds[2:])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The time to a loss
 
 
 @dataclass(frozen=True)
@@ -180,7 +171,7 @@ def loss(config: LossConfig) -> None:
         losses = {"ours": own, "nanoGPT": in_fresh_process(nanogpt_loss, peer)}
     faster = ratio(seconds["nanoGPT, s"], seconds["ours, s"])
     result = {"seconds": {name: spread(values) for name, values in seconds.items()}, "losses": losses, "times_faster": faster}
-    print(machine.write("time_to_loss", result | {"target_loss": TARGET_LOSS}, Path(config.out)))
+    print(machine.write("time_to_loss", result | {"target_loss": TARGET_LOSS}, config.out))
     print(f"losses {losses}, the target is {TARGET_LOSS}; {faster:.2f} times faster than nanoGPT")
 
 

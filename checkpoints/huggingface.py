@@ -1,7 +1,7 @@
 """Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
-transformers and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits).
-`read_model` reads what transformers writes. Only JSON and safetensors are read and written.
+transformers and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits), and `read_model`
+reads what transformers writes.
 """
 
 import dataclasses
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from checkpoints import tensor_files
 from common import files
-from common.cli import similar_runs
 from common.errors import UserError
 from common.records import Size
-from dataset import hub
 from dataset.tokenizer import Definition
-from model import without_values
+from model import on_meta
 from settings import ModelConfig, resolve_model
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -48,12 +46,13 @@ ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
 # What `rope_scaling` of the settings lists, in its order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
+GPT2_MODULES = {"embed": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h"}
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
 
 Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
 Positive = Annotated[float, Meta(gt=0)]
 Rope = TypedDict("Rope", dict.fromkeys(LLAMA3_ROPE, Positive))
-# What config.json has inside it: the rotary positions, as transformers 5 or 4 calls them, and the type of each layer.
+# What config.json nests: the rotary positions, as transformers 5 or 4 calls them, and the type of each layer.
 Nested = TypedDict(
     "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
 )
@@ -88,21 +87,17 @@ class LlamaJson(Struct, kw_only=True):
     rope_theta: Positive = 10000.0
 
 
-def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.float32) -> dict:
+def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
     """The content of config.json, complete, for weights of `dtype`. It has the keys of transformers 4 and those of 5."""
-    end = eot_token if eot_token < config.vocab_size else None  # a model on characters may have none
+    named = structs.fields(Gpt2Json if config.architecture == "gpt2" else LlamaJson)
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
-        "bos_token_id": end,
-        "eos_token_id": end,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), eot_token),
         "initializer_range": 0.02,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "dtype": str(dtype).removeprefix("torch."),
+        **dict.fromkeys(("torch_dtype", "dtype"), str(dtype).removeprefix("torch.")),
         "use_cache": True,
-    }
-    named = structs.fields(Gpt2Json if config.architecture == "gpt2" else LlamaJson)
-    common |= {setting.encode_name: getattr(config, setting.name) for setting in named}
+    } | {setting.encode_name: getattr(config, setting.name) for setting in named}
     if config.architecture == "gpt2":
         return common | {
             "n_ctx": config.seq_len,
@@ -126,7 +121,7 @@ def config_json(config: ModelConfig, eot_token: int, dtype: torch.dtype = torch.
 def read_config(directory: Path) -> ModelConfig:
     """The model that the config.json of `directory` describes, with dropout 0 because training chooses that.
 
-    Raises UserError, which names the key, if the model's arithmetic is not exactly one of ours.
+    Raises UserError, which names the key, if its arithmetic is not exactly one of ours.
     """
     path = directory / "config.json"
     config = files.read_json(path)
@@ -144,21 +139,18 @@ def read_config(directory: Path) -> ModelConfig:
     values = structs.asdict(files.decode(found, Gpt2Json if architecture == "gpt2" else LlamaJson, str(path)))
     if architecture == "gpt2":
         values["gelu"] = "erf" if found.get("activation_function") == "gelu" else "tanh"
-    else:
-        values["rope_scaling"] = read_rope_scaling(found, path)
-    model = resolve_model(ModelConfig(architecture, **values), 0)
-    if architecture == "gpt2" and model.n_embd % model.n_head:
-        raise UserError(f"{path}: n_embd = {model.n_embd} is not a multiple of n_head = {model.n_head}")
-    if model.n_head % model.n_kv_head:
-        raise UserError(f"{path}: {model.n_kv_head} key/value heads do not divide {model.n_head} heads")
-    return model
+    elif (rope_type := found.get("rope_type", found.get("type", "default"))) == "llama3":
+        factors = {"original_max_position_embeddings": found["max_position_embeddings"]} | found
+        factors = files.decode(factors, Rope, str(path))
+        values["rope_scaling"] = ",".join(str(factors[key]).removesuffix(".0") for key in LLAMA3_ROPE)
+    elif rope_type != "default":
+        raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
+    unset = {name: "auto" for name, value in values.items() if value is None}
+    return resolve_model(ModelConfig(architecture, **values | unset), 0)
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
-    """`model` with the architecture and the shape of a model `directory`, all but the context, which may be shorter.
-
-    Raises UserError.
-    """
+    """`model` with the shape of a model `directory`, except for the context, which may be shorter. Raises UserError."""
     found = read_config(directory)
     if found.seq_len < model.seq_len:
         longest = f"{directory} has a context of {found.seq_len}; --seq_len={found.seq_len} is the most"
@@ -166,39 +158,31 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
 
 
-def read_rope_scaling(found: dict, path: Path) -> str:
-    """Our `rope_scaling` for what a config.json and its rotary positions have `found`. Raises UserError."""
-    rope_type = found.get("rope_type", found.get("type", "default"))
-    if rope_type == "default":
-        return ""
-    if rope_type != "llama3":
-        raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
-    found = {"original_max_position_embeddings": found["max_position_embeddings"]} | found
-    factors = files.decode(found, Rope, str(path))
-    return ",".join(str(factors[key]).removesuffix(".0") for key in LLAMA3_ROPE)
-
-
-def module_names(config: ModelConfig) -> dict[str, str]:
-    """Their name for each of our modules. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
+def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
+    """Their name for each of our parameters `ours`. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
     if config.architecture == "gpt2":
-        layer = "transformer.h"
-        names = {"embed": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f"}
+        modules = {ours: f"transformer.{theirs}" for ours, theirs in GPT2_MODULES.items()}
         block = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
         block |= {f"attn.{x}": "attn.c_attn" for x in "qkv"}
     else:
-        layer = "model.layers"
-        names = {"embed": "model.embed_tokens", "norm": "model.norm"}
+        modules = {"embed": "model.embed_tokens", "norm": "model.norm", "blocks": "model.layers"}
         block = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
         block |= {f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"} | {f"attn.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
         block |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-    names |= {f"blocks.{i}.{our}": f"{layer}.{i}.{their}" for i in range(config.n_layer) for our, their in block.items()}
-    return names | {"head": "lm_head"}
+    modules["head"], names = "lm_head", {}
+    for name in ours:
+        module, _, leaf = name.rpartition(".")  # such as blocks.0.attn.q and weight
+        if module.startswith("blocks."):
+            _, layer, part = module.split(".", 2)
+            names[name] = f"{modules['blocks']}.{layer}.{block[part]}.{leaf}"
+        else:
+            names[name] = f"{modules[module]}.{leaf}"
+    return names
 
 
-def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
-    """Their name for each of our parameters `ours`."""
-    modules = module_names(config)
-    return {name: f"{modules[module]}.{leaf}" for name in ours for module, _, leaf in [name.rpartition(".")]}
+def is_transposed(theirs: str, ndim: int) -> bool:
+    """Whether their tensor is a matrix of GPT-2's Conv1D, which is ours transposed."""
+    return ndim == 2 and theirs.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
 
 
 def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float, bytes_each: int = 4) -> tensor_files.Layout:
@@ -210,150 +194,55 @@ def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float
 
 
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape our parameters, all or some, to theirs. GPT-2 keeps its matrices transposed, and q, k and v in one."""
+    """Rename and reshape our parameters, all or some, to theirs. q, k and v come together."""
     tensors = {}
     for name, theirs in tensor_names(state, config).items():
         value = state[name]
-        if theirs in tensors:  # c_attn, complete since the first of its three parts
-            continue
         if "c_attn" in theirs:
             module, _, leaf = name.rpartition(".")  # the leaf is weight or bias
+            if not module.endswith(".q"):
+                continue
             value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
-        tensors[theirs] = value.t() if is_conv1d(theirs, value.ndim) else value  # `tensor_files.write` makes it contiguous
+        tensors[theirs] = value.t() if is_transposed(theirs, value.ndim) else value  # `Layout.write` makes it contiguous
     return tensors
 
 
-def from_hf(tensors: dict[str, tensor_files.Stored], config: ModelConfig) -> dict[str, tensor_files.Stored]:
-    """Find our parameters in their `tensors`: the inverse of `to_hf`.
+def from_hf(tensors: dict[str, tensor_files.LazyTensor], config: ModelConfig) -> dict[str, tensor_files.LazyTensor]:
+    """Find our parameters in their `tensors`: the inverse of `to_hf`. Raises UserError.
 
-    Names may lack the leading `transformer.` or `model.`; buffers and a tied head are left out. Raises UserError if a tensor is
-    missing, unknown, or of the wrong shape or type.
+    Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head are left out.
     """
-    root = module_names(config)["embed"].partition(".")[0] + "."
+    shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
+    names, found = tensor_names(shapes, config), {}
+    root = names["embed.weight"].partition(".")[0] + "."
     if not any(name.startswith(root) for name in tensors):
         tensors = {name if name.startswith("lm_head.") else root + name: value for name, value in tensors.items()}
-    buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-    unknown = {name for name in tensors if not name.endswith(buffers)}
-    if config.tie_embeddings:
-        unknown.discard("lm_head.weight")
-    shapes = {name: tuple(parameter.shape) for name, parameter in without_values(config).named_parameters()}
-    found, missing = {}, []
-    for name, theirs in tensor_names(shapes, config).items():
-        shape = shapes[name]
-        if theirs not in tensors:
-            missing.append(theirs)
-            continue
-        value, part = tensors[theirs], 3 if "c_attn" in theirs else 1
-        transposed = is_conv1d(theirs, len(value.shape))
-        unknown.discard(theirs)
+    unused = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
+    missing = sorted(set(names.values()) - tensors.keys())
+    unknown = sorted(name for name in tensors.keys() - set(names.values()) if not name.endswith(unused))
+    if missing or unknown:
+        problem = f"no {', '.join(missing[:3])}" if missing else f"unknown {', '.join(unknown[:3])}"
+        raise UserError(f"the weights are not those of config.json: {problem}")
+    for name, theirs in names.items():
+        shape, value, parts = shapes[name], tensors[theirs], 3 if "c_attn" in theirs else 1
+        transposed = is_transposed(theirs, len(value.shape))
         if value.dtype not in FLOATS:
             raise UserError(f"{theirs} is {value.dtype}; only weights in {', '.join(FLOATS)} are read")
-        if value.shape[:: -1 if transposed else 1] != (part * shape[0], *shape[1:]):
-            raise UserError(
-                f"{theirs} has the wrong shape: {list(value.shape)} does not hold {name}, {list(shape)} by config.json"
-            )
-        first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if part == 3 else 0
+        if value.shape[:: -1 if transposed else 1] != (parts * shape[0], *shape[1:]):
+            raise UserError(f"{theirs} has the wrong shape: {list(value.shape)}; by config.json {name} has {list(shape)}")
+        first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if parts == 3 else 0
         found[name] = dataclasses.replace(value, shape=shape, transposed=transposed, first=first)
-    if missing or unknown:
-        faults = [f"{word} {', '.join(sorted(names)[:3])}" for word, names in (("no", missing), ("unknown", unknown)) if names]
-        raise UserError(f"the weights are not those of config.json: {'; '.join(faults)}")
     return found
 
 
-def is_conv1d(name: str, ndim: int) -> bool:
-    """Whether their tensor `name` is a matrix of GPT-2's Conv1D, which is ours transposed."""
-    return ndim == 2 and name.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
+def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, tensor_files.LazyTensor]]:
+    """Open a Hugging Face model: its parameters by our names, to be read by rows. Raises UserError.
 
-
-def write_model(
-    directory: Path,
-    state: dict[str, Tensor],
-    config: ModelConfig,
-    tokenizer: Path | None,
-    eot_token: int,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: float = math.inf,
-) -> None:
-    """Write a Hugging Face model into the existing `directory`. The same input gives the same bytes.
-
-    max_shard_size: bytes of tensors in a file, as far as one tensor has no more. See `write_description` for the tokenizer.
-    """
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    files_of_model = layout(shapes, config, max_shard_size, dtype.itemsize)
-    tensor_files.write(directory, files_of_model, to_hf(state, config), dtype)
-    files_of_model.write_index(directory)
-    write_description(directory, config, tokenizer, eot_token, dtype)
-
-
-def write_description(
-    directory: Path, config: ModelConfig, tokenizer: Path | None, eot_token: int, dtype: torch.dtype = torch.float32
-) -> None:
-    """Write all files of a Hugging Face model but its weights, which have `dtype`.
-
-    tokenizer: a tokenizer.json, a dataset directory that has one, or None to write a model without one.
-    """
-    tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
-    tensor_files.write_json(directory / "generation_config.json", special)
-    if tokenizer is None:
-        return
-    tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.seq_len,
-        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), token_text(tokenizer, eot_token)),
-        "clean_up_tokenization_spaces": False,
-    }
-    tensor_files.write_json(directory / "tokenizer_config.json", settings)
-
-
-def vocabulary(tokenizer: Path) -> dict[int, str]:
-    """The tokens of a tokenizer.json by id. Raises UserError."""
-    definition = files.read_json(tokenizer, Definition)
-    tokens = {i: text for text, i in definition.model.vocab.items()}
-    return tokens | {item["id"]: item["content"] for item in definition.added_tokens}
-
-
-def token_text(tokenizer: Path, token: int) -> str:
-    """How a tokenizer.json spells a token. Raises UserError."""
-    tokens = vocabulary(tokenizer)
-    if token not in tokens:
-        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text; prepare the text again")
-    return tokens[token]
-
-
-def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
-    """Check that a model directory has the tokenizer of a dataset: the same token by every id of the dataset's.
-
-    tokenizer: the dataset's tokenizer.json, if it has one. Returns what could not be checked. Raises UserError if they differ:
-    the weights know nothing about tokens with other meanings.
-    """
-    path = directory / "tokenizer.json"
-    if not tokenizer or not path.exists():
-        which = directory if tokenizer else "the dataset"
-        unknown = "it cannot be checked that the weights and the tokens use the same tokenizer"
-        return [f"warning: {which} has no tokenizer.json, so {unknown}"]
-    theirs = vocabulary(path)
-    for i, token in sorted(vocabulary(tokenizer).items()):
-        if theirs.get(i) != token:
-            raise UserError(
-                f"the tokens were made with another tokenizer than that of {directory}: token {i} is {token!r} in {tokenizer} "
-                f"and {theirs.get(i)!r} there; prepare the text again with --tokenizer={path}"
-            )
-    return []
-
-
-def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, tensor_files.Stored]]:
-    """Open a Hugging Face model of whole or sharded safetensors: its parameters by our names, to be read by rows.
-
-    seq_len: a shorter context to cut the model to (learned positions lose their last rows). Raises UserError.
+    seq_len: a shorter context to cut the model to (learned positions lose their last rows).
     """
     config = read_config(directory)
-    tensors = tensor_files.open_tensors(directory, "model")
     try:
-        found = from_hf(tensors, config)
+        found = from_hf(tensor_files.open_tensors(directory, "model"), config)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from None
     if seq_len and seq_len < config.seq_len:
@@ -369,23 +258,74 @@ def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
 
 
-def find_model(name: str, patterns: Iterable[str] = ("*.safetensors", "*.json")) -> Path:
-    """The model directory that `name` means: itself, or a model of the Hugging Face hub (or its cache).
+def write_model(
+    directory: Path,
+    state: dict[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Path | None,
+    eot_token: int | None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: float = math.inf,
+) -> None:
+    """Write a Hugging Face model into `directory`, weights in files of `max_shard_size` bytes. See `write_description`."""
+    files_of_model = layout({name: tuple(value.shape) for name, value in state.items()}, config, max_shard_size, dtype.itemsize)
+    files_of_model.write(directory, to_hf(state, config), dtype)
+    files_of_model.write_index(directory)
+    write_description(directory, config, tokenizer, eot_token, dtype)
 
-    patterns: which files to download from the hub. Raises UserError.
+
+def write_description(
+    directory: Path, config: ModelConfig, tokenizer: Path | None, eot_token: int | None, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write all files of a Hugging Face model but its weights, which have `dtype`.
+
+    tokenizer: a tokenizer.json, or None for a model without one. eot_token: None for tokens without an end-of-text.
     """
-    path = Path(name)
-    if (path / "config.json").exists():
-        return path
-    if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-        nanogpt = "; tools/convert_nanogpt.py makes one of nanoGPT's checkpoint" if path.suffix in (".pt", ".pth") else ""
-        raise UserError(f"{name} is neither a run nor a model directory, which has a config.json{nanogpt}{similar_runs(name)}")
-    try:
-        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
+    tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
+    tensor_files.write_json(directory / "generation_config.json", special)
+    if tokenizer is None:
+        return
+    (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    special = ("bos_token", "eos_token", "unk_token", "pad_token")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
+        **(dict.fromkeys(special, token_text(tokenizer, eot_token)) if eot_token is not None else {}),
+        "clean_up_tokenization_spaces": False,
+    }
+    tensor_files.write_json(directory / "tokenizer_config.json", settings)
 
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except Exception as error:  # a name that is none, no such model, no network, no disk: the way out is the same
-        reason = hub.explain(error, getattr(getattr(error, "response", None), "status_code", None))
-        raise UserError(
-            f"{name} is no directory here, and the Hugging Face hub does not give it: {reason}{similar_runs(name)}"
-        ) from None
+
+def vocabulary(tokenizer: Path) -> dict[int, str]:
+    """The tokens of a tokenizer.json by id. Raises UserError."""
+    definition = files.read_json(tokenizer, Definition)
+    tokens = {i: text for text, i in definition.model.vocab.items()}
+    return tokens | {item["id"]: item["content"] for item in definition.added_tokens}
+
+
+def token_text(tokenizer: Path, token: int) -> str:
+    """How a tokenizer.json spells a token. Raises UserError."""
+    if (text := vocabulary(tokenizer).get(token)) is None:
+        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text; prepare the text again")
+    return text
+
+
+def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
+    """Check that a model directory's tokenizer has the same token for every id of a dataset's. Raises UserError.
+
+    Returns what could not be checked: one of them may have none.
+    """
+    path = directory / "tokenizer.json"
+    if not tokenizer or not path.exists():
+        unknown = "it cannot be checked that the weights and the tokens use the same tokenizer"
+        return [f"warning: {directory if tokenizer else 'the dataset'} has no tokenizer.json, so {unknown}"]
+    theirs = vocabulary(path)
+    for i, token in sorted(vocabulary(tokenizer).items()):
+        if theirs.get(i) != token:
+            raise UserError(
+                f"the tokens were made with another tokenizer than that of {directory}: token {i} is {token!r} in {tokenizer} "
+                f"and {theirs.get(i)!r} there; prepare the text again with --tokenizer={path}"
+            )
+    return []

@@ -1,40 +1,39 @@
 """Which checkpoint or model a command starts from, and which settings a run that goes on may change."""
 
-import os
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import settings
 from checkpoints import huggingface
-from checkpoints.checkpoint import Origin, TrainState, load_state
-from checkpoints.retention import MANIFEST, fault, newest, published, strangers
+from checkpoints.checkpoint import Origin, TrainState, load_state, while_others_wait
+from checkpoints.retention import MANIFEST, find_damage, newest, published
 from common import cli, files
-from common.errors import UserError
+from common.errors import UserError, refuse
 from data import Mixture
-from model import GPT
+from model import GPT, on_meta
 from parallel.world import World
 from settings import Config, ModelConfig
 
-# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees.
-FIXED = [*cli.flat_fields(ModelConfig), "order", "attend", "seed", "tokens_per_update", "optimizer"]
+# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees. Its weights, too, taken
+# by a new run with the optimizer's state, keep the first group.
+OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
+FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
+SILENT = {"name", "out_dir", "resume", "tokens", "prepare_command"}  # what may change without a note
 
 
 def find(name: str) -> tuple[Path, list[str]]:
-    """The checkpoint that a user means by the path of a checkpoint or of a run (its newest intact one), and warnings.
-
-    Raises UserError where there is none.
-    """
+    """The checkpoint at a path, or the newest intact one of the run there, and warnings. Raises UserError."""
     path = Path(name)
     if (path / MANIFEST).exists():
-        if reason := fault(path):
+        if reason := find_damage(path):
             raise UserError(f"{path} is damaged: {reason}")
         return path, []
     found, damaged = newest(path / "checkpoints")
     if found is None:
         if (path / "metrics.jsonl").exists() and not damaged:
             raise UserError(f"{path} has no checkpoint yet; the first one comes at step --save_every, or when the run stops")
-        what = f"{path} is neither a run with an intact checkpoint nor a checkpoint{cli.similar_runs(name)}"
-        raise UserError("\n       ".join([what, *damaged]))
+        refuse([f"{path} is neither a run with an intact checkpoint nor a checkpoint{cli.similar_runs(name)}", *damaged])
     return found, damaged
 
 
@@ -50,120 +49,89 @@ class Start:
 
     @property
     def weights(self) -> Path | None:
-        """The directory that the weights come from, if they are not made from scratch."""
+        """The directory that the weights come from, unless they are made from scratch."""
         return self.checkpoint or self.pretrained
 
-    def shape(self, config: Config) -> Path | None:
-        """The directory that gives the shape of the model, where the settings do not; also when a run continues."""
-        return self.weights if config.model.init_from != "scratch" else None
-
     def settle(self, config: Config) -> Config:
-        """`config` with what the start decides: the very checkpoint that the run began from, for config.toml.
-
-        A complete run keeps its checkpoints, whatever the settings say now.
-        """
+        """`config` with what the start decides: the shape of the model, the checkpoint that it began from, and what stays."""
+        if config.model.init_from != "scratch":
+            config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
         if self.checkpoint is None:
             return config
         before = self.state.config
         began_from = before.run.resume if self.continues else str(self.checkpoint)
         if began_from not in ("auto", "off"):
             config = settings.replace(config, resume=began_from)
-        if self.continues and self.state.step >= config.train.steps:
+        if self.continues and self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
             config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
         return config
 
 
-def find_start(run: Path, config: Config, dataset: Mixture, world: World) -> Start:
+def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World) -> Start:
     """Where a run begins. The master looks for it, and all ranks open the same. Raises UserError."""
-    checkpoint, pretrained, notes = world.from_master(search(run, config, dataset) if world.is_master else None)
-    continues = checkpoint is not None and checkpoint.parent.parent == run
+    checkpoint, pretrained, notes = while_others_wait(world, lambda: search(run, resume, init_from, dataset))
     state = load_state(checkpoint) if checkpoint else TrainState()
-    if continues:
-        check_origin(state, config, dataset)
-    return Start(state, checkpoint, pretrained, continues, notes)
+    return Start(state, checkpoint, pretrained, checkpoint is not None and checkpoint.parent.parent == run, notes)
 
 
-def search(run: Path, config: Config, dataset: Mixture) -> tuple[Path | None, Path | None, list[str]]:
-    """The checkpoint that a run starts from, or else the model directory that gives its weights, or neither: from scratch.
-
-    Also returns what the user should know about the choice. Raises UserError.
-    """
-    if dataset.tokenizer:  # a save needs it, and the first one may be hours away
+def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> tuple[Path | None, Path | None, list[str]]:
+    """The checkpoint that a run starts from, the model directory that gives its weights alone, and notes. Raises UserError."""
+    if dataset.tokenizer and dataset.eot_token is not None:  # a save needs it, and the first one may be hours away
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
-    dataset.document_token(config.data.attend)  # refuses tokens without documents
-    checkpoints, resume, start, pretrained = run / "checkpoints", config.run.resume, None, None
-    if os.path.lexists(checkpoints) and not checkpoints.is_dir():
-        raise UserError(f"{checkpoints} is not a directory; move it elsewhere")
-    existing, others = published(checkpoints), strangers(checkpoints)
-    notes = [f"left alone in {checkpoints}: {files.shortened(others)}"] if others else []
-    if resume == "off" and existing:
-        raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
-    if existing:
-        start, damaged = newest(checkpoints)
+    start, pretrained, notes = None, None, []
+    if published(run / "checkpoints"):
+        if resume == "off":
+            raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
+        start, damaged = newest(run / "checkpoints")
         if start is None:
-            raise UserError("\n       ".join([f"no checkpoint in {run} is intact; delete it to start over", *damaged]))
+            refuse([f"no checkpoint in {run} is intact; delete it to start over", *damaged])
         notes += [f"--resume={resume} is for a new run and is not read"] if resume != "auto" else []
         return start, None, [*notes, *damaged, f"continuing from {start}"]
     if resume not in ("auto", "off"):
         start, damaged = find(resume)
         notes += [*damaged, f"starting from {start}"]
-    elif config.model.init_from != "scratch":
-        pretrained, damaged = find_model(config.model.init_from)
+    elif init_from != "scratch":
+        pretrained, damaged = find_model(init_from)
         notes += [*damaged, f"starting with the weights of {pretrained}, whose shape overrides settings and flags"]
     if start or pretrained:
         notes += huggingface.check_tokenizer(start or pretrained, dataset.tokenizer)
     return start, pretrained, notes
 
 
-def check_origin(state: TrainState, config: Config, dataset: Mixture) -> None:
-    """Raise UserError if a run that continues has other tokens, or other first weights, than it began with."""
-    refused, before = [], state.config.model.init_from
-    if config.model.init_from != before:
-        refused.append(f"--init_from={config.model.init_from}, and the run began with {before}")
-    if state.dataset != dataset.identity:
-        tokens = state.config.data.tokens
-        refused.append(f"--tokens={config.data.tokens} is not the same tokens in the same shares as {tokens} was")
-    if refused:
-        raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config)}"]))
-
-
-def another_run(config: Config) -> str:
-    """How to start another run than the one that `config` means."""
-    return f"or start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
-
-
-def check_changes(start: Start, config: Config, dataset: Mixture) -> list[str]:
+def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
     """A line for each setting that differs from the checkpoint's. Raises UserError for one that may not.
 
-    The model and the data of a run that continues are fixed. A new run from its checkpoint may change the data.
+    dataset: its identity. A run keeps its model and its data; a new run from its checkpoint may change the data.
     """
-    state, own = start.state, start.continues
-    now, before = cli.flat_values(config), state.settings
+    state, own, done, run = start.state, start.continues, start.state.step, Path(config.run.out_dir, config.run.name)
+    now, before, was = cli.flat_values(config), settings.modernize(state.settings), state.config
+    fixed = FIXED if own else OF_WEIGHTS
     changed = [name for name in now if name in before and now[name] != before[name]]
-    fixed = FIXED if own else [*cli.flat_fields(ModelConfig), "optimizer"]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
-    seen_otherwise = seen_by(state.step, state.config.skipped_batches) != seen_by(state.step, config.skipped_batches)
-    skip = f"--skip_steps={config.data.skip_steps} changes what one of the {state.step} steps that are done saw"
-    if own and seen_otherwise:
+    other_tokens = state.dataset not in ("", dataset)
+    if own and other_tokens:
+        refused.append(f"--tokens={now['tokens']} is not the same tokens in the same shares as {was.data.tokens} was")
+        if now["tokens"] == was.data.tokens and "," in was.data.tokens:  # shares were 1/2^24 once
+            refused.append(f"weights are now rounded to 1/4,096; --name=NEW --resume={run} continues with the rounded ones")
+    skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
+    skip = f"--skip_steps={config.data.skip_steps} changes what one of the {done} steps that are done saw"
+    if own and skips_otherwise:
         refused.append(f"{skip}; an earlier checkpoint may begin a run without it: --name=... --resume=PATH")
-    least = state.step if own else state.step + 1  # a complete run may be started again, a new one trains
+    least = done if own else done + 1  # a complete run may be started again, a new one trains
     if config.train.steps < least:
-        refused.append(f"--steps={config.train.steps}, and {state.step} steps are done; --steps must be at least {least}")
+        refused.append(f"--steps={config.train.steps}, and {done} steps are done; --steps must be at least {least}")
     if refused:
-        way_out = "take only the weights with --init_from=PATH, or leave --resume out"
-        raise UserError("\n       ".join([*refused, f"restore these settings, {another_run(config) if own else way_out}"]))
-    if state.step >= config.train.steps:
+        other_run = f"or start another run than {run} with --name=..."
+        way_out = other_run if own else "take only the weights with --init_from=PATH, or leave --resume out"
+        refuse([*refused, f"restore these settings, {way_out}"])
+    if done >= config.train.steps:
         return []
-    silent = {"name", "out_dir", "resume", "tokens", "prepare_command"}
-    if config.parallel.strategy == "exact":  # whose bits do not depend on it
-        silent.add("threads")
-    lines = [
-        f"changed: {name} {str(before[name]) or 'none'} -> {str(now[name]) or 'none'}" for name in changed if name not in silent
-    ]
-    if seen_otherwise and state.dataset == dataset.identity:
+    silent = SILENT | ({"threads"} if config.parallel.strategy == "exact" else set())  # on which exact's bits do not depend
+    lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
+    if skips_otherwise and not other_tokens:
         lines.append(f"warning: {skip}, which is in these weights; an earlier checkpoint begins without it")
-    if state.dataset not in ("", dataset.identity):
-        lines.append(f"changed: tokens {state.config.data.tokens} -> {config.data.tokens}")
+    if other_tokens:
+        lines.append(f"changed: tokens {was.data.tokens} -> {now['tokens']}")
     return lines
 
 
@@ -177,32 +145,40 @@ def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
 
 
 def find_origin(run: Path, origin: Origin) -> Path:
-    """The directory whose weights a run began with; of a run that was moved, also beside it.
-
-    Raises UserError where it is not there any more as it was.
-    """
-    places = [Path(origin["directory"]), Path(origin["source"])]
-    places.append(run.absolute().parent.joinpath(*places[0].parts[-3:]))  # NAME/checkpoints/step-...
-    for path in places:
-        whole = not (path / MANIFEST).exists() or fault(path) is None
-        if whole and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
+    """The directory whose weights a run began with, also if both were moved. Raises UserError where it is not there."""
+    directory = Path(origin["directory"])
+    beside = run.absolute().parent.joinpath(*directory.parts[-3:])  # NAME/checkpoints/step-...
+    for path in (directory, Path(origin["source"]), beside):
+        intact = not (path / MANIFEST).exists() or find_damage(path) is None
+        if intact and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
             return path
-    there = " or at ".join(map(str, dict.fromkeys([places[0], places[-1]])))
-    raise UserError(
-        f"{run} began with weights that are gone or have changed since; put them back at {there}, or take a later step, which "
-        "a checkpoint of this run's own comes before"
-    )
+    problem = f"{run} began with weights that are gone or have changed since"
+    later = "a later step, which a checkpoint of this run's own comes before"
+    raise UserError(f"{problem}; put them back at {directory} or at {beside}, or take {later}")
 
 
-def find_model(name: str, *patterns) -> tuple[Path, list[str]]:
-    """The model directory that a user means, and warnings: a run, a checkpoint, any Hugging Face directory or hub id.
+def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
+    """The model directory of a run, a checkpoint, a Hugging Face directory or a hub id, and warnings. Raises UserError.
 
-    See `huggingface.find_model` for `patterns`. Raises UserError.
+    patterns: which files to download from the hub.
     """
     path = Path(name)
     if (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
         return find(name)
-    return huggingface.find_model(name, *patterns), []
+    if (path / "config.json").exists():
+        return path, []
+    if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
+        nanogpt = "; tools/convert_nanogpt.py makes one of nanoGPT's checkpoint" if path.suffix in (".pt", ".pth") else ""
+        problem = f"is neither a run nor a model directory, which has a config.json{nanogpt}"
+        raise UserError(f"{name} {problem}{cli.similar_runs(name)}")
+    try:
+        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
+
+        return Path(snapshot_download(name, allow_patterns=list(patterns))), []
+    except Exception as error:  # a malformed name, no such model, no network, no disk: the way out is the same
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = f"is not a local directory and could not be fetched from the Hub: {reason}"
+        raise UserError(f"{name} {problem}{cli.similar_runs(name)}") from None
 
 
 def load_model(name: str) -> tuple[Path, GPT]:
@@ -211,6 +187,6 @@ def load_model(name: str) -> tuple[Path, GPT]:
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
     config, weights = huggingface.read_model(directory)
-    model = GPT(config).eval()
-    model.load_state_dict(weights)
+    model = on_meta(config).eval()
+    model.load_state_dict(weights, assign=True)
     return directory, model

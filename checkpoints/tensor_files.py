@@ -1,11 +1,11 @@
 """Tensors on disk: in one safetensors file or in several, read by rows.
 
-The tensors called STEM are in STEM.safetensors, or from a size on in STEM-00001-of-0000N.safetensors and so on, with
-STEM.safetensors.index.json beside them. Hugging Face's libraries name and read them so.
+The tensors called STEM are in STEM.safetensors. Above a size limit they are in STEM-00001-of-0000N.safetensors and so on, with
+STEM.safetensors.index.json beside them, as Hugging Face's libraries name them.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
@@ -25,17 +25,14 @@ Index = TypedDict("Index", {"weight_map": Annotated[dict[str, FileName], Meta(mi
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of ours in a safetensors file. Indexing it with a slice of rows reads these rows and nothing else.
-
-    It is the tensor `name` of the file. If `transposed`, its rows are the columns there. It begins at row `first`.
-    """
+class LazyTensor:
+    """The tensor `name` of a safetensors file, or its rows from `first` on. Indexing it with a slice reads only those rows."""
 
     path: Path
     name: str
     dtype: str  # safetensors' name of it, such as F32
     shape: tuple[int, ...]
-    transposed: bool = False
+    transposed: bool = False  # its rows are the columns in the file
     first: int = 0
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -49,11 +46,25 @@ class Stored:
 
 @dataclass(frozen=True)
 class Layout:
-    """In which files the tensors called `stem` are."""
+    """Which files hold the tensors called `stem`."""
 
     stem: str
     sizes: dict[str, int]  # bytes of each tensor
     tensors: dict[str, list[str]]  # names of the tensors in each file
+
+    def write(
+        self, directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype, only: Container[str] | None = None
+    ) -> list[Path]:
+        """Write the files, or `only` some of them, with `tensors` as `dtype`. The same tensors give the same bytes."""
+        paths, metadata = [], {"format": "pt"} if self.stem == "model" else None  # transformers asks a model for it
+        for file, names in self.tensors.items():
+            if only is None or file in only:
+                paths.append(directory / file)
+                paths[-1].touch()
+                mode = paths[-1].stat().st_mode  # by the umask; only the owner can read a file that save_file makes
+                save_file({name: tensors[name].detach().to(dtype).contiguous() for name in names}, paths[-1], metadata)
+                paths[-1].chmod(mode)
+        return paths
 
     def write_index(self, directory: Path) -> None:
         """Write the index, if there are several files."""
@@ -64,10 +75,7 @@ class Layout:
 
 
 def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
-    """Divide tensors of `sizes` [bytes] among files of at most `limit` bytes. A larger tensor has a file of its own.
-
-    The result depends on names and sizes alone, so the same tensors are always in the same files.
-    """
+    """Divide tensors of `sizes` [bytes] among files of at most `limit` bytes; a larger tensor gets a file of its own."""
     groups, size = [[]], 0
     for name in sorted(sizes):
         if groups[-1] and size + sizes[name] > limit:
@@ -80,61 +88,33 @@ def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
     return Layout(stem, sizes, {f"{stem}-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)})
 
 
-def write(
-    directory: Path,
-    layout: Layout,
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype = torch.float32,
-    only: Iterable[str] | None = None,
-) -> list[Path]:
-    """Write the files of `layout`, or `only` those named so, with `tensors` as `dtype`. The same tensors give the same bytes.
-
-    Returns their paths.
-    """
-    paths, metadata = [], {"format": "pt"} if layout.stem == "model" else None  # transformers asks a model for it
-    for file, names in layout.tensors.items():
-        if only is None or file in only:
-            paths.append(directory / file)
-            paths[-1].touch()
-            mode = paths[-1].stat().st_mode  # as the umask says; save_file makes a file of its own that only its owner reads
-            save_file({name: tensors[name].detach().to(dtype).contiguous() for name in names}, paths[-1], metadata)
-            paths[-1].chmod(mode)
-    return paths
-
-
 def files_of(directory: Path, stem: str) -> list[Path]:
-    """The files with the tensors called `stem`, and their index if there is one. Raises UserError where there are none."""
+    """The files with the tensors called `stem`. Raises UserError where there are none."""
     index, single = directory / index_name(stem), directory / f"{stem}.safetensors"
     if index.exists():
-        return [*(directory / name for name in sorted(set(files.read_json(index, Index)["weight_map"].values()))), index]
+        return [directory / name for name in sorted(set(files.read_json(index, Index)["weight_map"].values()))]
     if single.exists():
         return [single]
-    raise UserError(f"{directory} has no {single.name}, only {files.listing(directory)}")
+    there = files.shortened(sorted(path.name for path in directory.iterdir()))
+    raise UserError(f"{directory} has no {single.name}, only {there}")
 
 
-def open_tensors(directory: Path, stem: str) -> dict[str, Stored]:
+def open_tensors(directory: Path, stem: str) -> dict[str, LazyTensor]:
     """The tensors called `stem`, by name. Only headers are read. Raises UserError."""
-    tensors = {}
-    for path in files_of(directory, stem):
-        tensors |= open_file(path) if path.suffix == ".safetensors" else {}
-    return tensors
-
-
-def open_file(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name. Only its header is read. Raises UserError."""
     found = {}
-    try:
-        with safe_open(files.require_regular(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                header = file.get_slice(name)
-                found[name] = Stored(path, name, header.get_dtype(), tuple(header.get_shape()))
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: {error}") from None
+    for path in files_of(directory, stem):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
+                    header = file.get_slice(name)
+                    found[name] = LazyTensor(path, name, header.get_dtype(), tuple(header.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: {error}") from None
     return found
 
 
 def index_name(stem: str) -> str:
-    """The file that says in which file each tensor is."""
+    """The file that says which file each tensor is in."""
     return f"{stem}.safetensors.index.json"
 
 

@@ -1,25 +1,23 @@
 """The command line of every command: flags into a frozen dataclass.
 
-tyro reads the flags and writes `--help`. What is added here: all mistakes are reported at once, each in one line that says
-what would work.
+tyro reads the flags and writes `--help`; msgspec checks the values. What is added here: a mistake is reported in one line that
+says what would work.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import os
 import re
 import sys
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
-from common.errors import LostConsole, UserError, refuse
+from common import files
+from common.errors import UserError, refuse
 
 # What a flag is called in nanoGPT, build-nanogpt and Hugging Face.
 OTHER_NAMES = {
@@ -41,29 +39,21 @@ OTHER_NAMES = {
     "wandb": "wandb_log report_to",
     "prompt": "start",
 }
-# What nanoGPT has flags for and this project has none for.
+# Flags of nanoGPT, flags and values of earlier versions, and what replaces each.
 NO_FLAGS = {
+    "part": "datatrove prepares a corpus on many machines, and train.py reads its .ds files as they are",
+    "join": "datatrove prepares a corpus on many machines, and train.py reads its .ds files as they are",
     "eval_only": "python evaluate.py runs/NAME does that",
     "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
+    "csv": 'pandas.read_json("runs/NAME/metrics.jsonl", lines=True) reads what a run measured',
+    "json": "replay.py prints text; metrics.jsonl has what a run measured as JSON",
     "backend": "nccl on GPUs and gloo on CPUs are chosen",
+    "plan_depths": "plan one depth at a time with --depth=N; python ladder.py finds the depth for a text and a time",
+    "zero1": "--strategy=fsdp shards the optimizer state and more, --strategy=ddp gives the bits of zero1",
+    "grad_compression": "--strategy=fsdp --dtype=bfloat16 sends less between the ranks",
 }
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
-
-
-def read_ranks() -> tuple[int, int, int, int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torchrun sets, or 0, 1, 0 and 1. Raises UserError."""
-    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    with contextlib.suppress(ValueError):
-        rank, size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in defaults.items())
-        both = ("RANK" in os.environ) == ("WORLD_SIZE" in os.environ)
-        if both and 0 <= rank < size < 1 << 20 and 0 <= local_rank < local_size < 1 << 20:
-            return rank, size, local_rank, local_size
-    found = " ".join(f"{name}={os.environ[name]}" for name in defaults if name in os.environ)
-    raise UserError(
-        "RANK must be less than WORLD_SIZE, and LOCAL_RANK less than LOCAL_WORLD_SIZE, all of them integers from 0 on; the "
-        f"environment has {found}; torchrun sets all four, and one process needs none"
-    )
 
 
 def flat_fields(cls) -> dict[str, dataclasses.Field]:
@@ -96,57 +86,44 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
 
     default: an instance of `cls` with the values of flags that are not given. `--help` prints them and exits 0.
     first: what `--help` says may stand before the flags, if that is not in `cls`.
-    Raises one UserError with all mistakes: unknown flags with the nearest known one, wrong values with what is allowed.
+    Raises UserError: an unknown flag with the nearest known one, a wrong value with what is allowed.
     """
     import tyro
 
-    args = [argument for argument in args if argument != "--debug"]  # `user_errors` reads it
-    description = (description or "") + "\n\nAll commands take --debug, which prints the traceback of an error."
-    flags, complete, mistakes = flat_fields(cls), [], []
-    for argument, following in pairwise([*args, "--"]):
-        name = argument.removeprefix("--").replace("-", "_")
-        last = following == "--" or (following.startswith("-") and following.lstrip("-")[:1].isalpha())
-        if not (last and argument.startswith("--") and name in flags):
-            complete.append(argument)
-        elif flags[name].type is bool:
-            complete.append(f"{argument}=true")
-        else:
-            mistakes.append(f"--{name} needs a value, as in --{name}={syntax(flags[name].type)}")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            config, unknown = tyro.cli(
-                cls,
-                args=complete,
-                prog=f"python {os.path.relpath(sys.argv[0])} {first}".rstrip(),
-                default=default or tyro.MISSING_NONPROP,
-                description=description,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-                registry=texts_for_values(),
-                return_unknown_args=True,
-                use_underscores=True,
-            )
-    except LostConsole:  # `--help | head`
-        raise SystemExit(0) from None
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        # tyro takes any text for a value. So what is missing is the one argument without --.
-        what = next(iter(flags))
-        example = f"python {os.path.relpath(sys.argv[0])} {what.upper()}; --help says what it is"
-        raise UserError(f"name a run: {run_example()}" if what in ("run", "model") else f"name the {what}: {example}") from None
-    for before, argument in pairwise(["", *unknown]):
-        if argument.startswith("--"):
-            name = argument[2:].partition("=")[0]
-            mistakes.append(f"unknown flag --{name}{suggestion(name, flags)} (--help lists all flags)")
-        elif not before.startswith("--") or "=" in before:  # else it is the value of an unknown flag
-            mistakes.append(f"unexpected {argument}: a preset or a run stands before all flags, and a flag is --name=value")
+    config, unknown = tyro.cli(
+        cls,
+        args=flags_last([argument for argument in args if argument != "--debug"]),  # `user_errors` reads it
+        prog=f"python {os.path.relpath(sys.argv[0])} {first}".rstrip(),
+        default=default or tyro.MISSING_NONPROP,
+        description=f"{description}\n\nAll commands take --debug, which prints the traceback of an error.",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        registry=texts_for_values(),
+        return_unknown_args=True,
+        use_underscores=True,
+    )
+    for word in sorted(unknown, key=lambda word: not word.startswith("--"))[:1]:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            raise UserError(f"unknown flag --{name}{suggestion(name, flat_fields(cls))} (--help lists all flags)")
+        raise UserError(f"unexpected {word}: a preset or a run comes before all flags, and a flag is --name=value")
     values, wrong = read_values(cls, flat_values(config), strict=False)
-    refuse([*mistakes, *(f"--{name} {mistake}" for name, mistake in wrong.items())])
+    if "run" in wrong:  # the one argument without --
+        raise UserError(f"name a run: {run_example()}")
+    refuse(f"--{name} {mistake}" for name, mistake in wrong.items())
     return replace(config, **values)
 
 
+def flags_last(args: list[str]) -> list[str]:
+    """`args` with flags and their values behind the other arguments, which tyro would take for more values of the flag."""
+    others, flags = [], []
+    for word in args:
+        of_flag = flags and flags[-1].startswith("--") and "=" not in flags[-1]  # --a v
+        (flags if word.startswith("--") or of_flag else others).append(word)
+    return others + flags
+
+
 def texts_for_values():
-    """tyro's rules for how to read and show a value: it hands on the text, for it would stop at the first wrong value."""
+    """tyro's rules for how to read and show a value. They hand on its text, for `read_values` says better what is wrong."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     rules = ConstructorRegistry()
@@ -156,9 +133,9 @@ def texts_for_values():
         if info.type not in SCALARS and get_origin(info.type) not in (Literal, Union):
             return None
         return PrimitiveConstructorSpec(
-            nargs=1,
+            nargs=(0, 1),  # none where a flag stands alone, as in --plan
             metavar=syntax(info.type),
-            instance_from_str=lambda texts: texts[0],
+            instance_from_str=lambda texts: texts[0] if len(texts) == 1 else texts,
             is_instance=lambda value: True,
             str_from_instance=lambda value: [str(value).lower() if isinstance(value, bool) else str(value)],
         )
@@ -182,32 +159,23 @@ def limits(kind) -> str:
 
 
 def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """`values` as settings of the config dataclass `cls`, by flag name, and what is wrong with those that cannot be that."""
-    kinds, found, wrong = flat_fields(cls), {}, {}
-    for name, value in values.items():
-        try:
-            found[name] = read_value(kinds[name].type, value, strict)
-        except ValueError as error:
-            wrong[name] = str(error)
-    return found, wrong
-
-
-def read_value(kind, value, strict: bool):
-    """`value` as a setting of type `kind`. Raises a ValueError that says what is allowed.
+    """`values` as settings of the config dataclass `cls`, by flag name, and what is wrong with those that cannot be that.
 
     strict: False reads numbers and booleans from text.
     """
-    text = "".join(value) if isinstance(value, str | tuple) else ""
-    if "\0" in text or text != text.encode("utf-8", "replace").decode():
-        raise ValueError(f"must be text in UTF-8 without NUL, not {value!r}")
-    try:
-        found = msgspec.convert(value, kind, strict=strict)
-    except (msgspec.ValidationError, OverflowError) as error:
-        outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
-        raise ValueError(f"must be {limits(kind) if outside else syntax(kind)}, not {value!r}") from None
-    if isinstance(found, int) and abs(found) >= 1 << 63:  # what is computed from it stays a float and a few digits
-        raise ValueError(f"must be less than 2^63 in magnitude, not {value!r}")
-    return found
+    kinds, found, wrong = flat_fields(cls), {}, {}
+    for name, value in values.items():
+        kind = kinds[name].type
+        try:
+            found[name] = True if kind is bool and value == [] else msgspec.convert(value, kind, strict=strict)
+        except (msgspec.ValidationError, OverflowError) as error:
+            outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
+            allowed = limits(kind) + ", or auto" * syntax(kind).endswith("|auto") if outside else syntax(kind)
+            if value == []:
+                wrong[name] = f"needs a value: {allowed}"
+            else:
+                wrong[name] = f"must be {allowed}, not {value!r}" + (f"; {NO_FLAGS[value]}" if str(value) in NO_FLAGS else "")
+    return found, wrong
 
 
 def read_quantity(text: str, units: dict[str, int]) -> int:
@@ -216,8 +184,15 @@ def read_quantity(text: str, units: dict[str, int]) -> int:
     return round(float(match[1]) * units[match[2]]) if match else 0
 
 
+def require_local(flag: str, path: str, instead: str) -> None:
+    """Raise UserError where a flag that takes a local path was given a URL. instead: what takes it there, or from there."""
+    if "://" in path:
+        raise UserError(f"--{flag}={path} must be a local path; {instead}")
+
+
 def new_directory(out: str) -> Path:
     """The path of a directory to make, as --out gives it. Raises UserError where it is missing, or something has that name."""
+    require_local("out", out, "`python export.py RUN --push=OWNER/NAME` uploads a model to the Hugging Face hub")
     if not out:
         raise UserError("--out=DIR is missing, the directory to make")
     if Path(out).exists():
@@ -226,26 +201,26 @@ def new_directory(out: str) -> Path:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; perhaps you meant --lr` where `name` is near to a known name or to one of its OTHER_NAMES, else mostly nothing."""
+    """What replaces the flag `name`, or the nearest one of `known`, as in `; perhaps you meant --lr`. Empty for nothing."""
     if name in NO_FLAGS:
         return f"; {NO_FLAGS[name]}"
-    names = {other: ours for ours in known for other in [ours, *OTHER_NAMES.get(ours, "").split()]}
-    near = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
-    return f"; perhaps you meant --{names[near[0]]}" if near else ""
+    others = {other: ours for ours, names in OTHER_NAMES.items() for other in names.split()}
+    names = {other: ours for other, ours in others.items() if ours in known} | {ours: ours for ours in known}
+    near = [name] if name in others else difflib.get_close_matches(name.lower(), names, n=1)
+    return f"; perhaps you meant --{names[near[0]]}" if near and near[0] in names else ""
 
 
 def similar_runs(name: str) -> str:
     """`; perhaps you meant runs/mine` where there are runs in `name`, or beside it or in runs/ something of a similar name."""
     path = Path(name)
-    runs = sorted({*Path("runs").glob("*/checkpoints"), *path.parent.glob("*/checkpoints")})
-    known = {str(found.parent): found.parent.name for found in [*sorted(path.parent.glob("*/config.json")), *runs]}
     near = [str(found.parent) for found in sorted(path.glob("*/checkpoints"))]
-    near += [place for place in known if place != name and difflib.get_close_matches(path.name, [known[place]])]
+    for found in sorted({*Path("runs").glob("*/checkpoints"), *path.parent.glob("*/checkpoints")}):
+        near += [str(found.parent)] * bool(difflib.get_close_matches(path.name, [found.parent.name]))
     return f"; perhaps you meant {' or '.join(near[:4])}" if near else ""
 
 
 def run_example() -> str:
     """What to type for a command that needs a run, and which runs there are."""
     runs = [str(path.parent) for path in sorted(Path("runs").glob("*/metrics.jsonl"))]
-    there = ", ".join(runs[:8] + ["..."] * (len(runs) > 8)) or "none yet; python train.py makes one"
+    there = files.shortened(runs) if runs else "none yet; python train.py makes one"
     return f"python {Path(sys.argv[0]).name} runs/NAME; there are {there}"

@@ -1,16 +1,15 @@
 """Files: what we write is complete or not there, and what others may have written is checked before it is used.
 
 Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
-new one, never a mixture. Every foreign file is opened by `open_regular`, and JSON is decoded against a type by `read_json`.
-A directory may be a link to another disk, and so may a file that is only read. A file that is written must not be a link.
+new one, never a mixture. JSON is decoded against a type by `read_json`.
 """
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,9 +18,6 @@ from typing import Any, BinaryIO
 from common.errors import UserError
 
 LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
-# Windows has neither, and this file is imported before train.py refuses it.
-AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # do not wait for the other end of a FIFO
-UNLINKED = AT_ONCE | getattr(os, "O_NOFOLLOW", 0)  # and do not follow a link
 NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none
 
 
@@ -33,27 +29,8 @@ def hidden(path: Path) -> Path:
 def sync(path: Path) -> None:
     """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def create(path: Path) -> BinaryIO:
-    """A new file to write to, in the place of whatever a killed process, or somebody else, has left under its name."""
-    remove(path)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | UNLINKED, 0o666), "wb")
-
-
-def open_own(path: Path) -> BinaryIO:
-    """Open a file that no other program writes, to read and to change, without buffering. It is made if it is not there.
-
-    Raises UserError where it is not a regular file. In a directory that somebody else has made, a FIFO would stop the program,
-    and a link would lead to a file outside.
-    """
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise UserError(f"{path} is a symbolic link or not a regular file; remove it")
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | UNLINKED, 0o666), "r+b", buffering=0)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 @contextmanager
@@ -61,7 +38,7 @@ def publish(path: Path) -> Iterator[BinaryIO]:
     """A binary file to write to. It becomes `path` when the block ends, and vanishes if the block raises."""
     temporary = hidden(path)
     try:
-        with create(temporary) as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -84,10 +61,9 @@ def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
     make: False where the block makes it, because other processes fill it, too.
     """
     temporary = hidden(path)
-    if make:
-        remove(temporary)
     try:
         if make:
+            remove(temporary)
             temporary.mkdir(parents=True)
         yield temporary
         for file in temporary.iterdir():
@@ -125,14 +101,10 @@ def lock(file: int | BinaryIO) -> bool:
 
     A file system without locks, as some that nodes share, lets everybody have it.
     """
-    import fcntl  # here, because Windows does not have it
-
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # this file system has no locks
-        pass
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -153,12 +125,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Remove what a killed process has left half written in `directory`."""
-    for path in directory.glob(".*.tmp"):
-        remove(path)
-
-
 def link(name: Path, target: Path) -> None:
     """Point the symbolic link `name` at its sibling directory `target`, atomically. Without symbolic links, copy it."""
     temporary = hidden(name)
@@ -177,47 +143,25 @@ def link(name: Path, target: Path) -> None:
     sync(name.parent)
 
 
-def open_regular(path: Path, limit: int | None = None, links: bool = True) -> BinaryIO:
-    """Open a file to read. Raises UserError where it is not a regular file, or larger than `limit` bytes.
-
-    links: False refuses a symbolic link, for what is read to be written again.
-
-    Other kinds of file would stop the program: a FIFO waits for a writer, and /dev/zero has no end.
-    """
-    try:
-        if not links and path.is_symlink():
-            raise UserError(f"{path} is a symbolic link; remove it")
-        descriptor = os.open(path, os.O_RDONLY | (AT_ONCE if links else UNLINKED))
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} has no {path.name}") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and (limit is None or status.st_size <= limit):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path} has {status.st_size:,} bytes; it may have at most {limit:,}")
-    raise UserError(f"{path} is not a regular file")
-
-
-def require_regular(path: Path) -> Path:
-    """`path`, for a library that opens it itself. Raises UserError where it is not a regular file."""
-    open_regular(path).close()
+def require_file(path: Path) -> Path:
+    """`path`, for a library that opens it itself. Raises UserError where there is no such file."""
+    if not path.is_file():
+        raise UserError(f"{path} is a directory" if path.is_dir() else f"{path.parent} has no {path.name}")
     return path
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with open_regular(path) as file:
+    """Hex digest of a file. Raises UserError where there is none."""
+    with open(require_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_bytes(path: Path, limit: int = LARGEST_TEXT) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises UserError."""
+    """The content of a file of at most `limit` bytes. Raises UserError."""
     try:
-        with open_regular(path, limit) as file:
-            return file.read(limit)
+        if (size := require_file(path).stat().st_size) > limit:
+            raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
 
@@ -248,11 +192,6 @@ def decode(value: Any, kind: type, name: str) -> Any:
         raise UserError(f"{name}: {error}") from None
     except RecursionError:
         raise UserError(f"{name}: it is nested too deeply") from None
-
-
-def listing(directory: Path) -> str:
-    """The first names in `directory`, for messages."""
-    return shortened(sorted(path.name for path in directory.iterdir()))
 
 
 def shortened(names: Iterable[str]) -> str:

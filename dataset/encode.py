@@ -4,15 +4,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from common.errors import UserError
-from dataset.sources import Piece, Position, TextFormat, read_units, split_hash
+from dataset.sources import Piece, Position, SourceFile, TextFormat, read_units, split_hash
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
-from dataset.writer import SPLITS
 
 FEW_DOCUMENTS = 100  # a source of fewer documents is split by its tail
 
@@ -42,20 +40,18 @@ class Split:
             offset += len(text)
 
 
-def by_hash(val_fraction: float) -> Split:
-    """The split of a source of many documents (val_fraction negative: 0.05)."""
-    return Split(val_fraction if val_fraction > 0 else 0.05)
+def choose_split(source_files: Iterable[SourceFile], form: TextFormat, val_fraction: float) -> Split:
+    """The split of a source, which is read up to FEW_DOCUMENTS. Raises UserError if a split would be empty.
 
-
-def choose_split(paths: Iterable[Path], form: TextFormat, val_fraction: float) -> Split:
-    """The split of a source, which is read up to FEW_DOCUMENTS. Raises UserError if a split would be empty."""
+    val_fraction: negative means 0.05, and with few documents 0.1.
+    """
     documents, characters, offsets = 0, 0, {}
-    for position, unit in read_units(paths, form):
+    for position, unit in read_units(source_files, form):
         offsets[position] = characters
         documents += sum(piece.starts_document for piece in unit)
         characters += sum(len(piece.text) for piece in unit)
         if documents >= FEW_DOCUMENTS:
-            return by_hash(val_fraction)
+            return Split(val_fraction if val_fraction > 0 else 0.05)
     if not documents:
         raise UserError("there is no text in the source")
     val_fraction = val_fraction if val_fraction > 0 else 0.1
@@ -65,17 +61,18 @@ def choose_split(paths: Iterable[Path], form: TextFormat, val_fraction: float) -
     return Split(val_fraction, boundary, offsets)
 
 
-def encode_unit(tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position) -> dict[str, np.ndarray]:
-    """The tokens of a unit in each split. Each document is preceded by end-of-text."""
+def encode_unit(tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position, names: list[str]) -> dict:
+    """The tokens of a unit in each of the splits `names`. Each document is preceded by end-of-text."""
     dtype = token_dtype(tokenizer.vocab_size)
-    parts = {name: [np.empty(0, dtype)] for name in SPLITS}
+    parts = {name: [np.empty(0, dtype)] for name in names}
     for name, starts_document, text in split.parts(unit, position):
-        parts[name] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
+        if name in parts:
+            parts[name] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], workers: int) -> Iterator[tuple]:
-    """Encode units (position, pieces) in parallel. Yields (position, bytes on disk, tokens by split) in order.
+    """Encode units (position, pieces, splits) in parallel. Yields (position, bytes on disk, tokens by split) in order.
 
     A few units per worker are in memory at a time.
     """
@@ -86,9 +83,9 @@ def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], worke
         return position, size, future.result()
 
     try:
-        for position, unit in units:
+        for position, unit, names in units:
             size = sum(piece.bytes_on_disk for piece in unit)
-            pending.append((position, size, pool.submit(encode_unit, tokenizer, split, unit, position)))
+            pending.append((position, size, pool.submit(encode_unit, tokenizer, split, unit, position, names)))
             if len(pending) > 2 * workers:
                 yield next_result()
         while pending:

@@ -1,10 +1,12 @@
-"""Byte-level BPE tokenizers: text to tokens through tiktoken, on disk as a Hugging Face tokenizer.json.
+"""Byte-level BPE tokenizers, on disk as a Hugging Face tokenizer.json.
 
-A tokenizer is defined by its tokenizer.json alone; everything else is derived from it. Both libraries give the same tokens for
-the same text: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines.
+What tiktoken defines (train:N, OpenAI's, a .tiktoken file) is encoded by tiktoken. It is written as a tokenizer.json that gives
+the same tokens: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. Any other
+tokenizer.json is encoded by Hugging Face's tokenizers.
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -12,26 +14,24 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import numpy as np
 import tiktoken
 import tokenizers
-from msgspec import Meta, Struct
+from msgspec import Struct
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common import files
 from common.errors import UserError, within
 from common.records import TokenId
-from dataset.tokens import AddedToken
+from dataset.tokens import FOREIGN_END_OF_TEXT, AddedToken
 
 END_OF_TEXT = "<|endoftext|>"
-FOREIGN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 DOWNLOAD_SECONDS = 30
 LARGEST_TRAINED = 1_000_000  # N of train:N
-LONGEST_RUN = 2_000_000  # characters of white space that are encoded at once
 LONGEST_WORD = 1 << 12  # characters of a word that train:N learns from: time grows with the square of its length
-LONGEST_TOKEN = 1 << 12  # bytes; BPE trained on a text that repeats itself makes long ones
+LONGEST_TOKEN = 1 << 12  # bytes of a token that train:N learns: a text that repeats itself makes long ones
 
 # Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
 # end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
@@ -50,13 +50,10 @@ NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200
 
 
 class Bpe(Struct):
-    """The vocabulary and its merges. Other values of the last three keys mean another arithmetic, so they are refused."""
+    """The vocabulary. Other values of the last three keys mean another arithmetic, so they are refused."""
 
     type: Literal["BPE"]
-    vocab: dict[Annotated[str, Meta(min_length=1, max_length=LONGEST_TOKEN)], TokenId]
-    merges: list[str | tuple[str, str]]
-    ignore_merges: bool | None = None
-    byte_fallback: bool | None = None
+    vocab: dict[str, TokenId]
     dropout: None = None
     continuing_subword_prefix: Literal["", None] = None
     end_of_word_suffix: Literal["", None] = None
@@ -67,8 +64,6 @@ class Definition(Struct):
 
     model: Bpe
     added_tokens: list[AddedToken]
-    normalizer: Any = None
-    pre_tokenizer: Any = None
 
 
 @functools.cache
@@ -87,7 +82,7 @@ def _ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A byte-level BPE. `json` defines it; `tiktoken` gives the same tokens as `huggingface`, if it can."""
+    """A byte-level BPE. `json` defines it, and `tiktoken` encodes if it is one of tiktoken's."""
 
     name: str
     json: str
@@ -104,21 +99,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The tokens of `text`, uint32 [n]. A special token spelled out in the text is ordinary text. Releases the GIL."""
+        if self.name == "bytes":
+            return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         if self.tiktoken:
-            try:
+            with contextlib.suppress(ValueError):  # a run of a million spaces exhausts tiktoken's regex engine, not the other
                 return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-            except ValueError:  # a run of a million spaces exhausts the look-ahead of tiktoken's regex engine
-                if max(map(len, re.findall(r"\s+", text)), default=0) > LONGEST_RUN:  # the other library takes n^2 time
-                    raise UserError(
-                        f"{self.name} cannot encode a text with more than {LONGEST_RUN:,} characters of white space in a row; "
-                        "take it out, or use --tokenizer=train:N, which has another pattern"
-                    ) from None
         try:
-            return np.array(self.huggingface.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+            found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # if a regex backtracks for too long, the library panics, and a panic is no Exception
             raise UserError(f"{self.name} cannot encode a text: {error}") from None
+        return np.array(found[0].ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
@@ -130,7 +122,10 @@ class Tokenizer:
 
 
 def load(path: str | Path, name: str = "") -> Tokenizer:
-    """Load a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token."""
+    """Load a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token.
+
+    name: what --tokenizer called it when it was made. If that is one of tiktoken's, tiktoken encodes again.
+    """
     return from_json(files.read_text(Path(path)), name or str(path))
 
 
@@ -197,8 +192,6 @@ def load_ranks(path: Path) -> Tokenizer:
         raise UserError(f"{path}: a .tiktoken file has lines of a base64 token and its rank") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
         raise UserError(f"{path}: the ranks must be 0 to {len(ranks) - 1}, each once, with all 256 bytes among the tokens")
-    if max(map(len, ranks)) > LONGEST_TOKEN:
-        raise UserError(f"{path}: a token has more than {LONGEST_TOKEN} bytes")
     pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
     return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
 
@@ -241,15 +234,13 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def from_json(text: str, name: str) -> Tokenizer:
-    """Make a tokenizer from the text of a tokenizer.json. Raises UserError."""
+    """Make a tokenizer from the text of a tokenizer.json. Raises UserError. name: tells whether it is one of tiktoken's."""
     definition = files.decode(text.encode(), Definition, f"{name} is not a tokenizer.json, or not a byte-level BPE")
-    model, added = definition.model, {item["content"]: item["id"] for item in definition.added_tokens}
-    ordinary = {token: i for token, i in model.vocab.items() if token not in added}
+    added = {item["content"]: item["id"] for item in definition.added_tokens}
+    ordinary = {token: i for token, i in definition.model.vocab.items() if token not in added}
     alphabet = set(byte_chars().values())
     if not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
         raise UserError(f"{name} is not a byte-level BPE (of all 256 bytes and nothing else), the only type read here")
-    if len({*ordinary.values(), *added.values()}) < len(ordinary) + len(added):
-        raise UserError(f"{name}: two tokens have the same id")
     eot_token = next((added[token] for token in FOREIGN_END_OF_TEXT if token in added), None)
     if eot_token is None:
         raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
@@ -262,54 +253,12 @@ def from_json(text: str, name: str) -> Tokenizer:
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True  # one that a text spells out is text
-    for token, i in added.items():
-        if theirs.token_to_id(token) != i:
-            raise UserError(
-                f"{name}: added token {token!r} has the id {i}, and the vocabulary means {theirs.token_to_id(token)}"
-            )
     vocab_size = max(*ordinary.values(), *added.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]
-    pattern, encoding = _pattern(definition), None
-    if pattern and _is_mergeable(model, ordinary, theirs):
+    pattern, encoding = TRAINED_PATTERN if name.startswith("train:") else NAMED.get(name), None
+    if name.endswith(".tiktoken"):
+        pattern, _ = KNOWN_RANKS.get(len(ordinary), (GPT2_PATTERN, 0))
+    if pattern:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)
     return Tokenizer(name, text, vocab_size, eot_token, lengths, theirs, encoding)
-
-
-def _pattern(definition: Definition) -> str | None:
-    """The regex with which a tokenizer.json splits text. None if it does anything more to the text before merging."""
-    if definition.normalizer or not all(item["special"] for item in definition.added_tokens):
-        return None
-    match definition.pre_tokenizer:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            return GPT2_PATTERN
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        } if pattern in (TRAINED_PATTERN, GPT2_PATTERN, CL100K_PATTERN, O200K_PATTERN):
-            return pattern
-    return None
-
-
-def _is_mergeable(model: Bpe, ordinary: dict[str, int], theirs: tokenizers.Tokenizer) -> bool:
-    """Whether tiktoken gives the same tokens. It has no merges: it joins two tokens wherever their bytes together are a token.
-
-    So the order of the merges must be that of the ids, and the merges must make every token out of its bytes. A token without
-    a merge, which only text that is exactly this token gives, must be one that tiktoken cannot join either.
-    """
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.merges]
-    made = {"".join(pair): ordinary.get("".join(pair), -1) for pair in pairs}
-    ordered = len(made) == len(pairs) and all(a < b for a, b in itertools.pairwise([-1, *made.values()]))
-    whole = [token for token in ordinary if len(token) > 1 and token not in made]
-    if not ordered or model.byte_fallback or (whole and not model.ignore_merges):
-        return False
-    ranks = _ranks(ordinary)
-    if any(len(_merge(token, ranks)) == 2 for token in _ranks(dict.fromkeys(whole, 0))):
-        return False
-    ignored, theirs.model.ignore_merges = theirs.model.ignore_merges, False
-    alone = [theirs.model.tokenize(token) for token in made]
-    theirs.model.ignore_merges = ignored
-    return all(len(tokens) == 1 for tokens in alone)

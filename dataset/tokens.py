@@ -8,13 +8,13 @@ import itertools
 import json
 import os
 import re
+import resource
 import tokenize
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, NotRequired, Required, TypedDict
+from typing import BinaryIO, Literal, NotRequired, Required, TypedDict
 
 import numpy as np
-from msgspec import Meta
 
 from common import files
 from common.errors import RunError, UserError
@@ -22,23 +22,20 @@ from common.records import Count, FileName, Sha256, Share, Size, TokenId
 
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-GPT2_VOCAB_SIZE = 50257  # foreign shards do not say their vocabulary; theirs is GPT-2's
+# llm.c, build-nanogpt and nanoGPT prepare web text as GPT-2's tokens, the last of which separates documents. Their models have
+# up to 50,304 of them.
+GPT2_VOCAB_SIZE, GPT2_PADDED = 50257, 50304
+FOREIGN_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # as tokenizers call it
 RESTORE = "restore the file, and the same command goes on"
 SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# dataset.json
-
-Part = Annotated[str, Meta(pattern=r"\A[1-9]\d{0,3}/[1-9]\d{0,3}\Z")]  # as in --part=3/64
-
-# Beside another tool's tokens, a tokenizer.json is read for its special tokens only.
-AddedToken = TypedDict("AddedToken", {"id": TokenId, "content": Annotated[str, Meta(min_length=1)], "special": bool})
-AddedTokens = TypedDict("AddedTokens", {"added_tokens": list[AddedToken]}, total=False)
-# In dataset.json: a source of the text, the tokenizer, and the settings of prepare_data.py that are recorded if they are given.
+# What is read of a tokenizer.json beside another tool's tokens.
+AddedToken = TypedDict("AddedToken", {"id": TokenId, "content": str, "special": bool})
+Vocabulary = TypedDict("Vocabulary", {"vocab": dict[str, TokenId]})
+TokenizerFile = TypedDict("TokenizerFile", {"model": Vocabulary, "added_tokens": list[AddedToken]})
+# In dataset.json: a source of the text, and the tokenizer.
 Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
 TokenizerRecord = TypedDict("TokenizerRecord", {"name": str, "sha256": Sha256})
-Options = TypedDict("Options", {"column": str, "max_tokens": Count, "part": Part, "shard_tokens": Count}, total=False)
 
 
 class ShardRecord(TypedDict):
@@ -62,25 +59,13 @@ class Metadata(TypedDict):
     dtype: Literal["uint16", "uint32"]
     source: list[Source]
     val_fraction: Share
-    options: NotRequired[Options]
-    listing: NotRequired[str]
+    options: NotRequired[dict]  # settings of prepare_data.py that were given
     shards: list[ShardRecord]
 
 
 def read_metadata(directory: Path) -> Metadata:
     """The dataset.json of a directory. Raises UserError."""
-    path = directory / "dataset.json"
-    metadata = files.read_json(path, Metadata)
-    if metadata["eot_token"] >= metadata["vocab_size"]:
-        raise UserError(f"{path}: eot_token {metadata['eot_token']} is outside the vocabulary of {metadata['vocab_size']}")
-    names = [record["file"] for record in metadata["shards"]]
-    if len(set(names)) < len(names):
-        raise UserError(f"{path}: a shard is listed twice")
-    return metadata
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards
+    return files.read_json(directory / "dataset.json", Metadata)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -120,12 +105,10 @@ class Shard:
     def __getitem__(self, key: slice) -> np.ndarray:
         start, stop, _ = key.indices(self.count)
         size, at = max(0, stop - start) * self.dtype.itemsize, self.offset + start * self.dtype.itemsize
-        data = b""
         try:
-            while len(data) < size and (part := os.pread(self.file.fileno(), size - len(data), at + len(data))):
-                data = data + part if data else part
+            data = os.pread(self.file.fileno(), size, at)
         except OSError as error:
-            raise RunError(f"{self.path}: {error.strerror} at byte {at + len(data)}; {RESTORE}") from None
+            raise RunError(f"{self.path}: {error.strerror} at byte {at}; {RESTORE}") from None
         if len(data) < size:
             held = os.fstat(self.file.fileno()).st_size
             raise RunError(f"{self.path} was truncated to {held} bytes since it was opened; {RESTORE}")
@@ -133,41 +116,48 @@ class Shard:
 
 
 def open_shard(path: Path) -> Shard:
-    """Open a shard: llm.c's .bin with either magic, nanoGPT's headerless .bin, or a .npy.
+    """Open a shard: llm.c's .bin with either magic, nanoGPT's train.bin or val.bin, a .npy, or datatrove's .ds.
 
     Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
     """
     try:
-        file = files.open_regular(path).detach()  # without a buffer, which is as large as a block of the file system
+        file = files.require_file(path).open("rb", buffering=0)  # a buffer would be as large as a block of the file system
+        size, header = os.fstat(file.fileno()).st_size, "its header"
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")
             if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
                 raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
             return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
-        size, header = os.fstat(file.fileno()).st_size, file.read(HEADER_INTS * 4)
-        magic, version, count = np.frombuffer(header.ljust(12, b"\0"), "<i4", 3).tolist()
-        dtype = MAGICS.get((magic, version))
-        if dtype is None:
-            counted = count > 0 and size - len(header) in (2 * count, 4 * count)
-            if counted or magic in {known for known, _ in MAGICS}:
-                wanted = " or ".join(f"{known} and {its_version}" for known, its_version in MAGICS)
-                raise UserError(f"{path}: llm.c's header, with magic {magic} and version {version}; wanted {wanted}")
-            if size % 2 or not size:
-                raise UserError(f"{path}: {size} bytes are not whole uint16 tokens, and there is no llm.c header")
-            return Shard(path, file, np.dtype("<u2"), 0, size // 2)
-        wanted = HEADER_INTS * 4 + count * dtype.itemsize
-        if count < 0 or size != wanted:
-            raise UserError(f"{path}: its header promises {wanted} bytes, the file has {size}; copy or prepare it again")
-        return Shard(path, file, dtype, HEADER_INTS * 4, count)
+        if path.suffix == ".ds":
+            header, offset, (_, dtype, count) = f"{path.name}.metadata", 0, read_datatrove(path)
+        else:
+            start = file.read(HEADER_INTS * 4).ljust(12, b"\0")
+            magic, version, count = np.frombuffer(start, "<i4", 3).tolist()
+            dtype, offset = MAGICS.get((magic, version)), HEADER_INTS * 4
+            if dtype is None and path.name in ("train.bin", "val.bin"):  # nanoGPT's, without a header
+                header, dtype, offset, count = "a row of uint16", np.dtype("<u2"), 0, (size + 1) // 2
     except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise UserError(f"{path}: {error}") from None  # numpy parses the header of a .npy as Python, and fails in as many ways
+    if dtype is None:
+        wanted = " or ".join(f"{magic} and {version}" for magic, version in MAGICS)
+        raise UserError(f"{path}: its header has magic {magic} and version {version}; wanted llm.c's {wanted}")
+    wanted = offset + count * dtype.itemsize
+    if count < 0 or size != wanted:
+        raise UserError(f"{path}: {header} promises {wanted} bytes, the file has {size}; copy or prepare it again")
+    return Shard(path, file, dtype, offset, count)
+
+
+def read_datatrove(path: Path) -> tuple[str, np.dtype, int]:
+    """What NAME.ds.metadata says of a .ds: the tokenizer's name or path, the tokens' type, their number. Raises UserError."""
+    said = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|\Z)", files.read_text(Path(f"{path}.metadata")))
+    if not said:
+        raise UserError(f"{path}.metadata: wanted TOKENIZER|2 or TOKENIZER|4, and the number of tokens on the next line")
+    return said[1], np.dtype(f"<u{said[2]}"), int(said[3])
 
 
 def open_shards(paths: list[Path]) -> list[Shard]:
     """Open all shards. Each one keeps a file open, and many systems allow only 1024 by default, so raise that limit."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # some systems have no such limit or do not let us change it
-        import resource
-
+    with contextlib.suppress(ValueError, OSError):  # some systems do not let us change it
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = soft + len(paths)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
@@ -178,7 +168,6 @@ def open_shards(paths: list[Path]) -> list[Shard]:
 class Stream:
     """The shards of one split as one stream of tokens."""
 
-    paths: list[Path]
     shards: list[Shard]
     vocab_size: int
 
@@ -197,7 +186,7 @@ class Stream:
     def check_length(self, seq_len: int, split: str) -> None:
         """Raise UserError unless there is a window of `seq_len`. `split` names the stream in the message."""
         if not self.num_windows(seq_len):
-            where = self.paths[0].parent if self.paths else "a dataset"
+            where = self.shards[0].path.parent if self.shards else "a dataset"
             raise UserError(
                 f"{where} has {len(self)} {split} tokens, less than one window of --seq_len={seq_len} and its last target; "
                 "prepare more text or lower --seq_len"
@@ -206,7 +195,7 @@ class Stream:
     def locate(self, position: int) -> tuple[Path, int]:
         """The shard that holds the token at `position` of the stream, and where in the shard it is."""
         shard = bisect.bisect(self.starts, position) - 1
-        return self.paths[shard], position - self.starts[shard]
+        return self.shards[shard].path, position - self.starts[shard]
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
@@ -229,9 +218,9 @@ class Stream:
             return 0
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
+            bad = lowest if lowest < 0 else highest
             raise UserError(
-                f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}; "
-                "if it is larger, --vocab_size=N tells train.py so and --tokenizer tells prepare_data.py --check"
+                f"{where}: token {bad} is outside the vocabulary of {self.vocab_size}; --vocab_size=N makes it larger"
             )
         return highest
 
@@ -241,8 +230,7 @@ class Stream:
         Returns the largest id seen.
         """
         share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
-        shards = zip(self.paths, self.shards, strict=True)
-        return max((self.check(shard[:share], str(path)) for path, shard in shards), default=0)
+        return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 
 
 def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
@@ -251,14 +239,10 @@ def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray
     windows [k]: each is of the stream whose number in `streams` is in `numbers` [k]. Raises UserError for a bad token.
     """
     out = np.empty((len(windows), seq_len + 1), np.int64)
-    rows = list(zip(out, numbers.tolist(), windows.tolist(), strict=True))
-    for row, number, window in rows:
-        streams[number].read(window * seq_len, row)
-    try:
-        streams[0].check(out.reshape(-1), "")  # all have the same vocabulary
-    except UserError:
-        for row, number, window in rows:
-            streams[number].check(row, f"window {window} of {streams[number].paths[0].parent}")
+    for row, number, window in zip(out, numbers.tolist(), windows.tolist(), strict=True):
+        stream = streams[number]
+        stream.read(window * seq_len, row)
+        stream.check(row, f"window {window} of {stream.shards[0].path.parent}")
     return out
 
 
@@ -268,17 +252,12 @@ class Dataset:
 
     directory: Path
     vocab_size: int
-    eot_token: int
+    eot_token: int | None  # the token between documents; None where there is none, or where it is not known
+    tokenizer: Path | None  # the tokenizer.json, if there is one
     splits: dict[str, Stream]  # "train" and "val"
-    bytes_of_text: dict[str, int]  # of each split; empty if the directory does not say
     identity: str  # sha256 of what the shards hold; the directory's name does not matter
+    bytes_of_text: dict[str, int] = field(default_factory=dict)  # of each split, if the directory says
     remark: str = ""  # what is assumed, because foreign files do not say it
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """The tokenizer.json of the directory, if there is one."""
-        path = self.directory / "tokenizer.json"
-        return path if path.exists() else None
 
     @property
     def bytes_per_token(self) -> float:
@@ -293,7 +272,7 @@ class Dataset:
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
     """Open a dataset directory and check sizes, counts and token ids. It has a dataset.json, or foreign token files.
 
-    vocab_size: the vocabulary of foreign files, which do not state it (0: that of nanoGPT's meta.pkl, or else GPT-2's).
+    vocab_size: that of foreign files, which do not state it (0: as datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
     prepare_command: what makes the dataset. The UserError for a missing directory prints it if its --out is this directory.
     """
     directory = Path(directory)
@@ -305,31 +284,70 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
         raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")
+    return _open_foreign(directory, vocab_size)
+
+
+def _open_own(directory: Path) -> Dataset:
+    metadata, splits, bytes_of_text = read_metadata(directory), {}, {}
+    for split in ("train", "val"):
+        records = [record for record in metadata["shards"] if record["split"] == split]
+        shards = open_shards([directory / record["file"] for record in records])
+        for record, shard in zip(records, shards, strict=True):
+            if len(shard) != record["tokens"]:
+                raise UserError(f"{shard.path}: {len(shard)} tokens, dataset.json says {record['tokens']}")
+        splits[split] = Stream(shards, metadata["vocab_size"])
+        splits[split].check_ids()
+        bytes_of_text[split] = sum(record["bytes_of_text"] for record in records)
+    identity = digest([(record["split"], record["tokens"], record["sha256"]) for record in metadata["shards"]])
+    tokenizer = directory / "tokenizer.json"
+    tokenizer = tokenizer if tokenizer.exists() else None
+    return Dataset(directory, metadata["vocab_size"], metadata["eot_token"], tokenizer, splits, identity, bytes_of_text)
+
+
+def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     names = {split: _foreign_files(directory, split) for split in ("train", "val")}
     if not names["train"] or not names["val"]:
         raise UserError(
-            f"--tokens={directory} has neither dataset.json nor *_train_*.bin and *_val_*.bin, *_train_*.npy and "
-            "*_val_*.npy, or train.bin and val.bin; make a dataset with prepare_data.py"
+            f"--tokens={directory} has neither dataset.json nor *_train_*.bin and *_val_*.bin, *_train_*.npy and *_val_*.npy, "
+            "train.bin and val.bin, or train/*.ds and val/*.ds; make a dataset with prepare_data.py"
         )
+    first, source, ids = names["train"][0], "--vocab_size", {}
+    named = read_datatrove(first)[0] if first.suffix == ".ds" else ""
+    tokenizer = next((path for path in (directory / "tokenizer.json", Path(named)) if path.is_file()), None)
+    if tokenizer:
+        known = files.read_json(tokenizer, TokenizerFile)
+        ids = known["model"]["vocab"] | {token["content"]: token["id"] for token in known["added_tokens"]}
     characters = characters_in(directory / "meta.pkl")
-    source = "--vocab_size" if vocab_size else "meta.pkl" if characters else "GPT-2"
-    vocab_size = vocab_size or characters or GPT2_VOCAB_SIZE
-    eot_token = characters or min(GPT2_VOCAB_SIZE, vocab_size) - 1  # characters have none
-    if (made := directory / "tokenizer.json").exists():
-        added = files.read_json(made, AddedTokens).get("added_tokens", [])
-        eot_token = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), eot_token)
-    splits = {split: Stream(paths, open_shards(paths), vocab_size) for split, paths in names.items()}
+    if not vocab_size:
+        if named and not ids:
+            raise UserError(f"{directory}: put the tokenizer.json of {named}, its tokenizer, there, or give --vocab_size=N")
+        source = "meta.pkl" if characters else str(tokenizer) if named else "GPT-2"
+        vocab_size = characters or (max(ids.values()) + 1 if named else GPT2_VOCAB_SIZE)
+    eot_token = next((ids[name] for name in FOREIGN_END_OF_TEXT if name in ids), None)
+    if not ids and not characters and GPT2_VOCAB_SIZE <= vocab_size <= GPT2_PADDED:
+        eot_token = GPT2_VOCAB_SIZE - 1
+    if eot_token is not None and eot_token >= vocab_size:  # tools/char_tokenizer.py gives characters one that no text has
+        eot_token = None
+
+    splits = {split: Stream(open_shards(paths), vocab_size) for split, paths in names.items()}
     largest = max([stream.check_ids() for stream in splits.values()])
     remark = f"{directory} has no dataset.json: a vocabulary of {vocab_size:,} by {source}; the largest id seen is {largest}"
     if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
         remark = f"warning: {remark}; if no id is larger, give --vocab_size={largest + 1}"
-    if not made.exists():
-        how = "sample.py needs the tokenizer of these tokens, such as --tokenizer=gpt2"
-        if characters:
-            how = f"python tools/char_tokenizer.py {directory}/meta.pkl makes {made}; sample.py takes it by --tokenizer={made}"
-        remark += f"; {how}"
-    sizes = [(path.name, path.stat().st_size) for paths in names.values() for path in paths]
-    return Dataset(directory, vocab_size, eot_token, splits, {}, digest(sizes), remark)
+    if eot_token is not None:
+        remark += f"; token {eot_token} separates documents, by {'its tokenizer' if ids else 'GPT-2'}"
+    if not tokenizer:
+        made = f"; python tools/char_tokenizer.py {directory}/meta.pkl makes it" if characters else ", such as --tokenizer=gpt2"
+        remark += f"; sample.py needs the tokenizer of these tokens{made}"
+    sizes = [(str(path.relative_to(directory)), path.stat().st_size) for paths in names.values() for path in paths]
+    return Dataset(directory, vocab_size, eot_token, tokenizer, splits, digest(sizes), remark=remark)
+
+
+def _foreign_files(directory: Path, split: str) -> list[Path]:
+    for pattern in ("*_{}_*.bin", "*_{}_*.npy", "{}.bin", "{}/*.ds", "{}*.ds", "*_{}*.ds"):
+        if paths := sorted(directory.glob(pattern.format(split))):
+            return paths
+    return []
 
 
 def characters_in(path: Path) -> int:
@@ -339,28 +357,6 @@ def characters_in(path: Path) -> int:
     # "vocab_size", which is memoized (by MEMOIZE, or BINPUT and a number), then a BININT1, BININT2 or BININT.
     found = re.search(rb"vocab_size(?:\x94|q.)(?:K(.)|M(..)|J(....))", files.read_bytes(path), re.DOTALL)
     return int.from_bytes(found[found.lastindex], "little") if found else 0
-
-
-def _open_own(directory: Path) -> Dataset:
-    metadata, splits, bytes_of_text = read_metadata(directory), {}, {}
-    for split in ("train", "val"):
-        records = [record for record in metadata["shards"] if record["split"] == split]
-        paths = [directory / record["file"] for record in records]
-        splits[split] = Stream(paths, open_shards(paths), metadata["vocab_size"])
-        for record, shard in zip(records, splits[split].shards, strict=True):
-            if len(shard) != record["tokens"]:
-                raise UserError(f"{directory / record['file']}: {len(shard)} tokens, dataset.json says {record['tokens']}")
-        splits[split].check_ids()
-        bytes_of_text[split] = sum(record["bytes_of_text"] for record in records)
-    identity = digest([(record["split"], record["tokens"], record["sha256"]) for record in metadata["shards"]])
-    return Dataset(directory, metadata["vocab_size"], metadata["eot_token"], splits, bytes_of_text, identity)
-
-
-def _foreign_files(directory: Path, split: str) -> list[Path]:
-    for pattern in (f"*_{split}_*.bin", f"*_{split}_*.npy", f"{split}.bin"):
-        if paths := sorted(directory.glob(pattern)):
-            return paths
-    return []
 
 
 def digest(value: list) -> str:

@@ -1,43 +1,22 @@
-"""Writing a dataset directory: tokens are cut into shards, and a kill at any instant loses at most the last of them.
+"""Writing a dataset directory: tokens are cut into shards, and a kill at any instant loses at most the last one of each split.
 
-progress.json is published whenever a shard is finished. It says which shards are finished, how many tokens of the next ones
-are saved, and which unit of text these tokens end with. dataset.json is published last.
+progress.json is published whenever a shard is finished. It says for each split which shards are finished, and where in the text
+the last of them ends. dataset.json is published last.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Annotated, TypedDict
 
 import numpy as np
-from msgspec import Meta
 
 from common import files
 from common.errors import UserError, plural, say
-from common.records import Count, Share
 from dataset.sources import Position
 from dataset.tokenizer import Tokenizer
-from dataset.tokens import ShardRecord, Source, read_metadata, token_dtype, write_shard
+from dataset.tokens import read_metadata, token_dtype, write_shard
 
 SPLITS = ("train", "val")
-START = (0, -1)  # the position before all units
-
-
-SplitProgress = TypedDict("SplitProgress", {"finished": list[ShardRecord], "saved": Count})
-SplitsProgress = TypedDict("SplitsProgress", dict.fromkeys(SPLITS, SplitProgress))
-# The part of progress.json that is read before the whole request is compared.
-Unfinished = TypedDict("Unfinished", {"request": TypedDict("Request", {"source": list[Source]})})
-
-
-class Progress(TypedDict):
-    """The content of progress.json."""
-
-    request: dict
-    val_fraction: Share
-    by_tail: bool
-    position: tuple[Count, Annotated[int, Meta(ge=-1, le=1 << 62)]]
-    splits: SplitsProgress
 
 
 class ShardWriter:
@@ -46,28 +25,37 @@ class ShardWriter:
     def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int):
         self.directory, self.split, self.tokenizer, self.max_tokens = directory, split, tokenizer, max_tokens
         self.finished = []  # records of the finished shards
+        self.position: Position = (0, -1)  # of the unit in which the last of them ends; before all units
+        self.taken = 0  # how many of that unit's tokens are in them
         self.total = 0  # tokens of the split so far
         self.buffer = np.empty(shard_tokens, token_dtype(tokenizer.vocab_size))  # takes up memory only as it fills
         self.filled = self.bytes_of_text = self.documents = 0  # of the buffer
-        self.saved = 0  # tokens of the buffer that are on disk
 
     @property
-    def partial(self) -> Path:
-        """The file for the tokens of the unfinished shard."""
-        return self.directory / f"{self.split}_{len(self.finished):06d}.partial"
+    def is_full(self) -> bool:
+        """Whether no more tokens fit into the split."""
+        return self.total == self.max_tokens
 
-    def add(self, tokens: np.ndarray) -> list[dict]:
-        """Append tokens, and publish each shard that they complete. Returns the records of these."""
-        done, tokens = len(self.finished), tokens[: self.max_tokens - self.total]
-        while len(tokens):
-            part, tokens = np.split(tokens, [len(self.buffer) - self.filled])
+    def add(self, tokens: np.ndarray, position: Position) -> list[dict]:
+        """Append the tokens of the unit at `position`, and publish each shard that they complete. Returns the records of these.
+
+        Tokens that a run before this one has put into finished shards are passed over.
+        """
+        done, start = len(self.finished), 0
+        if position <= self.position:
+            start = self.taken if position == self.position else len(tokens)
+        end = min(len(tokens), start + self.max_tokens - self.total)
+        while start < end:
+            part = tokens[start : min(end, start + len(self.buffer) - self.filled)]
             self.buffer[self.filled : self.filled + len(part)] = part
+            start += len(part)
             self.filled += len(part)
             self.total += len(part)
             self.bytes_of_text += int(self.tokenizer.bytes_per_token.take(part).sum())
             self.documents += int(np.count_nonzero(part == self.tokenizer.eot_token))
-            if self.filled == len(self.buffer):
+            if self.filled == len(self.buffer) or self.is_full:
                 self.publish()
+                self.position, self.taken = position, start
         return self.finished[done:]
 
     def publish(self) -> None:
@@ -77,46 +65,36 @@ class ShardWriter:
         digest = write_shard(self.directory / name, tokens, self.tokenizer.vocab_size)
         record = {"file": name, "split": self.split, "tokens": len(tokens), "bytes_of_text": self.bytes_of_text}
         self.finished.append(record | {"documents": self.documents, "sha256": digest})
-        self.filled = self.saved = self.bytes_of_text = self.documents = 0
-
-    def save(self) -> dict:
-        """Write the tokens of the unfinished shard that are not on disk yet. Returns what `restore` needs."""
-        with files.open_own(self.partial) as file:
-            file.truncate(self.saved * self.buffer.itemsize)
-            file.seek(0, os.SEEK_END)
-            left = memoryview(self.buffer[self.saved : self.filled]).cast("B")
-            while left:
-                left = left[file.write(left) :]
-            os.fsync(file.fileno())
-        self.saved = self.filled
-        return {"finished": self.finished, "saved": self.saved}
-
-    def restore(self, finished: list[dict], saved: int) -> None:
-        """Go on where `save` was called."""
-        self.finished, self.total = finished, sum(record["tokens"] for record in finished)
-        tokens = np.fromfile(files.require_regular(self.partial), self.buffer.dtype, min(saved, len(self.buffer)))
-        if not saved == len(tokens) < len(self.buffer) or tokens.max(initial=0) >= self.tokenizer.vocab_size:
-            raise UserError(f"{self.partial} does not hold {saved} tokens; remove {self.directory}, or choose another --out")
-        self.add(tokens)
-        self.saved = saved
+        self.filled = self.bytes_of_text = self.documents = 0
 
 
 class DatasetWriter:
-    """Writes both splits of a dataset, and remembers up to which position the text is on disk.
+    """Writes both splits of a dataset, each of which goes on behind the shards that an earlier run has finished.
 
-    request: what the dataset is to be, as JSON. An earlier run of the same request in the same directory is continued.
-    by_tail: whether the last `val_fraction` of the text is for validation, or that share of the documents.
+    request: what the dataset is to be, as JSON. progress: what an earlier run of the same request has published. If there is
+    none, what another request left in the directory is removed.
     """
 
-    def __init__(self, directory: Path, request: dict, tokenizer: Tokenizer, val_fraction: float, by_tail: bool):
-        self.directory, self.request, self.tokenizer = directory, request, tokenizer
-        self.val_fraction, self.by_tail = val_fraction, by_tail
-        self.position: Position = START
+    def __init__(self, directory: Path, request: dict, tokenizer: Tokenizer, val_fraction: float, progress: dict | None):
+        self.directory, self.request, self.tokenizer, self.val_fraction = directory, request, tokenizer, val_fraction
         limits = dict.fromkeys(SPLITS, sys.maxsize)
         if total := request["options"].get("max_tokens"):
             limits["val"] = max(1, int(total * val_fraction))
             limits["train"] = total - limits["val"]
         self.splits = {s: ShardWriter(directory, s, tokenizer, request["shard_tokens"], limits[s]) for s in SPLITS}
+        if progress:
+            for split, writer in self.splits.items():
+                saved = progress["splits"][split]
+                writer.finished, writer.position, writer.taken = saved["finished"], tuple(saved["position"]), saved["taken"]
+                writer.total = sum(record["tokens"] for record in writer.finished)
+            return
+        if (directory / "progress.json").exists():
+            say(f"restarting {directory}: the unfinished dataset there was made from other sources or settings")
+        for pattern in ("*_*.bin", "tokenizer.json", ".*.tmp"):
+            for path in directory.glob(pattern):
+                files.remove(path)
+        self.save()
+        tokenizer.save(directory / "tokenizer.json")
 
     @property
     def records(self) -> list[dict]:
@@ -124,51 +102,28 @@ class DatasetWriter:
         return [record for writer in self.splits.values() for record in writer.finished]
 
     @property
-    def is_full(self) -> bool:
-        """Whether no more tokens fit into either split."""
-        return all(writer.total == writer.max_tokens for writer in self.splits.values())
-
-    def begin(self, progress: Progress | None) -> None:
-        """Go on where an earlier run ended, or start afresh: remove what a run of another request left in the directory."""
-        if progress:
-            self.position = tuple(progress["position"])
-            for split, writer in self.splits.items():
-                writer.restore(**progress["splits"][split])
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if (self.directory / "progress.json").exists():
-            say(f"{self.directory}: the unfinished dataset there is of other sources or settings, or damaged; it is made anew")
-        for pattern in ("*_*.bin", "*.partial", "tokenizer.json"):
-            for path in self.directory.glob(pattern):
-                path.unlink()
-        files.remove_unfinished(self.directory)
-        self.save()
-        self.tokenizer.save(self.directory / "tokenizer.json")
+    def unfinished(self) -> dict[str, Position]:
+        """The splits that take more tokens, and the position of the unit that each one's next tokens are of or come after."""
+        return {split: writer.position for split, writer in self.splits.items() if not writer.is_full}
 
     def add(self, tokens: dict[str, np.ndarray], position: Position) -> list[dict]:
         """Append the tokens of the unit at `position`, by split. Returns the records of the shards that they completed."""
-        completed = [record for split, writer in self.splits.items() for record in writer.add(tokens[split])]
+        completed = [record for split in tokens for record in self.splits[split].add(tokens[split], position)]
         if completed:
-            self.position = position
             self.save()
         return completed
 
     def save(self) -> None:
         """Publish progress.json: what a restart needs."""
-        splits = {split: writer.save() for split, writer in self.splits.items()}
-        progress = {"request": self.request, "val_fraction": self.val_fraction, "by_tail": self.by_tail}
-        progress |= {"position": self.position, "splits": splits}
-        files.publish_text(self.directory / "progress.json", json.dumps(progress))
-        for path in set(self.directory.glob("*.partial")) - {writer.partial for writer in self.splits.values()}:
-            path.unlink()
+        splits = {s: {"finished": w.finished, "position": w.position, "taken": w.taken} for s, w in self.splits.items()}
+        files.publish_text(self.directory / "progress.json", json.dumps({"request": self.request, "splits": splits}))
 
     def finish(self) -> None:
         """Publish the last shards, then dataset.json. Raises UserError if a split has no tokens."""
-        options = self.request["options"]
         for writer in self.splits.values():
             if writer.filled:
                 writer.publish()
-            if not writer.finished and "part" not in options:
+            if not writer.finished:
                 raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {writer.split}; try another")
         metadata = {
             "format": "lockstep-tokens",
@@ -180,13 +135,11 @@ class DatasetWriter:
             "source": self.request["source"],
             "val_fraction": self.val_fraction,
         }
-        if options:
-            metadata["options"] = options
-        if "part" in options:
-            metadata["listing"] = self.request["listing"]  # all parts must have seen the same files
+        if self.request["options"]:
+            metadata["options"] = self.request["options"]
         metadata["shards"] = self.records
         files.publish_text(self.directory / "dataset.json", json.dumps(metadata, indent=1) + "\n")
-        remove_progress(self.directory)
+        (self.directory / "progress.json").unlink()
 
     def summary(self) -> str:
         """What has been written, a line for each split and one for both."""
@@ -224,31 +177,16 @@ def is_finished(directory: Path, request: dict) -> bool:
     keys = [key for key in found | wanted if found.get(key) != wanted.get(key)]
     if keys:
         raise UserError(f"{directory} holds another dataset: {', '.join(keys)} differ; choose another --out, or remove it")
-    remove_progress(directory)  # in case a kill has left it
+    (directory / "progress.json").unlink(missing_ok=True)  # in case a kill has left it
     return True
 
 
-def remove_progress(directory: Path) -> None:
-    """Remove what a finished dataset does not need."""
-    for path in [directory / "progress.json", *directory.glob("*.partial")]:
-        path.unlink(missing_ok=True)
-
-
-def read_progress(directory: Path, request: dict, ignore: str) -> Progress | None:
-    """What an earlier run of this request has saved. None if there was no such run, or if its files are gone.
-
-    Raises UserError if the directory holds something else, apart from names like `ignore`.
-    """
+def read_progress(directory: Path, request: dict) -> dict | None:
+    """What an earlier run of this request has published, if there was one. Raises UserError if other files are there."""
     path = directory / "progress.json"
-    if not path.exists():
-        ours = (".*", "*.partial", ignore)  # a kill at the very beginning leaves a .partial alone
-        if directory.exists() and any(not any(map(p.match, ours)) for p in directory.iterdir()):
-            raise UserError(f"{directory} holds other files; choose another --out, or remove it")
-        return None
-    progress = files.read_json(path, Progress)
-    names = ["tokenizer.json"]
-    for split in SPLITS:
-        records = progress["splits"][split]["finished"]
-        names += [record["file"] for record in records] + [f"{split}_{len(records):06d}.partial"]
-    is_whole = all((directory / name).is_file() for name in names)
-    return progress if is_whole and progress["request"] == request else None
+    if path.exists():
+        progress = files.read_json(path)
+        return progress if progress.get("request") == request and (directory / "tokenizer.json").exists() else None
+    if any(not path.name.startswith(".") for path in directory.iterdir()):
+        raise UserError(f"{directory} holds other files; choose another --out, or remove it")
+    return None

@@ -1,7 +1,6 @@
 """The hardware of one rank: which device, precision and compiler it gets, its peak rate, its memory, its determinism.
 
-What a processor is fast at is measured, because names do not tell it. Of two processors with the same instructions for
-bfloat16, one is twice as fast with them as without, and the other is slower (bench/LOG.md, "Classes of processors").
+What decides bits follows from the hardware alone, so the same command makes the same choice beside any other program.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import logging
 import math
 import os
 import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -23,14 +23,15 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
+from common.records import Auto
 from hardware.gpus import GPU_PEAK_FLOPS
-from hardware.host import cores, cpu_name, memory_bytes
+from hardware.host import cores, cpu_name, cpuinfo, memory_bytes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
-FASTER = 1.25  # bfloat16 is chosen where its products are so many times as fast as those in float32
+# Values of ONEDNN_MAX_CPU_ISA, which holds oneDNN to older instructions, that leave it the matrix unit and AVX512_BF16.
+NO_LIMIT = ("", "ALL", "DEFAULT")
 # Compiling for a CPU takes COMPILE_SECONDS. It saves a part of training, whose operations run at about EAGER_FLOPS on a core
-# (bench/LOG.md, "Classes of processors"). These numbers are rounded and do not change with the load of the machine, because
-# the same command must make the same choice: compiled code gives other bits.
+# (bench/LOG.md, "Classes of processors"). The numbers are fixed, because compiled code gives other bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 MOST_RANKS = 4  # of `make train` on a CPU; more were not measured
@@ -40,18 +41,36 @@ EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
 
 
-def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
-    """The device of this rank. auto: the accelerator that torch finds (CUDA, Intel's xpu or Apple's mps), else the CPU.
+def prepare_device(
+    name: str, local_rank: int = 0, threads: int | Auto = "auto", deterministic: bool = False, integers_only: bool = False
+) -> torch.device:
+    """The device of this rank, made current and ready. Call it before the process group is made.
 
-    share_gpus: more ranks than GPUs may share them (gloo only: NCCL refuses). Raises UserError where the device is missing.
+    name: auto, cpu, cuda, xpu or mps; each rank takes the accelerator `local_rank`. threads: CPU threads of each rank (auto:
+    cores // local ranks). deterministic, integers_only: see `make_deterministic`. Raises UserError where the device is missing.
     """
+    device = find_device(name, local_rank)
+    torch.set_num_threads(max(1, cores() // local_world_size()) if threads == "auto" else threads)
+    if device.type == "mps" and integers_only:
+        raise UserError("--strategy=exact needs float64, which Metal devices do not have; use --device=cpu")
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).set_device(device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: see --dtype
+    if deterministic:
+        make_deterministic(device, integers_only)
+    return device
+
+
+def find_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank; auto is CUDA, xpu or mps if torch finds one, else the CPU. Raises UserError if it is missing."""
     if name == "auto":
-        found = {"cuda": torch.cuda.is_available, "xpu": torch.xpu.is_available, "mps": torch.backends.mps.is_available}
-        name = next((kind for kind, is_there in found.items() if is_there()), "cpu")
+        found = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+        name = next((kind for kind, module in found.items() if module.is_available()), "cpu")
     if name == "cpu":
         return torch.device(name)
     count = getattr(torch, name).device_count()
-    if share_gpus and count:
+    if shares_gpu() and count:
         local_rank %= count
     if local_rank >= count:
         raise UserError(
@@ -61,22 +80,28 @@ def find_device(name: str, local_rank: int, share_gpus: bool) -> torch.device:
     return torch.device(name, local_rank)
 
 
+def local_world_size() -> int:
+    """The number of ranks on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def shares_gpu() -> bool:
+    """Whether several ranks try out one GPU (gloo only: NCCL refuses)."""
+    return os.environ.get("LOCKSTEP_SHARE_GPU") == "1"
+
+
 def ranks_here() -> int:
-    """How many ranks `make train` starts: one for each GPU. Metal has one GPU. On a CPU a power of two, at most one a core.
+    """How many ranks `make train` starts: a power of two, which can share a batch, up to the number of GPUs or of cores.
 
     Small models train faster on four ranks of one thread than on one rank of four threads (bench/LOG.md, "Ranks and threads").
     """
-    own = find_device("auto", 0, share_gpus=False)
-    if own.type != "cpu":
-        return getattr(torch, own.type).device_count()
-    return 1 << min(MOST_RANKS, cores()).bit_length() - 1
+    own = find_device("auto", 0)
+    most = min(MOST_RANKS, cores()) if own.type == "cpu" else getattr(torch, own.type).device_count()
+    return 1 << most.bit_length() - 1
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on CUDA.
-
-    It depends on the hardware alone, so the same command takes the same precision.
-    """
+    """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on CUDA."""
     if name != "auto":
         return name
     if fast_at_bfloat16(device):
@@ -85,34 +110,21 @@ def choose_dtype(name: str, device: torch.device) -> str:
 
 
 def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies bfloat16 matrices clearly faster than float32 ones. mps: no, nobody has measured it."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        rates = product_rates()
-        return rates["bfloat16"] > FASTER * rates["float32"]
-    return device.type == "xpu"
+    """Whether `device` is known to multiply bfloat16 matrices faster than float32 ones. Where nobody has measured it: no.
 
-
-@functools.cache
-def product_rates(dtype: str = "bfloat16") -> dict[str, float]:
-    """FLOP/s of matrix products in float32 and in `dtype` on one thread of this CPU: the best of 50 ms, in turns.
-
-    The clock counts only the time that the processor works for this thread, so other programs add nothing. What another virtual
-    machine takes is counted, and may be some milliseconds.
+    On CPUs, times as fast as float32 (bench/LOG.md, "Classes of processors" and "Tokens per second"): 10 with a matrix unit
+    (Intel's AMX), 1.9 with AVX512_BF16 on AMD, below 1 with the same instructions on Intel, 0.37 with AVX512 alone, 0.03 with
+    AVX2. Not measured: Arm, where oneDNN has no fast code for some products (pytorch#180447), and Metal.
     """
-    size, best, threads = 256, {"float32": math.inf, dtype: math.inf}, torch.get_num_threads()
-    matrices = {name: torch.ones(size, size, dtype=DTYPES[name]) for name in best}
-    torch.set_num_threads(1)
-    start, turns = time.thread_time(), 0
-    while turns < 5 or time.thread_time() - start < 0.05:
-        for name, matrix in matrices.items():
-            began = time.thread_time()
-            matrix @ matrix
-            best[name] = min(best[name], time.thread_time() - began)
-        turns += 1
-    torch.set_num_threads(threads)
-    return {name: 2 * size**3 / seconds for name, seconds in best.items()}
+    if device.type != "cpu":
+        return device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if not torch.backends.mkldnn.is_available() or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return False
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    if torch.cpu._init_amx() and (limit in NO_LIMIT or "AMX" in limit):  # whether Linux lets this process use the unit
+        return True
+    allowed = limit in NO_LIMIT or any(word in limit for word in ("BF16", "FP16", "AVX10"))
+    return allowed and torch.cpu._is_avx512_bf16_supported() and cpuinfo("vendor_id") == "AuthenticAMD"
 
 
 def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
@@ -169,9 +181,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Others copy before this returns: memory that is not pinned may be freed before the device has read it (pytorch#189690).
     """
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def make_deterministic(device: torch.device, integers_only: bool) -> None:
@@ -189,31 +199,32 @@ def make_deterministic(device: torch.device, integers_only: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def peak_flops(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
+def peak_flops(device: torch.device, dtype: str) -> float:
     """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else that of the best matrix product.
 
-    A CPU has the rate of one thread times the number of threads. Other programs hardly lower this figure; threads that share
-    a core reach less together.
+    A CPU has the rate of one thread times the number of threads.
     """
-    if known := known_peak_flops(device, dtype):
-        return known
-    if device.type == "cpu":
-        rates = product_rates()  # measured already, where the precision was chosen
-        return (rates if dtype in rates else product_rates(dtype))[dtype] * torch.get_num_threads()
-    return best_product(device, dtype, seconds)
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
 
 
 @functools.cache
-def best_product(device: torch.device, dtype: str, seconds: float) -> float:
-    """FLOP/s of the fastest of ten matrix products, or of more if there is time for more in `seconds`. Measured once."""
-    size = 8192 if device.type == "cuda" else 4096  # so large that starting and awaiting a product does not count
-    a = torch.randn(size, size, device=device).to(DTYPES[dtype])
-    best, deadline, products = float("inf"), time.perf_counter() + seconds, 0
-    while products < 10 or time.perf_counter() < deadline:  # on a busy machine the first one may wait for all of them
+def best_product(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
+    """FLOP/s of the fastest matrix product within `seconds`, of ten at least; on a CPU of one thread. Measured once.
+
+    On a CPU the clock counts only the time that the processor works for this thread, so other programs add nothing.
+    """
+    size, now = {"cpu": (256, time.thread_time), "cuda": (8192, time.perf_counter)}.get(device.type, (4096, time.perf_counter))
+    fill = torch.ones if device.type == "cpu" else torch.randn  # a CPU's generator is the run's own; a GPU is slower with noise
+    a, threads, best = fill(size, size, device=device).to(DTYPES[dtype]), torch.get_num_threads(), math.inf
+    torch.set_num_threads(1)
+    start, products = now(), 0
+    while products < 10 or now() < start + seconds:  # on a busy machine the first one may wait for all of them
         products += 1
-        began = time.perf_counter()
+        began = now()
         (a @ a)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - began)
+        best = min(best, now() - began)
+    torch.set_num_threads(threads)
     return 2 * size**3 / best
 
 
@@ -232,9 +243,8 @@ def known_peak_flops(device: torch.device, dtype: str) -> float | None:
 def datasheet_flops(name: str) -> float | None:
     """The dense bfloat16 peak in FLOP/s of the GPU that CUDA calls `name`. None: not known, or not a whole GPU."""
     words = set(re.split(r"[ -]", name)) | set(name.split())
-    if words & GPU_PARTS:
-        return None
-    return next((peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split())), None)
+    fitting = [peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split()) and not words & GPU_PARTS]
+    return fitting[0] if fitting else None
 
 
 def memory(device: torch.device) -> tuple[int, int]:
@@ -244,23 +254,19 @@ def memory(device: torch.device) -> tuple[int, int]:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
+    total, used = memory_bytes(), 0
     if device.type == "xpu":
-        total = torch.xpu.get_device_properties(device).total_memory
-        return total - torch.xpu.memory_reserved(device), total
-    if device.type == "mps":
-        total = torch.mps.recommended_max_memory()
-        return total - torch.mps.driver_allocated_memory(), total
-    return memory_bytes(), memory_bytes()
+        total, used = torch.xpu.get_device_properties(device).total_memory, torch.xpu.memory_reserved(device)
+    elif device.type == "mps":
+        total, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
+    return total - used, total
 
 
 def peak_memory_gb(device: torch.device) -> float:
     """The most memory in GB that this process has held: allocated on the GPU, or resident on a CPU and on mps."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).max_memory_allocated(device) / 1e9
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def keep_freed_memory() -> None:

@@ -5,10 +5,10 @@
 Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens of a micro-batch.
 """
 
-import dataclasses
 import math
 
-from settings import Config, ModelConfig
+from common.cli import replace
+from settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainConfig
 
 SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
 # Tensors may take this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
@@ -22,9 +22,9 @@ def widths(model: ModelConfig) -> tuple[int, int, int, int]:
     return model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
 
 
-def element_bytes(config: Config) -> int:
+def element_bytes(dtype: str) -> int:
     """The bytes of a number in matrix products."""
-    return 4 if config.train.dtype == "float32" else 2
+    return 4 if dtype == "float32" else 2
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
@@ -67,8 +67,8 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
     """The most sequences in a micro-batch that the ranks can share equally and that fit into `budget` bytes; at least 1.
 
-    Under `exact` the choice must not depend on the number of ranks, so it leaves work for eight. On a CPU memory is seldom
-    short. There `budget` is for activations and logits alone, counted roughly: 14 widths and 3 MLP widths of two bytes.
+    Under `exact` the choice must not depend on the number of ranks: it leaves work for eight, and counts the memory of one rank
+    alone, which needs most. On a CPU `budget` is for activations and logits alone, roughly: 14 widths and 3 MLP widths.
     """
     model, sequences = config.model, config.sequences_per_update
     exact = config.parallel.strategy == "exact"
@@ -79,8 +79,7 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
     def size(micro_batch: int) -> float:
         if device == "cpu":
             return micro_batch * per_sequence + 10 * model.vocab_size * min(rows, micro_batch * model.seq_len)
-        train = dataclasses.replace(config.train, micro_batch_size=micro_batch)
-        return sum(of_rank(dataclasses.replace(config, train=train), world_size, device).values())
+        return sum(of_rank(replace(config, micro_batch_size=micro_batch), 1 if exact else world_size, device).values())
 
     small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
     return max((n for n in {*small, *(share // n for n in small)} if size(n) <= budget), default=1)
@@ -95,37 +94,27 @@ def blocks_size(model: ModelConfig) -> int:
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     """The bytes of each part of one rank's memory at the moment of an update when it holds most.
 
-    config: resolved, with numbers and names in place of `auto`. device: the type of the device, such as cuda. Not counted: what
-    CUDA and NCCL take for themselves.
+    config: resolved. device: its type, such as cuda. Not counted: what CUDA and NCCL take for themselves.
     """
-    return max(moments(config, world_size, device).values(), key=lambda parts: sum(parts.values()))
-
-
-def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str, float]]:
-    """The bytes of each part at the four moments of an update of which one is the peak.
-
-    `loss`: the forward of the last micro-batch ends. `backward`: its backward has begun. `reduction`: the gradients are
-    complete and the ranks add them up. `step`: the optimizer updates the weights.
-    """
-    model, strategy = config.model, config.parallel.strategy
+    model, train, strategy = config.model, config.train, config.parallel.strategy
     if world_size == 1 and strategy != "exact":
         strategy = "none"
-    P = sum(parameters(model).values())
+    P, s = sum(parameters(model).values()), element_bytes(train.dtype)
     shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
     embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
-    activation, recomputed = activations(config, device, strategy)
-    activation += config.train.micro_batch_size * document_mask(config, device)
-    loss, loss_backward = loss_buffers(config, device)
-    casts, block_casts = weight_copies(config, strategy)
+    activation, recomputed = activations(model, train, device, strategy)
+    activation += train.micro_batch_size * document_mask(config, device)
+    loss, loss_backward = loss_buffers(model, train, device)
+    casts, block_casts = weight_copies(model, s, strategy)
     accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
     # exact turns each gradient into integers as soon as it is complete (compiled for a CPU, two at a time), and scratch_overlap
     # moves it into its bucket.
-    at_once = strategy == "scratch_overlap" or (strategy == "exact" and (device, config.train.compile) != ("cpu", "on"))
+    at_once = strategy == "scratch_overlap" or (strategy == "exact" and (device, train.compile) != ("cpu", "on"))
     between = 4.0 * P if accumulating and not at_once else 0.0
-    buckets = 4.0 * P if strategy in ("ddp", "zero1", "scratch_overlap") else 0.0
+    buckets = 4.0 * P if strategy in ("ddp", "scratch_overlap") else 0.0
     always = {
         "weights": 4.0 * P / shards,
-        "optimizer state": optimizer_state(config) / (world_size if strategy == "zero1" else shards),
+        "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
         "gradient buckets": buckets,
         "exact's integers": 8.0 * P if strategy == "exact" else 0.0,
     }
@@ -136,28 +125,27 @@ def moments(config: Config, world_size: int, device: str) -> dict[str, dict[str,
     # exact converts a tensor at a time; on a CPU a few thousand elements.
     converted = tied + 3 * embedding * (device != "cpu")
     outside = P - blocks_size(model)  # fsdp reduces what is outside the blocks as one
-    buffers = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + element_bytes(config)) * outside, "exact": converted}.get(
-        strategy, tied
-    )
-    complete = {"ddp": 0.0, "zero1": 0.0, "scratch_overlap": 0.0, "fsdp": reduced}.get(strategy, 4.0 * P)
+    buffers = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + s) * outside, "exact": converted}.get(strategy, tied)
+    complete = {"ddp": 0.0, "scratch_overlap": 0.0, "fsdp": reduced}.get(strategy, 4.0 * P)
     backward = {"gradients": between, "weights for backward": block_casts if recomputed else casts}
-    return {
-        "loss": always | {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
-        "backward": always | backward | {"activations": activation + recomputed, "logits": loss_backward},
-        "reduction": always | {"gradients": max(between, complete), "temporary": buffers},
-        "step": always | {"gradients": reduced, "temporary": muon_buffers(config, world_size, strategy, shards)},
-    }
+    moments = [
+        # The forward of the last micro-batch ends; its backward has begun; the ranks add the gradients up; the weights change.
+        {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
+        backward | {"activations": activation + recomputed, "logits": loss_backward},
+        {"gradients": max(between, complete), "temporary": buffers},
+        {"gradients": reduced, "temporary": muon_buffers(model, config.optim, shards if strategy == "fsdp" else 0)},
+    ]
+    return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
 
 
-def activations(config: Config, device: str, strategy: str) -> tuple[float, float]:
+def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: str) -> tuple[float, float]:
     """The bytes that the forward of a micro-batch keeps for backward, and those of one block that is computed again.
 
     They are counted in the blocks, tensor by tensor; eager and compiled code keep different ones.
     """
-    model, compiled = config.model, config.train.compile == "on"
     C, F, Q, K = widths(model)
-    gpt2, qwen3 = model.architecture == "gpt2", model.architecture == "qwen3"
-    s = element_bytes(config)
+    gpt2, qwen3, compiled = model.architecture == "gpt2", model.architecture == "qwen3", train.compile == "on"
+    s = element_bytes(train.dtype)
     residual = s if strategy == "fsdp" else 4  # bytes of one of the residual stream
     gpu = device != "cpu" and not compiled  # eager code on a GPU
     # The inputs of the two norms. Autocast on a GPU makes LayerNorm's float32; RMSNorm takes them as they are there.
@@ -173,9 +161,9 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
         block += s * model.n_head * model.seq_len
     if model.dropout:
         block += 2 * C  # the masks, a byte an element
-    N = config.train.micro_batch_size * model.seq_len
+    N = train.micro_batch_size * model.seq_len
     ends = N * C * (4 if gpt2 and gpu else residual) * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
-    if not config.train.activation_checkpointing:
+    if not train.activation_checkpointing:
         return N * model.n_layer * block + ends, 0.0
     if gpu:  # the gradients in the MLP, while all of the block is still there
         block += s * F * (2 if gpt2 else 3)
@@ -185,15 +173,15 @@ def activations(config: Config, device: str, strategy: str) -> tuple[float, floa
 def document_mask(config: Config, device: str) -> int:
     """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.document_mask` has one."""
     flex = device == "cuda" and not config.model.dropout
-    return 0 if config.data.attend == "window" or flex else element_bytes(config) * config.model.seq_len**2
+    return 0 if config.data.attend == "window" or flex else element_bytes(config.train.dtype) * config.model.seq_len**2
 
 
-def loss_buffers(config: Config, device: str) -> tuple[float, float]:
+def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[float, float]:
     """The bytes that the loss takes while it is computed, and those that it takes when its backward begins."""
-    C, V, N = config.model.n_embd, config.model.vocab_size, config.train.micro_batch_size * config.model.seq_len
-    s = element_bytes(config)
-    logits, weight, x = min(rows_at_a_time(V, device), N) * V, V * C, s * N * C
-    if config.train.compile == "on":  # logits and their gradient; or that and a part of the weight's gradient
+    s, N = element_bytes(train.dtype), train.micro_batch_size * model.seq_len
+    weight, x = model.vocab_size * model.n_embd, s * N * model.n_embd
+    logits = min(rows_at_a_time(model.vocab_size, device), N) * model.vocab_size
+    if train.compile == "on":  # logits and their gradient; or that and a part of the weight's gradient
         rows = s * (logits + max(logits, weight))
     elif device == "cpu":  # logits, probabilities and their gradient
         rows = 12 * logits + s * weight
@@ -202,67 +190,51 @@ def loss_buffers(config: Config, device: str) -> tuple[float, float]:
     return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
 
 
-def weight_copies(config: Config, strategy: str) -> tuple[float, float]:
-    """The bytes of weights in the dtype of the matrix products: those of all blocks, and those of one block.
+def weight_copies(model: ModelConfig, s: int, strategy: str) -> tuple[float, float]:
+    """The bytes of weights in the dtype of the matrix products, of `s` bytes: those of all blocks, and those of one block.
 
     Autocast keeps its copies until backward. fsdp gathers two blocks at a time, and the embeddings for the whole update.
     """
-    blocks = blocks_size(config.model)
-    block = blocks / config.model.n_layer
-    s = element_bytes(config)
+    blocks = blocks_size(model)
+    block = blocks / model.n_layer
     if strategy == "fsdp":
-        gathered = s * (sum(parameters(config.model).values()) - blocks + 2 * block)
+        gathered = s * (sum(parameters(model).values()) - blocks + 2 * block)
         return gathered, gathered
     return (2.0 * blocks, 2.0 * block) if s == 2 else (0.0, 0.0)
 
 
-def optimizer_state(config: Config) -> float:
+def optimizer_state(model: ModelConfig, optimizer: str) -> float:
     """The bytes of the optimizer's state: two float32 numbers a parameter for AdamW, one for a matrix of Muon."""
-    muon = blocks_size(config.model) if config.optim.optimizer == "muon" else 0
-    return 8.0 * (sum(parameters(config.model).values()) - muon) + 4.0 * muon
+    muon = blocks_size(model) if optimizer == "muon" else 0
+    return 8.0 * (sum(parameters(model).values()) - muon) + 4.0 * muon
 
 
-def muon_element(config: Config) -> int:
-    """The bytes of an element of Muon's iterates and updates. 0: there are none."""
-    return {"float32": 4}.get(config.optim.muon_dtype, 2) if config.optim.optimizer == "muon" else 0
-
-
-def muon_buffers(config: Config, world_size: int, strategy: str, shards: int) -> float:
+def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int) -> float:
     """The bytes that Muon takes for the matrices of one shape: iterates and updates, and the updates in float32.
 
-    zero1 has them for a rank's own matrices only; fsdp has rows that are sent and received besides.
+    shards: of fsdp, which has rows that are sent and received besides; or 0.
     """
-    s = muon_element(config)
-    if not s:
+    if optim.optimizer != "muon":
         return 0.0
-    model = config.model
     C, F, Q, K = widths(model)
+    s = element_bytes(optim.muon_dtype)
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
+    wide = 4 if s == 2 else 0  # the updates in float32, where they are not
+    kept = (3 * s + wide) / shards if shards else s + wide  # bytes of an element
 
     def size(a: int, b: int) -> float:
         iterates = 4 * 2 * s * (a * b + min(a, b) ** 2)  # of four matrices at a time
-        wide = 4 if s == 2 else 0  # the updates in float32, where they are not
-        kept = {"fsdp": (3 * s + wide) / shards, "zero1": (s + wide) / world_size}.get(strategy, s + wide)  # bytes an element
         return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
 
     return max(size(a, b) for a, b in set(shapes))
 
 
-def checkpoint_bytes(config: Config) -> float:
+def checkpoint_bytes(model: ModelConfig, optimizer: str) -> float:
     """The bytes of a checkpoint: the weights and the optimizer's state."""
-    return 4.0 * sum(parameters(config.model).values()) + optimizer_state(config)
+    return 4.0 * sum(parameters(model).values()) + optimizer_state(model, optimizer)
 
 
-def host_bytes(config: Config, world_size: int) -> float:
-    """The bytes of host memory that rank 0 takes to save: a copy, and for Hugging Face GPT-2's matrices transposed.
-
-    Under fsdp it is a copy of its share, and one file more at most.
-    """
-    copy = checkpoint_bytes(config) + 4.0 * blocks_size(config.model) * (config.model.architecture == "gpt2")
-    ranks = writers(config, world_size)
-    return min(copy, copy / ranks + config.checkpoint.max_shard_bytes) if ranks > 1 else copy
-
-
-def writers(config: Config, world_size: int) -> int:
-    """How many ranks, from the first on, write checkpoints: those that share the first copy of the weights."""
-    return world_size // config.parallel.replicate if config.parallel.strategy == "fsdp" else 1
+def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
+    """The most checkpoints of a run that are on the disk at once: those that are kept, and the one that is written."""
+    saves = -(-steps // (checkpoint.save_every or steps))  # the last step always is one
+    return min(saves, checkpoint.keep_last + checkpoint.keep_best + 1) if checkpoint.keep_last else saves

@@ -1,4 +1,4 @@
-"""What a process may use of the machine that it runs on, and what torch is told of it. Nothing slow is imported here."""
+"""What a process knows of its rank and may use of its machine, and what torch is told of it. Nothing slow is imported here."""
 
 import os
 import platform
@@ -6,9 +6,24 @@ import re
 import time
 from pathlib import Path
 
-from common.cli import read_ranks
+from common.errors import UserError
 
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period of so many, or "max"
+
+
+def read_ranks() -> tuple[int, int, int, int]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torchrun sets, or 0, 1, 0 and 1. Raises UserError."""
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    found = {name: os.environ[name] for name in defaults if name in os.environ}
+    if all(value.isdecimal() for value in found.values()):
+        rank, size, local_rank, local_size = (int(value) for value in (defaults | found).values())
+        if rank < size < 1 << 20 and local_rank < local_size and ("RANK" in found) == ("WORLD_SIZE" in found):
+            return rank, size, local_rank, local_size
+    environment = " ".join(f"{name}={value}" for name, value in found.items())
+    raise UserError(
+        "RANK must be from 0 to WORLD_SIZE - 1, and LOCAL_RANK from 0 to LOCAL_WORLD_SIZE - 1; "
+        f"the environment has {environment}; torchrun sets all four, and a single process needs none"
+    )
 
 
 def cores() -> int:
@@ -19,16 +34,12 @@ def cores() -> int:
 
 
 def prepare_torch() -> None:
-    """Set the variables of the environment that torch and its libraries read at their start, unless the user has set them.
-
-    MKL, which multiplies float32 matrices on most CPUs, promises the same bits in every run only in its reproducible mode. This
-    mode also uses a thread of an AMD processor that is idle otherwise (bench/LOG.md, "Classes of processors").
-
-    Expandable segments keep CUDA's allocator from losing memory to fragmentation. torch reads their variable under three
-    names, and which one wins depends on its version: a user's setting under any of them stands alone.
-    """
-    os.environ.setdefault("MKL_CBWR", "AUTO")  # "conditional numerical reproducibility"
+    """Set the variables of the environment that torch and its libraries read at their start, unless the user has set them."""
+    # MKL promises the same float32 products in every run only in its reproducible mode, which also uses a thread of an AMD
+    # processor that is idle otherwise (bench/LOG.md, "Classes of processors").
+    os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
+    # Less of CUDA's memory is lost to fragmentation. Which of three names wins depends on torch's version.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -49,9 +60,14 @@ def spin_count() -> int:
 
 def cpu_name() -> str:
     """The CPU as Linux calls it, or its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpuinfo(key: str) -> str:
+    """What Linux says about the first core, such as its `vendor_id`, AuthenticAMD; empty for nothing."""
+    path = Path("/proc/cpuinfo")
+    found = re.search(rf"^{key}\s*: (.*)", path.read_text() if path.exists() else "", re.MULTILINE)
+    return found[1] if found else ""
 
 
 def memory_bytes() -> int:

@@ -1,12 +1,11 @@
-"""Training state divided among the ranks, so that W ranks can train a model that one cannot hold: ZeRO stages 1 and 3.
+"""Training state sharded over the ranks, so that W ranks can train a model that one cannot hold: ZeRO stage 3, FSDP.
 
 In plain data parallelism every rank keeps 4 bytes a parameter of weights, 4 of gradients and 8 of AdamW's state, and all ranks
-keep the same. ZeRO (Rajbhandari et al. 2020) divides them, so that the ranks together hold one copy instead of W:
+keep the same. ZeRO (Rajbhandari et al. 2020) shards them, so that the ranks together hold one copy instead of W:
 
     strategy    fraction that each rank holds    bytes a parameter      each rank sends in an update
                 weights   gradients   state      (float32, AdamW)       (n: bytes of gradients or weights)
     ddp         1         1           1          16                     2 n of gradients
-    zero1       1         1           1 / W      8 + 8 / W              2 n of gradients, 1 n of weights
     fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights a micro-batch
 
 Under `fsdp` the whole weights of a block exist only while it computes. Gradients are sent once an update; between its
@@ -15,9 +14,7 @@ micro-batches every rank keeps them whole. Muon sends 4 bytes more a parameter o
 
 import itertools
 import math
-from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,12 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hardware.gpus import GATHERED_BYTES
 from model import GPT
-from optim import Muon, Optimizers, local
+from optim import local
 from parallel.world import World
-
-GATHERED = GATHERED_BYTES // 4  # elements that every rank receives at once
 
 
 class FullyShard(nn.Module):
@@ -94,136 +88,3 @@ def gather_rows(tensors: list[DTensor | None], group: dist.ProcessGroup) -> Tens
     received = sent.new_empty(sum(numbers_received))
     dist.all_to_all_single(received, sent, numbers_received, numbers_sent, group=group)
     return None if mine is None else received.view(mine.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of a parameter, from row `first` on, that rank `owner` updates for all. `values` shares the parameter's memory."""
-
-    parameter: nn.Parameter
-    first: int
-    owner: int
-    values: nn.Parameter
-
-    def select(self, tensor) -> Tensor:
-        """These rows of a tensor shaped like the parameter, or of one in a file. A scalar belongs to all rows."""
-        return tensor[self.first : self.first + len(self.values)] if tensor.shape else tensor[...]
-
-
-@dataclass(frozen=True, eq=False)
-class Divided:
-    """A tensor whose rows are divided among the ranks.
-
-    Each of the `pieces` has consecutive rows: the rank that owns them, their shape, and the rows themselves on that rank only.
-    """
-
-    shape: torch.Size
-    device: torch.device
-    pieces: list[tuple[int, torch.Size, Tensor | None]]
-
-    def full_tensor(self) -> Tensor:
-        """The whole, as a DTensor gives it. All ranks must call this."""
-        received = []
-        for owner, shape, piece in self.pieces:
-            received.append(torch.empty(shape, device=self.device) if piece is None else piece.to(self.device))
-            dist.broadcast(received[-1], owner)
-        return torch.cat(received) if self.shape else received[0]
-
-
-@dataclass(frozen=True)
-class ShardedOptimizers(Optimizers):
-    """`Optimizers` where each rank updates only the rows that it owns, and holds only their state.
-
-    Gradients must be equal on all ranks. After the step the updated rows are gathered, GATHERED elements at a time.
-    """
-
-    rows: list[Rows]  # of one parameter after another, each from its first row to its last
-    world: World
-
-    @property
-    def owned(self) -> list[Rows]:
-        """The rows of this rank."""
-        return [rows for rows in self.rows if rows.owner == self.world.rank]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for rows in self.owned:
-            rows.values.grad = rows.select(rows.parameter.grad)
-        super().step()
-        for rows in self.owned:
-            rows.values.grad = None
-        by_owner = [[rows.values for rows in self.rows if rows.owner == rank] for rank in range(self.world.size)]
-        limit = GATHERED // self.world.size
-        # All owners have the largest first and as much as each other. So what they send together is of like size.
-        for batch_by_owner in itertools.zip_longest(*(batches(values, limit) for values in by_owner), fillvalue=[]):
-            self.gather(batch_by_owner)
-
-    def gather(self, values_by_owner: tuple[list[Tensor], ...]) -> None:
-        """Copy what each owner has of its `values` to all other ranks."""
-        sizes = [[values.numel() for values in owned] for owned in values_by_owner]
-        sent = self.rows[0].values.new_zeros(max(map(sum, sizes)))
-        if mine := values_by_owner[self.world.rank]:
-            torch.cat([values.flatten() for values in mine], out=sent[: sum(sizes[self.world.rank])])
-        received = sent.new_empty(self.world.size, len(sent))
-        dist.all_gather(list(received), sent)
-        for owned, each, flat in zip(values_by_owner, sizes, received, strict=True):
-            if owned:
-                updated = flat[: sum(each)].split(each)
-                torch._foreach_copy_(owned, [new.view_as(old) for old, new in zip(owned, updated, strict=True)])
-
-    def state(self) -> Iterator[tuple[Tensor, str, "Divided"]]:
-        """As in `Optimizers`, with tensors that are divided among the ranks. All ranks must call it."""
-        state_of = {values: state for part in self.parts for values, state in part.state.items()}
-        owned = {i: state_of[rows.values] for i, rows in enumerate(self.rows) if rows.values in state_of}
-        shapes_by_rank: list = [None] * self.world.size
-        owned_shapes = {i: {key: value.shape for key, value in state.items()} for i, state in owned.items()}
-        dist.all_gather_object(shapes_by_rank, owned_shapes)
-        shapes = ChainMap(*shapes_by_rank)
-        for _, group in itertools.groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].parameter)):
-            indices = list(group)
-            parameter = self.rows[indices[0]].parameter
-            for key, shape in shapes.get(indices[0], {}).items():
-                pieces = [(self.rows[i].owner, shapes[i][key], owned[i][key] if i in owned else None) for i in indices]
-                yield parameter, key, Divided(parameter.shape if shape else shape, parameter.device, pieces)
-
-    def load_state(self, state: dict[Tensor, dict]) -> None:
-        for rows in self.owned:
-            whole = state.get(rows.parameter, {})
-            super().load_state({rows.values: {key: rows.select(value) for key, value in whole.items()}})
-
-
-def batches(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Divide `tensors`, in their order, into lists of at most `limit` elements, or of one tensor."""
-    batch, size = [], 0
-    for tensor in tensors:
-        if batch and size + tensor.numel() > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(tensor)
-        size += tensor.numel()
-    yield batch
-
-
-def shard_optimizers(optimizers: Optimizers, world: World) -> ShardedOptimizers:
-    """Divide the parameters of the new `optimizers` among the ranks: the largest first, each to the rank with the least so far.
-
-    A tensor that is more than a rank's share (an embedding may be a third of a model) is cut between rows. Muon's matrices
-    are never cut, because it must see a matrix whole. So the work of orthogonalizing them is divided as well.
-    """
-    all_rows = []
-    for part in optimizers.parts:
-        share = sum(p.numel() for group in part.param_groups for p in group["params"]) / world.size
-        loads = [0] * world.size
-        for group in part.param_groups:
-            parameters, group["params"] = sorted(group["params"], key=Tensor.numel, reverse=True), []
-            for parameter in parameters:
-                pieces = 1 if isinstance(part, Muon) else math.ceil(parameter.numel() / share)
-                first = 0
-                for block in parameter.detach().tensor_split(min(pieces, len(parameter))):
-                    rows = Rows(parameter, first, loads.index(min(loads)), nn.Parameter(block))
-                    all_rows.append(rows)
-                    loads[rows.owner] += block.numel()
-                    first += len(block)
-                    if rows.owner == world.rank:
-                        group["params"].append(rows.values)
-    return ShardedOptimizers(optimizers.parts, all_rows, world)

@@ -1,35 +1,43 @@
 """One dial for the size of a model: `--depth=N` sets its shape, its batch, its steps and its learning rate.
 
-`settings_of` is the dial. `turn` applies it to a command line: it fills the settings that were not given. docs/dial.md has the
-formulas and their sources. It imports no torch.
+`turn` applies it to a command line: it fills the settings that were not given. docs/dial.md has the formulas and their sources.
+It imports no torch.
 """
 
 import dataclasses
 import math
-import re
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import settings
+from common import files
 from common.cli import flat_values, replace
 from common.errors import UserError
+from common.records import Auto
 from hardware.footprint import flops_per_token
 from planning import rules
 from settings import Command, Config, DataConfig, ModelConfig
 
-VOCABULARIES = {"bytes": 257, "gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}  # of tokenizers by name
+
+class Tuned(NamedTuple):
+    """What bench/dial.py has found for an optimizer: the rate at WIDTH and RATE_BATCH, the batch for a run of TOKENS."""
+
+    lr: float
+    width_power: float  # how the best rate changes with the width
+    batch_power: float
+    batch: int  # tokens of an update
+
+
+TUNED = {"adamw": Tuned(4.0e-3, -1.1, 0.5, 2048), "muon": Tuned(1.45e-2, -0.9, 0.2, 4096)}
+WIDTH, RATE_BATCH, TOKENS = 96, 2048, 1 << 19
+GROWTH = 0.383  # the power of a run's tokens with which its batch grows (arXiv 2505.13738)
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
 EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
 FEWEST_STEPS = 100
 WARMUP_STEPS = 200
-# The best learning rates that bench/dial.py has found at a width and a batch, and how they change with the two.
-WIDTH, RATE_BATCH = 96, 2048
-RATES = {"adamw": 4.0e-3, "muon": 1.45e-2}
-WIDTH_POWER = {"adamw": -1.1, "muon": -0.9}
-BATCH_POWER = {"adamw": 0.5, "muon": 0.2}
-# The batch that is right for a run of so many tokens, and how it grows with them (arXiv 2505.13738).
-TOKENS, BATCH, GROWTH = 1 << 19, {"adamw": 2048, "muon": 4096}, 0.383
+GPT2_VOCABULARY = 50257  # what a plan assumes of tokens that are not there
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 LENGTH = ("steps", "tokens_per_update")
 RATE = ("lr", "min_lr", "warmup_steps", "schedule", "cooldown_fraction", "weight_decay")
@@ -51,25 +59,17 @@ def turn(command: Command, args: list[str]) -> Command:
     if depth == "off":
         return command
     if config.model.init_from != "scratch":
-        raise UserError(
-            f"--depth={depth} is for a model from scratch; --init_from={config.model.init_from} has a shape of its own"
-        )
-    given = given_names(args)
+        raise UserError(f"--depth={depth} is for a model from scratch; leave out --init_from={config.model.init_from}")
+    preset, flags = settings.divide(args)
+    given = settings.given(flags)
+    if "depth" not in given:
+        content = tomllib.loads(files.read_text(preset))  # its tables are headings
+        given |= {name for key, keys in content.items() for name in (keys if isinstance(keys, dict) else [key])}
     values = previous(config)
     if not values:
         once, vocab_size, _ = dataset(config.data, config.model.vocab_size)
         values = dial(config, given, vocab_size, min(once.values(), default=math.inf))
     return replace(command, **{name: value for name, value in values.items() if name not in given})
-
-
-def given_names(args: list[str]) -> set[str]:
-    """The settings that a command line gives by flags, and if --depth is not one of them, by its preset."""
-    preset, flags = settings.divide(args)
-    names = settings.given(flags)
-    if "depth" not in names:
-        content = tomllib.loads(preset.read_text())  # its tables are headings
-        names |= {name for key, keys in content.items() for name in (keys if isinstance(keys, dict) else [key])}
-    return names
 
 
 def previous(config: Config) -> dict:
@@ -82,45 +82,35 @@ def previous(config: Config) -> dict:
     return {name: values[name] for name in SHAPE + LENGTH + RATE} if before.run.depth == config.run.depth else {}
 
 
-def dataset(config: DataConfig, vocab_size: int) -> tuple[dict[str, float], int, str]:
+def dataset(config: DataConfig, vocab_size: int | Auto) -> tuple[dict[str, float], int, str]:
     """After how many tokens of a run each dataset is read once, the size of the vocabulary, and where the size is from.
 
-    vocab_size: what --vocab_size says (0: nothing). Of a dataset that is not there, the first is empty and the size a guess.
+    vocab_size: what --vocab_size says. Of tokens that are not there, the first is empty and the second assumed.
     """
     import data  # here, because it imports numpy, and --help does without
 
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(config.tokens)):
         mixture = data.open_mixture(config.tokens, vocab_size)
         return mixture.once, mixture.vocab_size, f"of {mixture}"
-    return {}, *((vocab_size, "by --vocab_size") if vocab_size else vocabulary(config))
-
-
-def vocabulary(config: DataConfig) -> tuple[int, str]:
-    """The size of the vocabulary of a dataset that is not there, and where it is from: the command that makes it, or GPT-2."""
-    words = config.prepare_command.split()
-    name = next((word.removeprefix("--tokenizer=") for word in words if word.startswith("--tokenizer=")), "")
-    size = VOCABULARIES.get(name, int(name[6:]) if re.fullmatch(r"train:\d{1,7}", name) else 0)
-    if size and f"--out={config.tokens}" in words:
-        return size, f"of --tokenizer={name}, which makes {config.tokens}"
-    return VOCABULARIES["gpt2"], f"of GPT-2: {config.tokens} is not there"
+    if vocab_size != "auto":
+        return {}, vocab_size, "by --vocab_size"
+    return {}, GPT2_VOCABULARY, f"of GPT-2: {config.tokens} is not there; --vocab_size=N plans another"
 
 
 def dial(config: Config, given: set[str], vocab_size: int, available: float) -> dict:
     """What --depth sets in `config`, for a text of `available` tokens. What is `given` stays, and the rest follows it."""
     shape = shape_of(config, given)
     model = settings.resolve_model(dataclasses.replace(config.model, **shape), vocab_size)
-    length = {name: getattr(config.train, name) for name in LENGTH if name in given}
-    optimizer = config.optim.optimizer
+    length, optimizer = {name: getattr(config.train, name) for name in LENGTH if name in given}, config.optim.optimizer
     length = length_of(min(TOKENS_PER_WEIGHT * weights(model), EPOCHS * available), model.seq_len, optimizer, **length)
     return shape | length | {"micro_batch_size": "auto"} | rate_of(model, optimizer, **length)
 
 
 def shape_of(config: Config, given: set[str]) -> dict:
-    """The shape of the model at --depth of `config`. What is `given` stays."""
+    """The shape of the model at --depth of `config`. What is `given` stays, and the rest is as without a preset."""
     width = config.model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
-    shape = dict(
-        n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)), n_kv_head=0, head_dim=0, d_ff=0
-    )
+    shape = dict.fromkeys(SHAPE, "auto")
+    shape |= dict(n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)))
     return shape | {name: getattr(config.model, name) for name in SHAPE if name in given}
 
 
@@ -131,7 +121,7 @@ def weights(model: ModelConfig) -> int:
 
 def batch_of(tokens: float, optimizer: str) -> float:
     """The tokens of an update that are right for a run of `tokens`."""
-    return BATCH[optimizer] * (tokens / TOKENS) ** GROWTH
+    return TUNED[optimizer].batch * (tokens / TOKENS) ** GROWTH
 
 
 def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
@@ -145,7 +135,7 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
             f"--depth: a run of {tokens:,.0f} tokens (at most {EPOCHS} times those of --tokens) is less than {FEWEST_STEPS} "
             f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, lower --tokens_per_update, or set --steps"
         )
-    if steps:  # batch = BATCH (steps batch / TOKENS)^GROWTH, solved for batch
+    if steps:  # batch_of(steps batch) = batch, solved for batch
         batch = batch_of(steps, optimizer) ** (1 / (1 - GROWTH))
     else:
         batch = min(batch_of(tokens, optimizer), tokens / FEWEST_STEPS)
@@ -166,11 +156,11 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     An update of a matrix should change the activations equally at every width: AdamW's rate falls with it (muP, arXiv
     2203.03466), Muon's with its root, for its updates have a norm of 0.2 lr sqrt(width) (arXiv 2310.17813). Both fall faster
     where the depth grows with the width: the powers are measured. AdamW's grows with the root of the batch (arXiv 2205.10287),
-    Muon's by less: that is measured, too.
+    Muon's by less, as measured.
     """
     # A larger batch than the dial's is not known to bear a larger rate.
-    batch = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer))
-    lr = RATES[optimizer] * (model.n_embd / WIDTH) ** WIDTH_POWER[optimizer] * (batch / RATE_BATCH) ** BATCH_POWER[optimizer]
+    batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), TUNED[optimizer]
+    lr = best.lr * (model.n_embd / WIDTH) ** best.width_power * (batch / RATE_BATCH) ** best.batch_power
     lr = float(f"{lr:.3g}")
     # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527

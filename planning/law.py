@@ -4,13 +4,8 @@ loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, NotRequired, TypedDict
 
 import numpy as np
-from msgspec import Meta
-
-from common import files
 
 PRIOR_EXPONENT, PRIOR_SPREAD = 0.33, 0.4  # of a and b, and of their logarithm (arXiv 2404.10102)
 NOISE, NOISE_RUNS = 0.01, 3  # what is expected of the loss between seeds, which counts as much as so many runs
@@ -84,52 +79,3 @@ def fit(weights: list[float], tokens: list[float], losses: list[float]) -> Law:
     probability = np.exp(negative_log_posterior.min() - negative_log_posterior)
     largest = float(sizes.prod(axis=1).max())
     return Law(exponents, coefficients, inverse * noise[:, None, None], noise, probability / probability.sum(), scale, largest)
-
-
-@dataclass(frozen=True)
-class Rung:
-    """A run of a ladder that is done."""
-
-    depth: int
-    weights: Annotated[int, Meta(gt=0)]
-    tokens: Annotated[int, Meta(gt=0)]
-    flops: Annotated[float, Meta(gt=0)]
-    loss: float  # of its last evaluation
-    speed: Annotated[float, Meta(gt=0)]  # FLOP/s
-
-
-class Facts(TypedDict):
-    """What the runs of a ladder share."""
-
-    tokens: str  # the sha256 of the dataset
-    command: list[str]  # the preset and the flags of train.py
-    preset: NotRequired[str]  # the sha256 of the preset
-
-
-class Prediction(TypedDict):
-    """What a ladder predicts of the run that it finds."""
-
-    val_loss: float
-    margin: float  # half of the interval in which the loss lies with 90 %
-    depth: int
-    tokens: float
-
-
-class Record(TypedDict):
-    """ladder.json."""
-
-    facts: Facts
-    available: Annotated[float, Meta(gt=0)]  # tokens until the text has been read once
-    rungs: NotRequired[Annotated[list[Rung], Meta(min_length=1)]]
-    foretold: NotRequired[Prediction]
-
-
-def of_rungs(rungs: list[Rung], unique_tokens: float) -> Law:
-    """The law of the runs of a ladder on a text of `unique_tokens`."""
-    fresh = [effective_tokens(rung.tokens, unique_tokens) for rung in rungs]
-    return fit([rung.weights for rung in rungs], fresh, [rung.loss for rung in rungs])
-
-
-def read(path: Path) -> Record:
-    """A ladder.json. Raises UserError if it is damaged."""
-    return files.read_json(path, Record)

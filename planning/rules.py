@@ -3,10 +3,12 @@
 Imports no torch, so that wrong flags are answered at once. The limits of a single number are in its type, in settings.py.
 """
 
+import itertools
 from collections.abc import Iterator
 
-from common.cli import read_ranks, replace
+from common.cli import replace
 from common.errors import UserError, refuse
+from hardware.host import read_ranks
 from settings import Command, Config, ModelConfig
 
 MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
@@ -23,28 +25,19 @@ def check_command(command: Command) -> None:
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raise one UserError that names every setting that does not work on `world_size` ranks, and values that do.
-
-    It works for a config as given and for one with every `auto` resolved.
-    """
-    refuse(
-        [
-            *pair_problems(config),
-            *strategy_problems(config, world_size),
-            *shape_problems(config.model),
-            *share_problems(config, world_size),
-        ]
-    )
+    """Raise one UserError that names every setting, `auto` or resolved, that does not work on `world_size` ranks."""
+    problems = strategy_problems(config, world_size), shape_problems(config.model), share_problems(config, world_size)
+    refuse(itertools.chain(schedule_problems(config), *problems))
 
 
-def pair_problems(config: Config) -> Iterator[str]:
-    """The settings that another one makes impossible or useless."""
-    if config.optim.min_lr > config.optim.lr:
+def schedule_problems(config: Config) -> Iterator[str]:
+    """The settings of the run's course that another one makes impossible."""
+    if config.optim.min_lr != "auto" and config.optim.min_lr > config.optim.lr:
         yield f"--min_lr={config.optim.min_lr} must be at most --lr={config.optim.lr}"
     for number, batch in enumerate(config.skipped_batches):
         if batch >= (end := config.train.steps + number):
-            unseen = f"{batch + 1}, which no step of this run would see; the last is {end}"
-            yield f"--skip_steps={config.data.skip_steps} has {unseen}"
+            skipped = f"--skip_steps={config.data.skip_steps} has {batch + 1}"
+            yield f"{skipped}, which no step of this run would see; the last is {end}"
 
 
 def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -53,12 +46,7 @@ def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
     if strategy == "exact" and config.train.dtype == "float16":
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use bfloat16"
     if config.train.fp8 and config.train.compile == "off":
-        yield (
-            "--fp8=true needs --compile=on: without the compiler, scaling and casting make float8 slower than bfloat16 "
-            "(0.3 to 0.9 times the speed in pytorch/ao#685)"
-        )
-    if strategy != "ddp" and parallel.grad_compression != "none":
-        yield f"--grad_compression={parallel.grad_compression} is for --strategy=ddp, not {strategy}"
+        yield "--fp8=true needs --compile=on: eager float8 is slower than bfloat16 (0.3 to 0.9 times in pytorch/ao#685)"
     if strategy != "fsdp" and parallel.replicate != 1:
         yield f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights"
     if world_size % parallel.replicate:
@@ -72,18 +60,18 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     if model.init_from != "scratch":
         return
     rotary = model.architecture != "gpt2"
-    unit = model.n_head * (2 if rotary and not model.head_dim else 1)
+    unit = model.n_head * (2 if rotary and model.head_dim == "auto" else 1)
     if model.n_embd % unit:
         even = " x 2 (rotary positions need heads of an even width)" if unit > model.n_head else ""
         values = nearest(model.n_embd, unit, unit)
         yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
-    elif not rotary and model.head_dim not in (0, model.n_embd // model.n_head):
+    elif not rotary and model.head_dim not in ("auto", model.n_embd // model.n_head):
         yield f"--head_dim={model.head_dim} is not for gpt2, where it is n_embd / n_head; leave it out"
-    elif model.head_dim % 2 and rotary:
+    elif rotary and model.head_dim != "auto" and model.head_dim % 2:
         yield f"--head_dim={model.head_dim} must be even for rotary positions"
-    if not rotary and model.n_kv_head not in (0, model.n_head):
+    if not rotary and model.n_kv_head not in ("auto", model.n_head):
         yield "--n_kv_head is not for gpt2, which has as many key/value heads as heads"
-    elif model.n_head % (model.n_kv_head or 1):
+    elif model.n_kv_head != "auto" and model.n_head % model.n_kv_head:
         divisors = ", ".join(str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0)
         yield f"--n_kv_head={model.n_kv_head} does not divide --n_head={model.n_head}; try one of {divisors}"
 
@@ -102,11 +90,8 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
         return
     if tokens % unit == 0 and tokens >= smallest:
         return
-    factors = [f"--seq_len={config.model.seq_len}"]
-    if micro != "auto":
-        factors.append(f"--micro_batch_size={micro}")
-    if world_size > 1 and (not exact or tokens % unit == 0):
-        factors.append(f"{world_size} ranks")
+    factors = [f"--seq_len={config.model.seq_len}"] + [f"--micro_batch_size={micro}"] * (micro != "auto")
+    factors += [f"{world_size} ranks"] * (world_size > 1 and (not exact or tokens % unit == 0))
     wrong = "not a multiple of" if tokens % unit else "less than"
     unequal = not exact and tokens % micro_batch == 0 and tokens >= smallest
     takes = unequal and not any(strategy_problems(replace(config, strategy="exact"), world_size))

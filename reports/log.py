@@ -1,25 +1,25 @@
-"""What a run reports: the console, train.log, metrics.jsonl and wandb. Only the master's `Log` does anything."""
+"""What a run reports: the console, train.log, metrics.jsonl, wandb and TensorBoard. Only the master's `Log` does anything."""
 
+import io
 import json
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import Any, BinaryIO, Required, TypedDict
 
 import msgspec
 
 from common import files
-from common.cli import flat_values
-from common.errors import FULL_DISK, RunError, UserError, plural, printable, survive_lost_console, within
+from common.errors import FULL_DISK, UserError, plural, printable, within
 from common.records import Count
-from settings import Config
+from settings import LogConfig
 
-FINISH_SECONDS = (3600, 30)  # what wandb has to send the rest; after a failure, others wait
-LONGEST_LINE = 1 << 20  # bytes of a record in metrics.jsonl
+FINISH_SECONDS = (3600, 30)  # what trackers have to send the rest; after a failure, others wait
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
 Record = TypedDict(
@@ -27,34 +27,25 @@ Record = TypedDict(
 )
 
 
-def read_records(path: Path, links: bool = True) -> Iterator[tuple[bytes, Record | None]]:
-    """Each line of a metrics.jsonl with its record; None for a line that is torn or foreign. Raises UserError.
-
-    links: whether it may be a symbolic link.
-    """
-    with files.open_regular(path, links=links) as file:
-        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
-            record = None
+def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
+    """Each line of a metrics.jsonl with its record: None for a line that a kill has torn, or that is not a record."""
+    with open(path, "rb") as file:
+        for line in filter(bytes.strip, file):
             try:
                 record = msgspec.convert(json.loads(line), Record)  # msgspec's own decoder does not read NaN
             except (ValueError, OverflowError, RecursionError):
-                if not line.strip():
-                    continue
+                record = None
             yield line, record
 
 
 class Log:
-    """The text files of a run directory, which nothing writes to before `begin`: a refused command leaves nothing behind.
-
-    Raises UserError if another process uses the directory.
-    """
+    """The text files of a run directory. Before `begin` nothing is written there. Raises UserError if it is in use."""
 
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
-        self.bar = self.board = self.wandb = None
-        self._text, self._metrics = AppendFile(), AppendFile()
-        self._is_new = not (directory / "metrics.jsonl").exists()
-        self._lock = lock(directory) if is_master and os.path.lexists(directory / ".lock") else None
+        self.trackers: dict[str, tuple[Callable, Callable]] = {}  # by name: show(record) and end(status)
+        self._text, self._metrics = io.BytesIO(), io.BytesIO()  # until there are files
+        self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
 
     def begin(self, step: int) -> Record | None:
         """Make the directory, if need be, and open its files at `step`. Returns the evaluation recorded there, if any."""
@@ -62,21 +53,34 @@ class Log:
             return None
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = self._lock or lock(self.directory)
-        if self._is_new and (self.directory / "metrics.jsonl").exists():
-            raise UserError(f"{self.directory}: another process has begun this run meanwhile; the same command continues it")
-        self._text.open(self.directory / "train.log")
-        return self.rewind(step)
+        said, self._text = self._text, open_to_append(self.directory / "train.log")
+        append(self._text, said.getvalue())
+        evaluation = self.rewind(step)
+        self._metrics = open_to_append(self.directory / "metrics.jsonl")
+        return evaluation
+
+    def rewind(self, step: int) -> Record | None:
+        """Cut metrics.jsonl back to `step`, so that no step is there twice. Returns the evaluation recorded at `step`."""
+        path, evaluation = self.directory / "metrics.jsonl", None
+        lines = list(read_records(path)) if path.exists() else []
+        if unreadable := sum(record is None for _, record in lines):
+            self.warn(f"left {plural(unreadable, 'unreadable line')} out of {path}")
+        with files.publish(path) as file:
+            for line, record in lines:
+                if record and record["step"] <= step:
+                    file.write(line.rstrip(b"\n") + b"\n")
+                    evaluation = record if record["step"] == step and "val_loss" in record else evaluation
+        return evaluation
 
     def say(self, message: str) -> None:
         """Write a line to the console and to train.log."""
         if self.is_master:
             message = printable(message)
-            self._text.write(message + "\n")
-            with survive_lost_console():
-                if self.bar is None:
-                    print(message, flush=True)
-                else:
-                    self.bar.write(message)
+            append(self._text, f"{message}\n".encode("utf-8", "replace"))
+            try:
+                print(message, flush=True)
+            except OSError:  # nobody reads any more, as after `| head`; the run goes on
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def warn(self, message: str) -> None:
         """Write a line that asks for attention."""
@@ -90,183 +94,121 @@ class Log:
         except Exception as error:
             self.warn(f"{what} failed: {(str(error) or type(error).__name__).splitlines()[0]}; the run goes on without it")
 
-    def rewind(self, step: int) -> Record | None:
-        """Cut metrics.jsonl back to `step`, so that no step is recorded twice. Returns the evaluation recorded at `step`.
+    def start_trackers(self, options: LogConfig, settings: dict[str, Any], step: int, run_id: str) -> str:
+        """Start TensorBoard and wandb, where they are on, at `step`. Returns the id of wandb's run.
 
-        Lines that cannot be read are moved to metrics.jsonl.unreadable.
+        settings: what wandb shows as the run's config. run_id: of wandb's run to continue (empty: a new one).
         """
-        path = self.directory / "metrics.jsonl"
-        kept, unreadable, evaluation = [], [], None
-        for line, record in read_records(path, links=False) if os.path.lexists(path) else ():
-            if record is None:
-                unreadable.append(line)
-            elif record["step"] <= step:
-                kept.append(line.rstrip(b"\n") + b"\n")
-                if record["step"] == step and "val_loss" in record:
-                    evaluation = record
-        if unreadable:
-            aside = path.with_name(f"{path.name}.unreadable")
-            with files.open_own(aside) as file:
-                unreadable = [file.read(), *unreadable]
-            with files.publish(aside) as file:
-                file.writelines(unreadable)
-            self.warn(f"{path} has {plural(len(unreadable) - 1, 'unreadable line')}, now in {aside.name}")
-        with files.publish(path) as file:
-            file.writelines(kept)
-        self._metrics.open(path)
-        return evaluation
-
-    def check_wandb(self, config: Config) -> None:
-        """Raise UserError if --wandb=online has no key, before a run leaves any file. A terminal is asked for it."""
-        if not self.is_master or config.log.wandb != "online":
-            return
-        import wandb
-
-        try:
-            if wandb.login(verify=False):
-                return
-            reason = f"WANDB_MODE={os.environ.get('WANDB_MODE', '')} forbids it"
-        except wandb.Error as error:
-            reason = str(error).rstrip(".")
-        raise UserError(f"--wandb=online: {reason}; --wandb=offline needs no account")
-
-    def start_trackers(self, config: Config, step: int, run_id: str, more: dict) -> str:
-        """Start TensorBoard's files and wandb's run, where they are on. Returns the id of the latter.
-
-        wandb continues its run `run_id` if there is one. Its config has all settings and `more`. TensorBoard forgets what it
-        has of steps after `step`: those that a killed run did not save.
-        """
-        if self.is_master and config.log.tensorboard:
+        if self.is_master and options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1)
-        if not self.is_master or config.log.wandb == "off":
-            return run_id
-        import wandb
+            # What a killed run wrote there of later steps is forgotten.
+            board = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1)
+            self.trackers["tensorboard"] = partial(add_to_board, board), lambda status: board.close()
+        if self.is_master and options.wandb != "off":
+            run = start_wandb(options, self.directory, settings, run_id)
+            self.trackers["wandb"] = run.log, lambda status: run.finish(exit_code=status)
+            return run.id
+        return run_id
 
-        try:
-            self.wandb = wandb.init(
-                project=config.log.wandb_project,
-                name=config.run.name,
-                dir=self.directory,
-                config=flat_values(config) | more,
-                mode=config.log.wandb,
-                id=run_id or None,
-                resume="allow",
-                settings=wandb.Settings(console="off", quiet=True),
-            )
-        except wandb.Error as error:
-            raise UserError(f"--wandb={config.log.wandb}: {error}; --wandb=offline needs no account") from None
-        self.wandb.define_metric("*", step_metric="step")
-        for name in ("loss", "val_loss", "val_bpb"):
-            self.wandb.define_metric(name, step_metric="step", summary="min,last")
-        return self.wandb.id
-
-    def start_bar(self, steps: int, step: int) -> None:
-        """Show a progress bar if the console is a terminal."""
-        if self.is_master and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True)
-
-    def progress(self, step: int) -> None:
-        """Move the bar to `step`."""
-        if self.bar is not None:
-            with suppress(OSError):  # the terminal may be gone
-                self.bar.update(step - self.bar.n)
-
-    def metrics(self, record: dict) -> None:
-        """Write one record to metrics.jsonl and wandb, without its None values and with the time (seconds since 1970)."""
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Record values by name at a `step`, without those that are None, with the time in seconds since 1970."""
         if self.is_master:
             record = {key: value for key, value in record.items() if value is not None} | {"time": round(time.time(), 3)}
-            self._metrics.write(json.dumps(record) + "\n")
-            self.show(record)
+            append(self._metrics, json.dumps(record).encode() + b"\n")
+            self.track(record)
 
     def sample(self, step: int, text: str) -> None:
-        """Say what the model has written after `step` updates, on one line, and show it to wandb and TensorBoard."""
+        """Say what the model has written after `step` updates, on one line."""
         if self.is_master:
             self.say(f"step {step:>6}  sample {json.dumps(text, ensure_ascii=False)}")
-            self.show({"step": step, "sample": text, "time": round(time.time(), 3)})
+            self.track({"step": step, "sample": text, "time": round(time.time(), 3)})
 
-    def show(self, record: dict) -> None:
-        """Give a record to wandb and TensorBoard, where they are on."""
-        with self.surviving("wandb"):
-            if self.wandb is not None:
-                run, self.wandb = self.wandb, None
-                run.log(record)
-                self.wandb = run
-        with self.surviving("tensorboard"):
-            if self.board is not None:
-                board, self.board = self.board, None
-                counted = {"tokens"} if "val_loss" in record else set()  # the record of the update has them, too
-                for name in record.keys() - {"step", "time", "sample"} - counted:
-                    board.add_scalar(name, record[name], record["step"], record["time"])
-                if "sample" in record:  # Markdown, in which four spaces keep text as it is
-                    board.add_text("sample", textwrap.indent(record["sample"], "    "), record["step"], record["time"])
-                self.board = board
+    def track(self, record: dict[str, Any]) -> None:
+        """Show a record to the trackers. One that fails is off from then on."""
+        for name in list(self.trackers):
+            show, end = self.trackers.pop(name)
+            with self.surviving(name):
+                show(record)
+                self.trackers[name] = show, end
 
     def close(self, status: int) -> None:
-        """End the bar, and wandb with the exit status."""
-        if self._metrics.waiting:
-            self.warn(f"the last lines of {self.directory / 'metrics.jsonl'} could not be written: the disk is full")
-        if self.bar is not None:
-            with suppress(OSError):
-                self.bar.close()
-            self.bar = None
-        if self.board is not None:
-            with self.surviving("tensorboard"):
-                self.board.close()
-        if self.wandb is not None:
+        """Finish what waits to be written, and tell the trackers the exit status."""
+        with self.surviving(f"writing the last lines of {self.directory / 'metrics.jsonl'}"):
+            self._metrics.flush()
+        for name, (_, end) in self.trackers.items():
             seconds = FINISH_SECONDS[status == 1]
-            with self.surviving(f"what wandb has not sent in {seconds} s"):
-                within(seconds, lambda: self.wandb.finish(exit_code=status))
+            with self.surviving(f"what {name} has not sent in {seconds} s"):
+                within(seconds, partial(end, status))
 
 
-class AppendFile:
-    """A file that lines are appended to. They wait in memory before it is open, and while the disk is full."""
-
-    def __init__(self):
-        self.waiting, self.file, self.path, self.opened = bytearray(), None, Path(), None
-
-    def open(self, path: Path) -> None:
-        """Begin to append to `path`. Raises UserError where it is not a regular file."""
-        self.file, self.path = files.open_own(path), path
-        self.file.seek(0, os.SEEK_END)
-        self.opened = os.fstat(self.file.fileno())
-        self.write("")
-
-    def write(self, text: str) -> None:
-        """Append `text`, now or as soon as it can be. Raises RunError where the file was moved or removed meanwhile."""
-        self.waiting += text.encode("utf-8", "replace")
-        if self.file and not self.is_there():
-            self.file = None
-            raise RunError(
-                f"{self.path} was moved or removed while the run goes on, which therefore ends; if it was moved, "
-                "--out_dir and --name say where it is now, and the same command continues from its newest checkpoint"
-            )
-        try:
-            while self.file and self.waiting:
-                del self.waiting[: self.file.write(self.waiting)]
-        except OSError as error:
-            if error.errno not in FULL_DISK:
-                raise
-
-    def is_there(self) -> bool:
-        """Whether the open file still has its name."""
-        try:
-            return os.path.samestat(self.path.stat(), self.opened)
-        except FileNotFoundError:
-            return False
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a file to append to, with room in memory for what a full disk does not take."""
+    return open(path, "ab", buffering=1 << 20)
 
 
-def lock(directory: Path):
-    """Hold the directory until this process ends. Raises UserError if another live process holds it. See `files.lock`."""
-    file = files.open_own(directory / ".lock")  # the lock lasts as long as the file is open
+def append(file: BinaryIO, content: bytes) -> None:
+    """Append `content`. While the disk is full it waits in the file's buffer."""
+    try:
+        file.write(content)
+        file.flush()
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+
+
+def lock(directory: Path) -> BinaryIO:
+    """Hold the directory while the returned file is open. Raises UserError if another live process holds it."""
+    file = open(directory / ".lock", "ab")  # noqa: SIM115
     for _ in range(20):  # a killed run's process may take a moment to be gone
         if files.lock(file):
             return file
         time.sleep(0.1)
     raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
+
+
+def require_wandb_key() -> None:
+    """Raise UserError if wandb has no API key for --wandb=online. In a terminal, wandb asks for one."""
+    import wandb
+
+    try:
+        if not wandb.login(verify=False):
+            raise wandb.Error(f"WANDB_MODE={os.environ.get('WANDB_MODE', '')} forbids it")
+    except wandb.Error as error:
+        raise UserError(f"--wandb=online: {str(error).rstrip('.')}; --wandb=offline needs no account") from None
+
+
+def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], run_id: str):
+    """Start a run of wandb, or continue the one with the id `run_id`. Raises UserError where wandb refuses."""
+    import wandb
+
+    try:
+        run = wandb.init(
+            project=options.wandb_project,
+            name=directory.name,
+            dir=directory,
+            config=settings,
+            mode=options.wandb,
+            id=run_id or None,
+            resume="allow",
+            settings=wandb.Settings(console="off", quiet=True),
+        )
+    except wandb.Error as error:
+        raise UserError(f"--wandb={options.wandb}: {error}; --wandb=offline needs no account") from None
+    run.define_metric("*", step_metric="step")
+    for name in ("loss", "val_loss", "val_bpb"):
+        run.define_metric(name, step_metric="step", summary="min,last")
+    return run
+
+
+def add_to_board(board, record: dict[str, Any]) -> None:
+    """Add a record to a TensorBoard."""
+    step, at = record["step"], record["time"]
+    counted = {"tokens"} if "val_loss" in record else set()  # the record of the update has them, too
+    for name in record.keys() - {"step", "time", "sample"} - counted:
+        board.add_scalar(name, record[name], step, at)
+    if "sample" in record:  # Markdown, in which four spaces keep text as it is
+        board.add_text("sample", textwrap.indent(record["sample"], "    "), step, at)
 
 
 def duration(seconds: float) -> str:

@@ -2,53 +2,63 @@
 
 import math
 import time
+from collections import deque
+from statistics import median
 
 import torch
 
-import optim
 from common.errors import RunError, plural
 from hardware import device
+from optim import learning_rate
 from reports import curves
 from reports.log import Log, duration
-from settings import Config
+from settings import OptimConfig, TrainConfig
 
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
 
 class Progress:
-    """Reports the updates and evaluations of a run to its `log`.
+    """Reports the updates and evaluations of a run. peak_speed: tokens a second at the peak rate of all ranks (MFU 1)."""
 
-    peak_flops: of all ranks, in FLOP/s. It is raised to whatever is reached.
-    """
-
-    def __init__(self, log: Log, config: Config, flops_per_token: float, peak_flops: float):
-        self.log, self.config, self.flops_per_token, self.peak_flops = log, config, flops_per_token, peak_flops
+    def __init__(self, log: Log, train: TrainConfig, optim: OptimConfig, log_every: int, peak_speed: float):
+        self.log, self.train, self.optim, self.log_every, self.peak_speed = log, train, optim, log_every, peak_speed
+        self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
         # Since the last report. The first update is left out: it allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
+        self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
         self.drawn_at = time.monotonic()
 
     def updated(self, state, loss: float, grad_norm: float, seconds: float, waited: float) -> None:
         """Count an update of `seconds`, `waited` of them for data, and report it if it is due. state: after the update."""
-        step, steps = state.step, self.config.train.steps
         self.updates += 1
         if self.updates:
             self.seconds += seconds
             self.waited += waited
-        self.log.progress(step)
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
-            self.log.warn(f"step {step}: the gradient is not finite, update skipped ({count})")
-        if due(self.config.log.log_every, step) or step in (1, steps):
+            self.log.warn(f"step {state.step}: the gradient is not finite, update skipped ({count})")
+        self.watch(state.step, loss)
+        if due(self.log_every, state.step) or state.step in (1, self.train.steps):
             self.report(state, loss, grad_norm)
+
+    def watch(self, step: int, loss: float) -> None:
+        """Warn once when the losses go far above what this start of the run has seen: the exit status will not tell."""
+        self.losses.append(loss if math.isfinite(loss) else math.inf)
+        recent, was_high = median(self.losses), self.is_high  # a single spike is not in the median
+        self.lowest = min(self.lowest, recent)
+        self.is_high = recent > max(2 * self.lowest, self.lowest + 1)
+        if self.is_high and not was_high:
+            remedy = "if it stays high, begin another run from an earlier checkpoint (--resume=PATH) with a lower --lr"
+            self.log.warn(f"step {step}: the loss rose from {self.lowest:.4g} to {recent:.4g}; {remedy}")
 
     def report(self, state, loss: float, grad_norm: float) -> None:
         """Log the last update, and the speed since the last report."""
-        step, steps, speed = state.step, self.config.train.steps, self.speed()
-        lr = optim.learning_rate(step - 1, steps, self.config.optim)
+        step, steps, speed = state.step, self.train.steps, self.speed()
+        lr = learning_rate(step - 1, steps, self.optim)
         record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
-        memory = round(device.peak_memory_gb(torch.device(self.config.train.device)), 3)
+        memory = round(device.peak_memory_gb(torch.device(self.train.device)), 3)
         self.log.metrics(record | {"memory_gb": memory, "skipped": state.skipped or None})
         line = f"step {step:>6}/{steps}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.2f}"
         if speed:
@@ -57,17 +67,15 @@ class Progress:
         self.log.say(line)
 
     def speed(self) -> dict:
-        """Means since the last report: tokens/s over all ranks, MFU (0 to 1), milliseconds an update and waiting for data.
-
-        Empty where nothing was counted.
-        """
+        """Means since the last report: tokens/s over all ranks, MFU, ms an update and of waiting. Empty if there is none."""
         if self.updates < 1:
             return {}
-        speed = self.updates * self.config.train.tokens_per_update / self.seconds
-        self.peak_flops = max(self.peak_flops, speed * self.flops_per_token)
+        speed = self.updates * self.train.tokens_per_update / self.seconds
+        if self.is_peak_measured:  # by matrix products on a machine that may have been busy
+            self.peak_speed = max(self.peak_speed, speed)
         report = {
             "tokens_per_second": round(speed, 1),
-            "mfu": round(speed * self.flops_per_token / self.peak_flops, 4),
+            "mfu": round(speed / self.peak_speed, 4),
             "step_ms": round(1000 * self.seconds / self.updates, 2),
             "data_wait_ms": round(1000 * self.waited / self.updates, 3),
         }
@@ -79,10 +87,10 @@ class Progress:
         if not self.log.is_master:
             return
         self.log.metrics({"step": state.step, "tokens": state.tokens, **validation})
-        line = f"step {state.step:>6}/{self.config.train.steps}  validation loss {validation['val_loss']:.4f}"
+        line = f"step {state.step:>6}/{self.train.steps}  validation loss {validation['val_loss']:.4f}"
         line += f"  {validation['val_bpb']:.4f} bits per byte" if validation["val_bpb"] else ""
         self.log.say(f"{line}  evaluated in {duration(seconds)}")
-        if state.step >= self.config.train.steps or time.monotonic() - self.drawn_at > DRAW_SECONDS:
+        if state.step >= self.train.steps or time.monotonic() - self.drawn_at > DRAW_SECONDS:
             with self.log.surviving("drawing curves.png"):
                 curves.draw([self.log.directory], self.log.directory / "curves.png")
             self.drawn_at = time.monotonic()
@@ -104,7 +112,7 @@ class Progress:
     def tell_next(self, dataset) -> None:
         """Say what to do with a complete run: sample from it, if its `dataset` has a tokenizer."""
         command = f"sample.py {self.log.directory}" if dataset.tokenizer else f"evaluate.py {self.log.directory}"
-        if dataset.tokenizer and dataset.eot_token >= self.config.model.vocab_size:  # no start of a document is known
+        if dataset.tokenizer and dataset.eot_token is None:  # the model knows no start of a document
             command += ' --prompt="..."'
         self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")
 

@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one 
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import machine
@@ -25,6 +26,7 @@ from common import cli
 from common.files import publish_directory
 from dataset.tokens import write_shard
 from machine import ROOT, damage  # noqa: F401  for tests
+from model import initial_weights
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
 STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
@@ -62,7 +64,7 @@ train.update = update
 
 def pytest_collection_modifyitems(items):
     """Begin with the files that take minutes: one that began last would keep a single core busy at the end."""
-    longest = ["test_same_run", "test_sharded", "test_nodes", "test_ladder", "test_readme", "test_bench", "test_train"]
+    longest = ["test_same_run", "test_sharded", "test_nodes", "test_ladder", "test_readme", "test_foreign", "test_train"]
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
@@ -242,9 +244,24 @@ def foreign_tokens(folder, kind, tokens):
             write_shard(folder / f"fineweb_{split}_000001.bin", part, 50257)
         elif kind == "nanoGPT":
             part.astype(np.uint16).tofile(folder / f"{split}.bin")
+        elif kind == "datatrove":
+            path = folder / split / "00000_unshuffled.ds"
+            path.parent.mkdir()
+            part.astype("<u2").tofile(path)
+            Path(f"{path}.metadata").write_text(f"gpt2|2\n{len(part)}\n1 kT")
+            np.array([500, len(part)], "<u8").tofile(f"{path}.index")
         else:
             np.save(folder / f"edufineweb_{split}_000001.npy", part)
     return folder
+
+
+def randomized(model, scale):
+    """`model` with weights far from their initial ones, so that every part of it shows in the logits."""
+    model.load_state_dict(dict(initial_weights(model, seed=0)))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
 
 
 def largest_difference(a, b):

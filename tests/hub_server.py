@@ -7,8 +7,10 @@ import functools
 import hashlib
 import json
 import threading
+from base64 import b64decode
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
 
 PAGE = 3  # files on a page of a listing
@@ -102,6 +104,25 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer(b"", 404)
 
+    def do_POST(self):
+        """What an upload asks for: a model repository, how to send each file, and the commit that carries them."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        words = self.path.strip("/").split("/")
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self.answer(b'{"error": "Invalid username or password."}', 401)
+        if words[-1] == "validate-yaml":
+            return self.json({"errors": [], "warnings": []})
+        if words[-1] == "create":
+            asked = json.loads(content)
+            return self.json({"url": f"{self.hub.url()}/{asked.get('organization') or 'me'}/{asked['name']}"})
+        if words[4] == "preupload":
+            asked = [file["path"] for file in json.loads(content)["files"]]
+            return self.json({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in asked]})
+        lines = [json.loads(line) for line in content.splitlines()]
+        sent = {line["value"]["path"]: b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"}
+        sha = self.hub.commit_files("/".join(words[2:4]), sent)
+        self.json({"commitUrl": f"{self.hub.url()}/{words[2]}/{words[3]}/commit/{sha}", "commitOid": sha})
+
     def commit_of(self, repository: str, revision: str) -> str | None:
         commits = self.hub.repositories.get(repository, {})
         return revision if revision in commits else list(commits)[-1] if commits and revision == "main" else None
@@ -115,12 +136,17 @@ class Handler(BaseHTTPRequestHandler):
         if words[:1] != ["tree"]:
             return self.json({"id": repository, "sha": commit, "siblings": []})
         folder, contents = "/".join(words[2:]), self.hub.repositories[repository][commit]
-        found = [self.entry(p, c) for p, c in contents.items() if not folder or p.startswith(folder + "/")]
-        if not found:
+        recursive, prefix = query.get("recursive", ["false"])[0].lower() == "true", f"{folder}/" if folder else ""
+        inside = {p: c for p, c in contents.items() if p.startswith(prefix)}
+        if not inside:
             return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
-        found.insert(0, {"type": "directory", "oid": "0" * 40, "size": 0, "path": folder or "data"})
+        folders = {str(parent) for p in inside for parent in PurePosixPath(p).parents if str(parent).startswith(prefix or "d")}
+        found = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": path} for path in sorted(folders - {folder})]
+        found += [self.entry(p, c) for p, c in inside.items()]
+        if not recursive:
+            found = [entry for entry in found if "/" not in entry["path"].removeprefix(prefix)]
         page = int(query.get("cursor", ["0"])[0])
-        following = f"{self.hub.url()}{urlsplit(self.path).path}?recursive=True&cursor={page + PAGE}"
+        following = f"{self.hub.url()}{urlsplit(self.path).path}?recursive={recursive}&cursor={page + PAGE}"
         link = {"Link": f'<{following}>; rel="next"'} if len(found) > page + PAGE else {}
         self.json(found[page : page + PAGE], link)
 
@@ -150,9 +176,9 @@ class Handler(BaseHTTPRequestHandler):
             content = bytes(len(content))
         size = len(content)
         if asked := self.headers.get("Range"):
-            start = int(asked.removeprefix("bytes=").split("-")[0])
-            content, status = content[start:], 206
-            headers = headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
+            start, end = map(int, asked.removeprefix("bytes=").split("-"))
+            content, status = content[start : end + 1], 206
+            headers = headers | {"Content-Range": f"bytes {start}-{min(end, size - 1)}/{size}"}
         self.answer(content, status, headers | {"Accept-Ranges": "bytes"})
 
     def json(self, value, headers: dict | None = None):
@@ -164,8 +190,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "GET":
-            if self.fault == "truncate":
+        if self.command != "HEAD":
+            if self.command == "GET" and self.fault == "truncate":
                 content = content[: len(content) // 2]
                 self.close_connection = True
             self.wfile.write(content)

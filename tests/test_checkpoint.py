@@ -30,8 +30,8 @@ def test_without_symbolic_links_latest_and_best_are_copies(train, shared):
     refuse = f"os.symlink = lambda *args, **more: (_ for _ in ()).throw(OSError({errno.EPERM}, 'no links here'))"
     train.changed(refuse, "nolinks")
     latest, best = (train.runs / "nolinks" / "checkpoints" / name for name in ("latest", "best"))
-    assert latest.is_dir() and not latest.is_symlink() and retention.fault(latest) is None
-    assert best.is_dir() and not best.is_symlink() and retention.fault(best) is None
+    assert latest.is_dir() and not latest.is_symlink() and retention.find_damage(latest) is None
+    assert best.is_dir() and not best.is_symlink() and retention.find_damage(best) is None
     assert train.files("nolinks") == shared.files("plain")
 
 

@@ -1,6 +1,7 @@
 """The tokens of a step: a pure function of (seed, step), the same for every number of ranks, across shard boundaries."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -22,18 +23,30 @@ from conftest import foreign_tokens, wait_for
 from dataset.tokens import Stream, open_dataset, open_shard, write_shard
 from parallel.world import World
 
-ONE = (data.SHARES,)
+ONE = (data.BLOCK,)
+# Digests of the order in which mixtures take sequences, as it was when shares had 24 bits.
+WHOLE = {
+    (4096,): "86dc42eb04570308",
+    (3072, 1024): "2371fcade47caffa",
+    (1366, 1365, 1365): "0fa28d45840725da",
+    (4095, 1): "bdd407f3cdfa4f7d",
+}
 
 
 def world(rank, size):
     return World(rank, size, size, torch.device("cpu"))
 
 
+class Memory(np.ndarray):
+    """A shard in memory."""
+
+    path = Path("tokens/shard")
+
+
 def stream_of(sizes):
     """Shards in memory whose tokens tell their own position."""
-    tokens = np.arange(sum(sizes), dtype=np.uint32)
-    shards = np.split(tokens, np.cumsum(sizes)[:-1])
-    return Stream([Path(f"shard {i}") for i in range(len(sizes))], shards, vocab_size=1 << 31)
+    tokens = np.arange(sum(sizes), dtype=np.uint32).view(Memory)
+    return Stream(np.split(tokens, np.cumsum(sizes)[:-1]), vocab_size=1 << 31)
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**31), epoch=st.integers(0, 50))
@@ -201,55 +214,32 @@ def weights(*values):
     return data.round_shares([Fraction(value) for value in values])
 
 
-mixtures = st.lists(st.integers(1, 10_000), min_size=1, max_size=9).map(lambda values: weights(*values))
-
-
-@settings(deadline=None, max_examples=40)
-@given(shares=mixtures)
-def test_in_every_block_each_dataset_has_its_share_to_within_one_sequence(shares):
-    table = np.array([data.sequences_before(block, shares) for block in range(2 * data.PERIOD + 3)])
-    exact = np.array(shares) / data.SHARES * data.BLOCK
-    counts = np.diff(table, axis=0)
-    assert (counts.sum(axis=1) == data.BLOCK).all() and (counts >= 0).all()
-    assert (np.abs(counts - exact) < 1).all()  # in every block
-    assert (np.abs(table - np.arange(len(table))[:, None] * exact) < 1).all()  # and in all blocks before, so none drifts
-
-
-@pytest.mark.parametrize("rates", [[2400, 3290, 3611, 2987], [1628, 3072, 1326, 2811, 3568, 3979]])
-def test_shares_that_the_earliest_deadline_alone_does_not_keep(rates):
-    whole = [data.PERIOD * 100] * (len(rates) - 1)
-    shares = (*(w + r for w, r in zip(whole, rates, strict=False)), data.SHARES - sum(whole) - sum(rates[:-1]))
-    assert shares[-1] % data.PERIOD == rates[-1]
-    extra = data.extra_sequences(shares)
-    assert (np.abs(extra - np.arange(data.PERIOD + 1)[:, None] * np.array(rates) / data.PERIOD) < 1).all()
+mixtures = st.lists(st.integers(1, 100), min_size=1, max_size=9).map(lambda values: weights(*values))
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ((1,), (1,)),
-        (("0.8", "0.2"), (0.8, 0.2)),
-        ((8, 2), (0.8, 0.2)),
-        ((1, 1, 1), (1 / 3, 1 / 3, 1 / 3)),
-        ((1, 999_999), (1e-6, 1 - 1e-6)),
+        ((1,), (4096,)),
+        (("0.75", "0.25"), (3072, 1024)),
+        (("0.8", "0.2"), (3277, 819)),
+        ((8, 2), (3277, 819)),
+        ((1, 1, 1), (1366, 1365, 1365)),
+        ((1, 99_999), (0, 4096)),
     ],
 )
-def test_weights_become_shares(given, wanted):
-    shares = weights(*given)
-    assert sum(shares) == data.SHARES
-    assert np.abs(np.array(shares) / data.SHARES - wanted).max() < 1e-7
+def test_weights_become_shares_of_4096(given, wanted):
+    assert weights(*given) == wanted
 
 
 @settings(deadline=None, max_examples=30)
 @given(shares=mixtures, seed=st.integers(0, 100), block=st.integers(0, 300_000))
-def test_the_sequences_of_each_dataset_are_counted_without_a_gap(shares, seed, block):
-    for number in (block, block + 1):
-        mixed = data.mixed_block(number, shares, seed)
-        before = data.sequences_before(number, shares)
-        for dataset in range(len(shares)):
-            own = mixed[1, mixed[0] == dataset]
-            assert own.tolist() == list(range(before[dataset], before[dataset] + len(own)))
-    assert not np.array_equal(data.mixed_block(block, shares, seed)[0], mixed[0]) or max(shares) > data.SHARES * 0.999
+def test_every_block_has_the_share_of_each_dataset_in_another_order(shares, seed, block):
+    mixed, other = (data.mixed_block(number, shares, seed) for number in (block, block + 1))
+    assert np.bincount(mixed[0], minlength=len(shares)).tolist() == list(shares)
+    for dataset, share in enumerate(shares):
+        assert mixed[1, mixed[0] == dataset].tolist() == list(range(block * share, (block + 1) * share))
+    assert not np.array_equal(mixed[0], other[0]) or max(shares) > data.BLOCK * 0.999
 
 
 def test_the_order_of_the_datasets_is_shuffled_and_depends_on_the_seed():
@@ -273,7 +263,8 @@ def test_a_mixture_reads_each_dataset_as_if_alone_on_any_number_of_ranks(shares,
     streams = [stream_of([50 + 20 * i, 30]) for i in range(len(shares))]
     batches = data.Batches(streams, shares, seq_len, 24, 2, seed, shuffled)
     alone = [data.Batches([stream], ONE, seq_len, 24, 2, seed, shuffled) for stream in streams]
-    read = batches.sequences_read(first_step * 24)
+    sizes = [stream.num_windows(seq_len) for stream in streams]
+    read = [round(epochs * size) for epochs, size in zip(batches.epochs(first_step), sizes, strict=True)]
     assert sum(read) == first_step * 24
     for step in range(first_step, first_step + 3):
         datasets, windows = batches.sequences(step * 24, 24)
@@ -285,9 +276,14 @@ def test_a_mixture_reads_each_dataset_as_if_alone_on_any_number_of_ranks(shares,
         for size in (1, 2, 3, 5):
             parts = [batches.batch(step, m) for rank in range(size) for m in world(rank, size).share(12)]
             assert np.array_equal(np.concatenate(parts), expected)
-    assert batches.sequences_read((first_step + 3) * 24) == read
-    sizes = [stream.num_windows(seq_len) for stream in streams]
     assert batches.epochs(first_step + 3) == [count / size for count, size in zip(read, sizes, strict=True)]
+
+
+def test_mixtures_of_whole_shares_keep_the_order_of_earlier_versions():
+    for shares, wanted in WHOLE.items():
+        batches = data.Batches([stream_of([50_000 + 7 * i, 3000]) for i in range(len(shares))], shares, 64, 48, 4, seed=1337)
+        order = [np.stack(batches.sequences(first, 100)).tobytes() for first in (0, 4090, 10**7)]
+        assert hashlib.sha256(b"".join(order)).hexdigest()[:16] == wanted
 
 
 def test_any_sequence_of_an_enormous_run_is_reached_at_once():
@@ -295,7 +291,7 @@ def test_any_sequence_of_an_enormous_run_is_reached_at_once():
     began = time.perf_counter()
     datasets, windows = batches.sequences(10**15 - 50, 100)
     assert time.perf_counter() - began < 2 and set(datasets) == {0, 1, 2} and len(set(windows)) > 50
-    assert sum(batches.sequences_read(10**15)) == 10**15
+    assert sum(batches.epochs(10**15)) == pytest.approx(10**15 / 1249)
 
 
 def test_a_mixture_is_opened_by_directories_and_weights(tmp_path):
@@ -304,7 +300,12 @@ def test_a_mixture_is_opened_by_directories_and_weights(tmp_path):
     mixture = data.open_mixture(f"{tmp_path}/web:0.8,{tmp_path}/code:0.2")
     assert mixture.names == ["web", "code"] and [len(stream) for stream in mixture.streams("train")] == [800, 400]
     assert mixture.shares == weights(8, 2) and mixture.vocab_size == 300
-    assert str(mixture) == f"{tmp_path}/web:0.8,{tmp_path}/code:0.2"
+    assert str(mixture) == f"{tmp_path}/web:0.800049,{tmp_path}/code:0.199951"
+    assert mixture.remarks == [f"the weights of --tokens are rounded to 1/4,096: {mixture}"]
+    exact = data.open_mixture(f"{tmp_path}/web:3,{tmp_path}/code:1")
+    assert exact.remarks == [] and exact.shares == (3072, 1024)
+    in_24_bits = [[dataset.identity, share << 12] for dataset, share in zip(exact.datasets, exact.shares, strict=True)]
+    assert exact.identity == hashlib.sha256(json.dumps(in_24_bits).encode()).hexdigest()  # as runs of earlier versions have it
     one = data.open_mixture(str(tmp_path / "web"))
     assert one.shares == ONE and one.identity == open_dataset(tmp_path / "web").identity and one.names == ["web"]
     assert data.open_mixture(f"{tmp_path}/web:3").identity == one.identity
@@ -342,7 +343,7 @@ def test_datasets_that_do_not_go_together_are_refused(tmp_path):
         with pytest.raises(UserError, match=rf"/a and {tmp_path}/{other} were made with different tokenizers"):
             data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/{other}:1")
     with pytest.raises(UserError, match="a weight is too small"):
-        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/a:0.000000001")
+        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/a:0.0001")
     with pytest.raises(UserError, match="nothing does not exist; make it with: python prepare_data.py"):
         data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/nothing:1")
     make(tmp_path / "short", train=(5,))

@@ -5,18 +5,15 @@ import re
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import settings
 from common.errors import UserError
 from conftest import ROOT, execute
-from evaluate import evaluate
 from hardware import device, footprint, host
 from parallel.world import World, connect
-from planning import choices
+from planning import choices, startup
 
 GIB = 1 << 30
 
@@ -35,8 +32,8 @@ def test_auto_fits_the_micro_batch_to_the_memory_of_the_gpu(monkeypatch, kind):
     monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 8 * GIB)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 48 * GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 8 * GIB)
-    config, alone = resolved(), World(0, 1, 1, torch.device(kind))
-    chosen = choices.fit_micro_batch(config, None, alone)
+    config = resolved()
+    chosen = choices.fit_micro_batch(config, None, startup.survey(World(0, 1, 1, torch.device(kind))))
     assert chosen > 1
 
     def size(micro_batch):
@@ -45,48 +42,12 @@ def test_auto_fits_the_micro_batch_to_the_memory_of_the_gpu(monkeypatch, kind):
     assert size(chosen) <= footprint.USABLE * 40 * GIB < size(2 * chosen)
 
 
-def test_a_short_micro_batch_on_a_cpu_has_few_logits():
-    config = settings.replace(resolved("--seq_len=32", "--tokens_per_update=65536"), vocab_size=200_064, n_layer=1)
-    assert footprint.largest_micro_batch(config, 1, "cpu", footprint.CPU_BYTES) > 1
-
-
-class Without(TorchDispatchMode):
-    """A device that lacks one operation."""
-
-    def __init__(self, missing):
-        super().__init__()
-        self.missing = missing
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if self.missing in str(function):
-            raise RuntimeError(f"no code for {function}")
-        return function(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("missing", ["aten.mm", "native_layer_norm.", "native_layer_norm_backward", "gelu"])
-def test_compiling_is_tried_on_what_a_block_consists_of(monkeypatch, missing):
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    cpu = torch.device("cpu")
-    assert device.choose_compile("on", cpu, "bfloat16", 0) == "on"
-    with Without(missing), pytest.warns(UserWarning, match="torch.compile does not work here"):
-        assert device.choose_compile("on", cpu, "bfloat16", 0) == "off"
-
-
-@pytest.mark.parametrize(
-    "architecture, has", [("gfx90a:sramecc+:xnack-", False), ("gfx942:sramecc+:xnack-", True), ("gfx1100", False)]
-)
-def test_float8_on_amd_is_told_by_the_architecture(monkeypatch, architecture, has):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+@pytest.mark.parametrize("hip, kind, has", [("7.0", "gfx90a:xnack-", False), ("7.0", "gfx942", True), (None, "", True)])
+def test_float8_is_told_by_the_architecture_on_amd_and_by_the_compute_capability_on_nvidia(monkeypatch, hip, kind, has):
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # of gfx90a, too
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=architecture))
-    assert device.has_float8(torch.device("cuda")) == has
-
-
-@pytest.mark.parametrize("capability, has", [((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
-def test_float8_on_nvidia_is_told_by_the_compute_capability(monkeypatch, capability, has):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert device.has_float8(torch.device("cuda")) == has
-    assert not device.has_float8(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=kind))
+    assert device.has_float8(torch.device("cuda")) == has and not device.has_float8(torch.device("cpu"))
 
 
 def test_a_user_without_a_name_may_compile(monkeypatch):
@@ -111,7 +72,7 @@ def test_the_peak_of_an_unknown_gpu_is_measured_once(monkeypatch):
     made = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Nobody Knows 1")
     monkeypatch.setattr(torch, "randn", lambda *size, device: made.append(size) or torch.ones(64, 64))
-    first, again = (device.peak_flops(torch.device("cuda", 3), "bfloat16", seconds=0.01) for _ in range(2))
+    first, again = (device.peak_flops(torch.device("cuda", 3), "bfloat16") for _ in range(2))
     assert first == again and len(made) == 1
 
 
@@ -129,14 +90,14 @@ def test_cuda_s_allocator_has_expandable_segments_unless_the_user_says_otherwise
     assert {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name} == read
 
 
-@pytest.mark.parametrize("script", ["train.py", "replay.py", "evaluate.py"])
-def test_torch_is_told_before_it_is_imported(script, tmp_path):
-    (tmp_path / "torch.py").write_text("import os; e = os.environ; raise SystemExit(e['PYTORCH_ALLOC_CONF'] + e['MKL_CBWR'])")
-    env = {"PYTHONPATH": str(tmp_path)}
-    done = execute([sys.executable, script, "--steps=1"], status=1, env=env, fork=False)
-    assert done.stderr.strip() == "expandable_segments:TrueAUTO"
-    done = execute([sys.executable, script, "--steps=1"], status=1, env=env | {"MKL_CBWR": "COMPATIBLE"}, fork=False)
-    assert done.stderr.strip() == "expandable_segments:TrueCOMPATIBLE"
+@pytest.mark.parametrize("command", ["train.py --steps=1", "replay.py runs/x --step=1", "evaluate.py runs/x"])
+def test_torch_is_told_before_it_is_imported(command, tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import os\nprint(*map(os.environ.get, ('PYTORCH_ALLOC_CONF', 'MKL_CBWR')))\nraise SystemExit(3)"
+    )
+    for given, mode in (({}, "AUTO"), ({"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE")):
+        done = execute([sys.executable, *command.split()], status=3, env={"PYTHONPATH": str(tmp_path)} | given, fork=False)
+        assert done.stdout.split() == ["expandable_segments:True", mode]
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch multiplies by another library")
@@ -146,45 +107,19 @@ def test_mkl_multiplies_reproducibly(train):
     assert modes == {"AUTO"}, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("kind, pinned", [("cuda", True), ("xpu", False), ("mps", False), ("cpu", False)])
-def test_evaluation_sends_pinned_batches_to_cuda_alone_without_waiting(monkeypatch, kind, pinned):
-    sent, pins = [], []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pins.append(1) or tensor)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, **how: sent.append((where, how)) or tensor)
-    windows = SimpleNamespace(
-        check_length=lambda *_: None,
-        num_windows=lambda seq_len: 6,
-        read_windows=lambda numbers, seq_len: np.zeros((len(numbers), seq_len + 1), np.int64),
-    )
-    world = World(0, 1, 1, torch.device("cpu"))
-    gpu = SimpleNamespace(
-        size=1, device=torch.device(kind), share=world.share, zeros=world.zeros, sum_over_ranks=world.sum_over_ranks
-    )
-    evaluate(lambda inputs, targets: torch.tensor(1.0, dtype=torch.float64), windows, 4, 2, 0, gpu, torch.no_grad)
-    copies = [how.get("non_blocking", False) for where, how in sent if where and where[0] == gpu.device]
-    assert copies == [pinned] * 3 and len(pins) == 3 * pinned
-
-
-@pytest.mark.parametrize(
-    "ranks, exact, said",
-    [
-        ("2", False, "ranks cannot exchange tensors of Metal devices; start one process"),
-        ("1", True, "--strategy=exact needs float64, which Metal devices do not have; use --device=cpu"),
-    ],
-)
-def test_metal_is_for_one_process_without_exact(monkeypatch, ranks, exact, said):
+def test_metal_is_for_one_process_without_exact(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
-    for name, value in {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=said):
-        connect("auto", threads=torch.get_num_threads(), integers_only=exact)
+    with pytest.raises(UserError, match="needs float64, which Metal devices do not have; use --device=cpu"):
+        device.prepare_device("auto", threads=torch.get_num_threads(), integers_only=True)
+    with pytest.raises(UserError, match="ranks cannot exchange tensors of Metal devices; start one process"):
+        connect(0, 2, torch.device("mps"))
 
 
 @pytest.mark.parametrize(
-    "kind, gpus, cores, ranks", [("cuda", 8, 64, 8), ("cuda", 1, 16, 1), ("mps", 1, 12, 1), ("cpu", 0, 3, 2)]
+    "kind, gpus, cores, ranks", [("cuda", 8, 64, 8), ("cuda", 7, 64, 4), ("mps", 1, 12, 1), ("cpu", 0, 3, 2), ("cpu", 0, 64, 4)]
 )
-def test_make_train_starts_a_rank_for_each_gpu_that_torch_finds(monkeypatch, kind, gpus, cores, ranks):
+def test_make_train_starts_a_power_of_two_of_ranks(monkeypatch, kind, gpus, cores, ranks):
     """ROCm's GPUs are CUDA's to torch. Metal has one GPU, whatever the number of cores."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: kind == "mps")
@@ -195,8 +130,56 @@ def test_make_train_starts_a_rank_for_each_gpu_that_torch_finds(monkeypatch, kin
     assert device.ranks_here() == ranks
 
 
+def precision(config, kind="cpu", previous=None):
+    """dtype and muon_dtype of a run as they are resolved on a device."""
+    resolved = choices.resolve(config, 257, startup.survey(World(0, 1, 1, torch.device(kind))), previous or {})
+    return resolved.train.dtype, resolved.optim.muon_dtype
+
+
 def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypatch):
     """As a T4 does, which says that it supports bfloat16 if emulation counts."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    config, alone = settings.load(["--optimizer=muon"], ""), World(0, 1, 1, torch.device("cuda"))
-    assert choices.choose_precision(config, alone, {}) == {"dtype": "float16", "muon_dtype": "float32"}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 48 * GIB))
+    assert precision(settings.load(["--compile=off"], ""), "cuda") == ("float16", "float32")
+
+
+def processor(monkeypatch, capability, amx, bfloat16, vendor, limit=""):
+    """Act as a class of processors, on which nothing may be timed."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(device, "cpuinfo", lambda key: vendor)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(device.time, "thread_time", None)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        (("AVX2", False, False, "AuthenticAMD"), "float32"),  # EPYC up to Zen 3
+        (("AVX512", False, True, "AuthenticAMD"), "bfloat16"),  # EPYC from Zen 4 on
+        (("AVX512", False, True, "GenuineIntel"), "float32"),
+        (("AVX512", True, True, "GenuineIntel"), "bfloat16"),
+        # Held to fewer instructions.
+        (("AVX2", True, True, "GenuineIntel", "AVX2"), "float32"),
+        (("AVX512", True, True, "GenuineIntel", "AVX512_CORE_BF16"), "float32"),
+        (("AVX512", False, True, "AuthenticAMD", "AVX512_CORE"), "float32"),
+    ],
+)
+def test_auto_takes_the_precision_of_the_instructions_and_times_nothing(monkeypatch, kind, dtype):
+    processor(monkeypatch, *kind)
+    assert device.choose_dtype("auto", torch.device("cpu")) == dtype
+    assert precision(settings.load([], "")) == (dtype, dtype)
+
+
+def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
+    processor(monkeypatch, "AVX2", False, False, "AuthenticAMD")
+    config, elsewhere = settings.load([], ""), {"device": "cpu", "dtype": "bfloat16", "muon_dtype": "bfloat16"}
+    assert precision(config, previous=elsewhere) == ("bfloat16", "bfloat16")
+    (remark,) = startup.precision_remark(settings.replace(config, **elsewhere), torch.device("cpu"))
+    assert "--dtype=float32 --muon_dtype=float32 may be faster" in remark
+    # A version without the setting had Muon in bfloat16.
+    assert precision(config, previous={"device": "cpu", "dtype": "float32"}) == ("float32", "bfloat16")
+    # What was on a GPU says nothing about a CPU, and a flag wins.
+    assert precision(config, previous=elsewhere | {"device": "cuda"}) == ("float32", "float32")
+    assert precision(settings.replace(config, dtype="float16"), previous=elsewhere)[0] == "float16"

@@ -54,6 +54,16 @@ def test_what_stands_beside_depth_in_a_preset_wins(tmp_path):
     assert turned(str(preset), "--depth=2").optim.lr != 0.25
 
 
+def test_a_preset_is_read_as_utf_8_whatever_the_locale(tmp_path):
+    preset = tmp_path / "mine.toml"
+    preset.write_bytes('name = "größe"\ndepth = 3\n'.encode())
+    command = [sys.executable, "-X", "utf8=0", ROOT / "train.py", preset, "--plan", "--tokens=tokens/none"]
+    assert (
+        "größe"
+        in execute(command, env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}, fork=False).stdout
+    )
+
+
 def test_steps_and_batch_agree_whichever_is_given():
     whole = turned("--depth=6")
     by_steps = turned("--depth=6", f"--steps={whole.train.steps}")
@@ -101,15 +111,6 @@ def test_a_run_keeps_what_the_dial_has_set(tokens, tmp_path):
     # The file repeats the run, the dial or none.
     args = [str(path), "--name=again"]
     assert dial.turn(settings.load_command(args, ""), args).config.optim == kept.optim
-
-
-def test_the_plans_of_several_depths_are_a_table():
-    command = [sys.executable, ROOT / "train.py", ROOT / "config" / "gpt2_124m.toml", "--plan", "--tokens=tokens/none"]
-    rows = execute([*command, "--plan_depths=12,40"]).stdout.splitlines()
-    assert [row.split()[:2] for row in rows] == [["depth", "width"], ["12", "768"], ["40", "2,560"], ["!:", "does"]]
-    one = execute([*command, "--depth=12"]).stdout
-    assert rows[1].split()[3] in one and rows[1].split()[4] in one  # the batch and the steps
-    assert "as in 12,16,20,24" in execute([*command, "--plan_depths=12,x"], status=2).stderr
 
 
 def change_of_activations(width, optimizer, constant):

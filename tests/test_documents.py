@@ -1,6 +1,7 @@
 """--attend=document: no token sees another document of its window."""
 
 import json
+import pickle
 import sys
 
 import numpy as np
@@ -8,11 +9,10 @@ import pytest
 import torch
 import transformers
 
-import documents
 import settings
 from checkpoints import huggingface
 from conftest import execute
-from model import GPT, compile_blocks, initial_weights
+from model import GPT, initial_weights
 from parallel.replicas import digest
 from settings import ModelConfig
 
@@ -50,7 +50,7 @@ def two_windows():
 def test_logits_do_not_change_with_another_document_of_the_window(architecture, mode, dtype):
     model, (tokens, changed) = tiny(architecture), two_windows()
     if mode == "compiled":
-        compile_blocks(model)
+        model.compile_blocks()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
         before, after = model(tokens), model(changed)
     same = (before == after).all(-1)
@@ -69,13 +69,6 @@ def test_logits_are_those_of_transformers_for_each_document_alone(architecture, 
         torch.testing.assert_close(logits[first:end], theirs(tokens[:1, first:end]).logits[0], atol=2e-5, rtol=1e-4)
 
 
-def test_gradients_stay_within_documents():
-    model, (tokens, _) = tiny("qwen3"), two_windows()
-    x = model.embed(tokens).detach().requires_grad_()
-    run_from(model, tokens, x)[0, 20:].sum().backward()
-    assert not x.grad[0, :20].any() and x.grad[0, 20:].any() and not x.grad[1].any()
-
-
 def test_every_backward_of_two_threads_gives_the_same_bits():
     shape = ModelConfig(architecture="gpt2", n_layer=1, n_head=1, n_embd=64, seq_len=64, vocab_size=128)
     model, threads = GPT(settings.resolve_model(shape, 128)), torch.get_num_threads()
@@ -92,14 +85,6 @@ def test_every_backward_of_two_threads_gives_the_same_bits():
     finally:
         torch.set_num_threads(threads)
     assert len(gradients) == 1
-
-
-def run_from(model, tokens, x):
-    """The last hidden states of `model` for embeddings `x` of `tokens`."""
-    _, mask = model.find_documents(tokens, x.dtype)
-    for block in model.blocks:
-        x = block(x, model.rope.table[:, : x.shape[1]], None, mask)
-    return x
 
 
 @pytest.fixture(scope="module")
@@ -132,35 +117,17 @@ def test_a_run_goes_on_as_it_attended(train):
     assert "--attend=window, and the checkpoint has document" in train("run", steps=10, status=2).stderr
 
 
-def test_tokens_without_starts_of_documents_are_refused(train, tmp_path):
+def test_tokens_whose_end_of_text_is_not_known_are_refused(train, tmp_path):
     for split in ("train", "val"):
         (np.arange(5000) % 60).astype("<u2").tofile(tmp_path / f"{split}.bin")
-    (tmp_path / "meta.pkl").write_bytes(meta_of_characters(60))
-    said = train("characters", tokens=tmp_path, attend="document", status=2).stderr
-    assert "--attend=document" in said and "use --attend=window" in said
-
-
-def meta_of_characters(count):
-    """nanoGPT's meta.pkl for `count` characters."""
-    import pickle
-
-    characters = [chr(97 + i) for i in range(count)]
-    content = {"vocab_size": count, "itos": dict(enumerate(characters)), "stoi": {c: i for i, c in enumerate(characters)}}
-    return pickle.dumps(content)
-
-
-def test_the_benchmark_counts_what_windows_cut_and_packs_without_loss(rng):
-    seq_len, lengths = 32, rng.integers(1, 80, size=200)
-    text = np.repeat(np.arange(200), lengths)  # which document each token belongs to
-    windows = [text[at : at + seq_len] for at in range(0, len(text), seq_len)]
-    found = documents.count(lengths, seq_len)
-    cut = [sum(i in window for window in windows) > 1 for i in range(200)]
-    assert found["cut"] == np.mean(cut) and found["cut, packed"] == np.mean(lengths > seq_len) < found["cut"]
-    after = sum(np.sum(window == i) for i in range(200) for window in [w for w in windows if i in w][1:])
-    assert found["tokens after a cut"] == pytest.approx(after / len(text))
-
-    packed = documents.best_fit(lengths, seq_len)
-    pieces = {(i, first): min(lengths[i], first + seq_len) - first for window in packed for i, first in window}
-    assert all(sum(pieces[piece] for piece in window) <= seq_len for window in packed)
-    assert len(pieces) == sum(map(len, packed)) and sum(pieces.values()) == len(text)
-    assert {i for i, _ in pieces} == set(range(200))
+    flags = dict(tokens=tmp_path, attend="document", vocab_size=60, steps=1)
+    said = train("unknown", **flags, status=2).stderr
+    assert f"--attend=document: {tmp_path} does not say which token separates documents; put the tokenizer.json" in said
+    ids = {f"<{i}>": i for i in range(59)} | {"<|endoftext|>": 59}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "BPE", "vocab": ids, "merges": []}, "added_tokens": []})
+    )
+    assert "token 59 separates documents, by its tokenizer" in train("known", **flags).stdout
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 60}))  # nanoGPT's characters
+    assert "use --attend=window" in train("characters", **flags | dict(vocab_size="auto"), status=2).stderr

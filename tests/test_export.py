@@ -14,6 +14,7 @@ from checkpoints import checkpoint
 from common import cli
 from common.errors import UserError
 from conftest import execute
+from hub_server import HubServer
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_the_card_has_data_losses_settings_and_the_command_that_repeats_the_run(
     assert f"| validation loss, nats per token | {validations[-1]['val_loss']:.4f} | 20 |" in card
     assert f"| lowest validation loss so far | {min(v['val_loss'] for v in validations):.4f} |" in card
     assert str(shared.tokens) in card and "tokenizer bytes" in card and "train.py" in card
-    assert (out / "config.toml").read_text().strip() in card and "for 20 steps on 7,680 tokens,\nfrom scratch." in card
+    assert "for 20 steps on 7,680 tokens,\nfrom scratch." in card
     assert f"replay.py {shared.runs / 'plain'} --verify" in card and "This export has not run that check." in card
     assert "verified" not in card
     command = next(line for line in card.splitlines() if line.startswith("python train.py"))
@@ -82,6 +83,28 @@ def test_a_run_on_several_ranks_whose_settings_changed_says_so(train, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (train.latest("grown") / "model.safetensors").read_bytes()
 
 
+def test_the_card_is_utf_8_whatever_the_locale(train, tmp_path):
+    train("größe", steps=1, eval_every=0)
+    (train.runs / "größe").rename(tmp_path / "run")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    execute([sys.executable, "export.py", tmp_path / "run", f"--out={tmp_path}/out"], env=locale, fork=False)
+    assert "größe" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_same_copy_is_uploaded(exported, shared, tmp_path):
+    out, _ = exported
+    hub = HubServer(token="secret")
+    command = [sys.executable, "export.py", shared.runs / "plain", "--push=me/model", "--max_shard_size=20.0KB"]
+    env = {"HF_ENDPOINT": hub.url(), "HF_TOKEN": "secret", "HF_HUB_OFFLINE": "0", "TMPDIR": str(tmp_path)}
+    done = execute(command, env=env)
+    assert f"is now {hub.url()}/me/model: " in done.stdout and not any(tmp_path.iterdir())
+    (sent,) = hub.repositories["me/model"].values()
+    assert sent == {path.name: path.read_bytes() for path in out.iterdir()}
+    refused = execute(command, 2, env=env | {"HF_TOKEN": "other"})
+    assert refused.stderr.startswith("error: --push=me/model: ") and len(refused.stderr.splitlines()) == 1
+    hub.close()
+
+
 def test_bad_input_leaves_nothing_behind(shared, tmp_path):
     def refused(*arguments):
         with pytest.raises(UserError) as caught:
@@ -93,6 +116,7 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
     assert "nothing is overwritten" in refused(run, f"--out={tmp_path}")
     assert "nothing is overwritten" in refused(run, f"--out={tmp_path}/mine")
     assert "--out" in refused(run)
+    assert "--push=OWNER/NAME" in refused(run, "--out=hf://me/model")
     for size in ("5", "GB", "-1GB", "0MB", "1.GB", "5XB"):
         assert "--max_shard_size" in refused(run, f"--out={out}", f"--max_shard_size={size}")
     assert "neither a run" in refused(tmp_path, f"--out={out}")

@@ -8,14 +8,15 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from checkpoints import huggingface, tensor_files
 from checkpoints.checkpoint import write_manifest
 from checkpoints.lookup import find_model
+from common import cli
 from common.errors import UserError
+from conftest import randomized
 from dataset import tokenizer
-from model import GPT, RotaryTable, initial_weights
+from model import GPT
 from settings import ModelConfig, resolve_model
 
 SHAPES = {
@@ -33,14 +34,7 @@ TEXT = "def f(x):\n    return x + 1  # größer\n"
 
 
 def build(shape):
-    """A resolved model, its weights far from their initial ones."""
-    model = GPT(resolve_model(SHAPES[shape], 300)).eval()
-    model.load_state_dict(dict(initial_weights(model, seed=0)))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
+    return randomized(GPT(resolve_model(SHAPES[shape], 300)).eval(), 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +68,7 @@ def test_transformers_opens_what_we_write(written, tokenizer_json):
 
     assert theirs(TEXT)["input_ids"] == tokenizers.Tokenizer.from_file(str(tokenizer_json)).encode(TEXT).ids
     assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
-    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.model_max_length) == (0, 0, 12)
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id, theirs.model_max_length) == (0, 0, 0, 12)
     prompt = theirs("def", return_tensors="pt")
     assert other.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
@@ -86,20 +80,34 @@ def test_what_we_write_we_read_bit_for_bit_whole_and_by_rows(written):
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     GPT(config).load_state_dict(state)
-    back = huggingface.from_hf(tensor_files.open_file(directory / "model.safetensors"), config)
+    back = huggingface.from_hf(tensor_files.open_tensors(directory, "model"), config)
     for rows in (slice(0, 5), slice(5, 9), slice(9, 10_000), slice(10_000, 10_001)):
         assert all(torch.equal(back[name][rows], value[rows]) for name, value in state.items())
 
 
-def test_the_same_model_gives_the_same_bytes(written, tokenizer_json, tmp_path):
-    model, directory = written
-    again = tmp_path / "again"
-    again.mkdir()
-    backwards = dict(reversed(model.state_dict().items()))
-    huggingface.write_model(again, backwards, model.config, tokenizer_json.parent, eot_token=0)
-    names = sorted(path.name for path in again.iterdir())
-    assert names == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert all((again / name).read_bytes() == (directory / name).read_bytes() for name in names)
+OTHER = dict(vocab_size=512, n_layer=3, n_head=8, n_kv_head=3, n_embd=64, head_dim=32, d_ff=40, seq_len=24)
+OTHER |= dict(tie_embeddings=False, rope_theta=700.0, rope_scaling="4,1,4,64", gelu="erf", norm_eps=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_config_json_carries_every_setting_that_the_architecture_has(architecture, tmp_path):
+    unused = {"gpt2": {"n_kv_head", "head_dim", "rope_theta", "rope_scaling"}, "qwen3": {"gelu"}}[architecture]
+    changed = {name: value for name, value in OTHER.items() if name not in unused}
+    assert cli.flat_fields(ModelConfig).keys() - OTHER.keys() == {"architecture", "dropout", "init_from"}
+    model = resolve_model(dataclasses.replace(SHAPES[architecture], **changed), 0)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface.config_json(model, eot_token=0)))
+    assert huggingface.read_config(tmp_path) == model
+
+
+def test_tokens_without_an_end_of_text_have_no_special_ids(tokenizer_json, tmp_path):
+    model = build("gpt2")
+    huggingface.write_model(tmp_path, model.state_dict(), model.config, tokenizer_json, eot_token=None)
+    for name in ("config.json", "generation_config.json"):
+        ids = json.loads((tmp_path / name).read_text())
+        assert {ids.get(f"{which}_token_id") for which in ("bos", "eos", "pad")} == {None}
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token is None
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert opened.generate(TOKENS[:1, :4], max_new_tokens=3).shape == (1, 7)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -135,42 +143,16 @@ def test_we_read_what_transformers_saves(architecture, tmp_path):
     torch.testing.assert_close(model(TOKENS), other(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_the_frequencies_of_llama3_are_those_of_transformers(tmp_path):
-    scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
-    config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=dict(scaling)
-    )
-    theirs = LlamaRotaryEmbedding(config).inv_freq
-    # As transformers 4 has written it, and 5 reads it.
-    old = huggingface.config_json(
-        resolve_model(ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=128, seq_len=9), 300), 0
-    )
+def test_scaled_positions_are_read_as_transformers_4_wrote_them_and_5_reads_them(tmp_path):
+    shape = ModelConfig(architecture="llama", n_layer=1, n_head=2, n_embd=128, seq_len=9)
+    old = huggingface.config_json(resolve_model(shape, 300), eot_token=0)
     del old["rope_parameters"]
+    scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
     (tmp_path / "config.json").write_text(json.dumps(old | {"rope_theta": 500000.0, "rope_scaling": scaling}))
     found = huggingface.read_config(tmp_path)
     assert (found.rope_theta, found.rope_scaling) == (500000.0, "32,1,4,8192")
-    plain = RotaryTable(dataclasses.replace(found, rope_scaling="")).table[1, 1, 0].asin()  # the sines at position 1
-    ours = RotaryTable(found).table[1, 1, 0].asin()
-    torch.testing.assert_close(ours, theirs.sin().asin(), rtol=2e-6, atol=0)
-    changed = plain / ours
-    assert changed[0] == 1 and 1 < changed[16] < 31 and changed[-1] == pytest.approx(32)  # kept, between, and divided by 32
     again = huggingface.config_json(found, eot_token=0)
     assert again["rope_scaling"] == scaling and again["rope_parameters"] == scaling | {"rope_theta": 500000.0}
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "qwen3"])
-@torch.no_grad()
-def test_through_transformers_in_bfloat16_and_shards_and_back(shape, tmp_path):
-    model = GPT(resolve_model(dataclasses.replace(SHAPES[shape], n_embd=256), 3000))
-    model.load_state_dict(dict(initial_weights(model, seed=0)))
-    (tmp_path / "ours").mkdir()
-    huggingface.write_model(tmp_path / "ours", model.state_dict(), model.config, None, eot_token=0)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
-    assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 2
-    config, state = huggingface.read_model(tmp_path / "theirs")
-    assert config == model.config and state.keys() == model.state_dict().keys()
-    assert all(torch.equal(value.bfloat16().float(), state[name]) for name, value in model.state_dict().items())
 
 
 def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path):
@@ -190,20 +172,6 @@ def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path
         huggingface.check_tokenizer(tmp_path / "model", other)
 
 
-def test_old_gpt2_files_without_prefix_with_buffers_in_half_precision(tmp_path):
-    model = build("gpt2")
-    huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
-    tensors = {
-        name.removeprefix("transformer."): value.half() for name, value in load_file(tmp_path / "model.safetensors").items()
-    }
-    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 12, 12).tril() for i in range(2)}
-    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    _, state = huggingface.read_model(tmp_path)
-    assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, model.state_dict()[name].half().float()) for name, value in state.items())
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
@@ -220,24 +188,13 @@ def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     ("shape", "change", "named"),
     [
         ("llama", {"model_type": "mistral"}, "model_type 'mistral'"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ("llama", {"rope_parameters": LLAMA3 | {"factor": [8.0]}}, "factor"),
-        ("llama", {"rope_parameters": LLAMA3 | {"factor": -8.0}}, "factor"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
-        ("llama", {"rope_parameters": {"layer_types": [[]], "hidden_size": 0}}, "hidden_size"),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"mlp_bias": True}, "mlp_bias"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama", {"hidden_size": None}, "hidden_size"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ("gpt2", {"n_embd": 15}, "n_embd"),
-        ("gpt2", {"n_positions": None}, "n_positions"),
     ],
 )
 def test_what_is_not_exactly_ours_is_refused_by_name(shape, change, named, tmp_path):
@@ -257,16 +214,11 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
         ({"model.norm.weight": None}, "no model.norm.weight"),
         ({"model.norm.bias": torch.zeros(16)}, "unknown model.norm.bias"),
         ({"model.norm.weight": torch.zeros(15)}, "model.norm.weight has the wrong shape"),
-        ({"model.norm.weight": torch.zeros(())}, "model.norm.weight has the wrong shape"),
         ({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}, "model.norm.weight is I8"),
-        ({"model.norm.weight": torch.zeros(16, dtype=torch.complex64)}, "model.norm.weight is C64"),
     ]:
         save_file({name: value for name, value in (tensors | change).items() if value is not None}, path)
         with pytest.raises(UserError, match=named):
             huggingface.read_model(tmp_path)
-    path.write_bytes(b"not safetensors")
-    with pytest.raises(UserError, match=str(tmp_path)):
-        huggingface.read_model(tmp_path)
     path.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="no model.safetensors, only config.json, .*pytorch_model.bin"):
         huggingface.read_model(tmp_path)
@@ -277,7 +229,6 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     saved = tmp_path / "run" / "checkpoints" / "step-00000001"
     saved.mkdir(parents=True)
     huggingface.write_model(saved, model.state_dict(), model.config, None, eot_token=0)
-    assert huggingface.find_model(str(saved)) == saved
     with pytest.raises(UserError, match="step-00000001 has no manifest.json"):
         find_model(str(tmp_path / "run"))
     (saved / "optimizer.safetensors").touch()
@@ -285,9 +236,9 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     write_manifest(saved)
     assert find_model(str(tmp_path / "run")) == find_model(str(saved)) == (saved, [])
     with pytest.raises(UserError, match="neither a run nor a model directory, which has a config.json"):
-        huggingface.find_model(str(tmp_path))
+        find_model(str(tmp_path))
     with pytest.raises(UserError, match="absent is neither a run nor a model directory"):
-        huggingface.find_model(str(tmp_path / "absent"))
+        find_model(str(tmp_path / "absent"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="is no directory here, and the Hugging Face hub does not give it"):
-        huggingface.find_model("nobody/no-such-model-of-ours")
+    with pytest.raises(UserError, match="is not a local directory and could not be fetched from the Hub"):
+        find_model("nobody/no-such-model-of-ours")

@@ -9,8 +9,8 @@ from conftest import ROOT, execute
 
 # Folders, and files of the root, from the ground up. What is in one may import what is in those before it, and its neighbours.
 ORDER = [
-    *("common", "settings", "hardware", "dataset", "data", "kernels", "model", "optim", "reports", "parallel", "checkpoints"),
-    *("planning", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay", "ladder"),
+    *("common", "settings", "hardware", "command", "dataset", "data", "kernels", "model", "optim", "reports", "parallel"),
+    *("checkpoints", "planning", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay", "ladder"),
 ]
 PATHS = [path.relative_to(ROOT) for place in ORDER for path in [*ROOT.glob(f"{place}.py"), *sorted(ROOT.glob(f"{place}/*.py"))]]
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,10 +10,9 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkpoints import huggingface
-from conftest import ROOT
+from conftest import randomized
 from hardware.footprint import flops_per_token
-from kernels import activate_attention_kernel
-from model import GPT, compile_blocks, generate, initial_weights, new_cache
+from model import GPT, generate, initial_weights, new_cache
 from settings import ModelConfig, resolve_model
 
 SHAPES = {
@@ -27,14 +24,7 @@ SHAPES = {
 
 
 def build(shape, **changes):
-    """A model with weights far from their initial ones, so that every part shows in the logits."""
-    model = GPT(resolve_model(dataclasses.replace(SHAPES[shape], **changes), 90)).eval()
-    model.load_state_dict(dict(initial_weights(model, seed=0)))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return model
+    return randomized(GPT(resolve_model(dataclasses.replace(SHAPES[shape], **changes), 90)).eval(), 0.15)
 
 
 def reference(model):
@@ -42,36 +32,26 @@ def reference(model):
     config = transformers.AutoConfig.for_model(**huggingface.config_json(model.config, eot_token=0))
     other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     loaded = other.load_state_dict(huggingface.to_hf(model.state_dict(), model.config), strict=False)
-    assert not loaded.unexpected_keys
-    assert set(loaded.missing_keys) <= {"lm_head.weight"}
+    assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
     return other
 
 
-def tokens_of(model, batch=2, length=24, seed=2):
+def tokens_of(batch=2, length=24, seed=2):
     return torch.randint(90, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@torch.no_grad()
-def test_logits_and_loss_are_those_of_transformers(shape):
+def test_logits_loss_gradients_and_size_are_those_of_transformers(shape):
     model = build(shape)
-    tokens = tokens_of(model)
-    other = reference(model)
+    tokens, other = tokens_of(), reference(model)
+    assert model.parameter_count() == other.num_parameters()  # tied weights once
     expected = other(tokens).logits
     assert expected.std() > 0.3
     assert (model(tokens) - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(other(tokens, labels=tokens).loss.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_are_those_of_transformers(shape):
-    model = build(shape)
-    tokens = tokens_of(model)
-    other = reference(model)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    other(tokens, labels=tokens).loss.backward()
+    loss, other_loss = model(tokens[:, :-1], tokens[:, 1:]), other(tokens, labels=tokens).loss
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(other_loss.item(), rel=1e-6)
+    loss.backward()
+    other_loss.backward()
     ours = huggingface.to_hf({name: p.grad for name, p in model.named_parameters()}, model.config)
     theirs = dict(other.named_parameters())
     assert ours.keys() == theirs.keys()
@@ -82,20 +62,17 @@ def test_gradients_are_those_of_transformers(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_cache_gives_the_logits_of_the_full_forward_for_every_split(shape):
-    model = build(shape)
-    tokens = tokens_of(model, length=9)
+    model, tokens = build(shape), tokens_of(length=9)
     expected = model(tokens)
     for split in range(1, 9):
         cache = new_cache(model.config)
-        first = model(tokens[:, :split], cache=cache)
-        rest = model(tokens[:, split:], cache=cache)
-        torch.testing.assert_close(torch.cat((first, rest), dim=1), expected, rtol=1e-5, atol=1e-5)
+        parts = [model(part, cache=cache) for part in (tokens[:, :split], tokens[:, split:])]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_generation_is_that_of_transformers(shape):
-    model = build(shape)
-    prompt = tokens_of(model, length=5)
+    model, prompt = build(shape), tokens_of(length=5)
     ours = torch.stack(list(generate(model, prompt, 18, temperature=0)), dim=1)
     ignore_end = transformers.GenerationConfig(do_sample=False, max_new_tokens=18, eos_token_id=None, pad_token_id=0)
     theirs = reference(model).generate(prompt, generation_config=ignore_end, attention_mask=torch.ones_like(prompt))
@@ -103,20 +80,16 @@ def test_greedy_generation_is_that_of_transformers(shape):
 
 
 def test_generation_slides_past_the_context_from_its_last_half():
-    model = build("llama", seq_len=8)
-    prompt = tokens_of(model, batch=1, length=30)
+    model, prompt = build("llama", seq_len=8), tokens_of(batch=1, length=30)
     drawn = torch.cat(list(generate(model, prompt, 20, temperature=0)))
-    assert len(drawn) == 20
     with torch.no_grad():
         first = model(prompt[:, -8:])[0, -1].argmax()
-        window = torch.cat((prompt[:, -3:], first[None, None]), dim=1)
-        second = model(window)[0, -1].argmax()
-    assert drawn[:2].tolist() == [first.item(), second.item()]
+        second = model(torch.cat((prompt[:, -3:], first[None, None]), dim=1))[0, -1].argmax()
+    assert len(drawn) == 20 and drawn[:2].tolist() == [first.item(), second.item()]
 
 
-def test_generation_is_repeated_by_its_seed_and_keeps_to_top_k_and_the_vocabulary():
-    model = build("gpt2")
-    prompt = tokens_of(model, batch=2, length=4)
+def test_generation_is_repeated_by_its_seed_keeps_to_top_k_and_the_vocabulary_and_ends_with_end_of_text():
+    model, prompt = build("gpt2"), tokens_of(batch=2, length=4)
 
     def draw(seed, **options):
         generator = torch.Generator().manual_seed(seed)
@@ -127,27 +100,20 @@ def test_generation_is_repeated_by_its_seed_and_keeps_to_top_k_and_the_vocabular
     assert torch.equal(draw(1, top_k=1), draw(2, temperature=0))
     assert draw(1, temperature=50.0).max() >= 90  # a padded row of the vocabulary, which is 128 long
     assert draw(1, temperature=50.0, vocab_limit=3).max() < 3
-
-
-def test_generation_ends_with_end_of_text():
-    model = build("gpt2")
-    prompt = tokens_of(model, batch=1, length=4)
-    free = torch.cat(list(generate(model, prompt, 12, temperature=0))).tolist()
+    free = torch.cat(list(generate(model, prompt[:1], 12, temperature=0))).tolist()
     eot = free[5]
-    assert torch.cat(list(generate(model, prompt, 12, temperature=0, eot=eot))).tolist() == free[: free.index(eot) + 1]
+    assert torch.cat(list(generate(model, prompt[:1], 12, temperature=0, eot=eot))).tolist() == free[: free.index(eot) + 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_autocast_is_close_to_float32_and_its_loss_is_float32(shape, dtype):
-    model = build(shape)
-    tokens = tokens_of(model)
+    model, tokens = build(shape), tokens_of()
     expected = model(tokens[:, :-1], tokens[:, 1:])
     with torch.autocast("cpu", dtype):
         loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=2e-2)
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -159,22 +125,14 @@ def quick_compiler(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
-def test_a_whole_model_can_be_compiled_without_graph_breaks(quick_compiler):
-    model = build("qwen3", n_layer=1)
-    tokens = tokens_of(model)
-    expected = model(tokens[:, :-1], tokens[:, 1:])
-    loss = torch.compile(model, fullgraph=True)(tokens[:, :-1], tokens[:, 1:])
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled_blocks_share_one_compilation_and_are_eager_up_to_rounding(quick_compiler, shape, dtype):
     eager, compiled = build(shape, n_layer=4), build(shape, n_layer=4)
-    compile_blocks(compiled)
+    compiled.compile_blocks()
     autocast = torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16)
     for seed in (2, 3):
-        tokens = tokens_of(eager, batch=256 // 23 + 1, seed=seed)  # the loss takes them in two parts
+        tokens = tokens_of(batch=256 // 23 + 1, seed=seed)  # the loss takes them in two parts
         losses = []
         for model in (eager, compiled):
             with autocast:
@@ -185,8 +143,7 @@ def test_compiled_blocks_share_one_compilation_and_are_eager_up_to_rounding(quic
     for ours, plain in zip(compiled.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 2  # a block, a part of the loss
-    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]  # a block, a part of the loss
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         assert compiled(tokens, tokens) == eager(tokens, tokens)
     assert counters["stats"]["unique_graphs"] == 2
@@ -197,10 +154,10 @@ def test_recomputed_activations_of_compiled_blocks_give_the_same_gradients(quick
     gradients = []
     for again in (False, True):
         model = build("gpt2", dropout=0.3).train()
-        compile_blocks(model)
+        model.compile_blocks()
         for block in model.blocks if again else ():
             block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
-        tokens = tokens_of(model)
+        tokens = tokens_of()
         torch.manual_seed(0)
         model(tokens, tokens).backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -208,7 +165,7 @@ def test_recomputed_activations_of_compiled_blocks_give_the_same_gradients(quick
 
 
 def test_dropout_acts_in_training_only_and_zero_is_deterministic():
-    tokens = tokens_of(None)
+    tokens = tokens_of()
     for shape in SHAPES:
         model = build(shape, dropout=0.5)
         assert torch.equal(model(tokens), model(tokens))
@@ -218,38 +175,21 @@ def test_dropout_acts_in_training_only_and_zero_is_deterministic():
         assert torch.equal(model(tokens), model(tokens))
 
 
-def test_initialization_depends_on_the_seed_alone():
-    config = resolve_model(SHAPES["gpt2"], 90)
-    torch.manual_seed(1)
-    first = GPT(config)
-    first.load_state_dict(dict(initial_weights(first, seed=7)))
-    with torch.device("meta"):
-        second = GPT(config)
-    torch.manual_seed(2)
-    second.to_empty(device="cpu")
-    second.load_state_dict(dict(initial_weights(second, seed=7)))
-    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
-    second.load_state_dict(dict(initial_weights(second, seed=8)))
-    assert not torch.equal(first.embed.weight, second.embed.weight)
-
-
-def test_a_model_without_values_is_made_without_the_compiler():
-    """Importing it takes a second."""
-    code = "import sys, model, settings\nconfig = settings.resolve_model(settings.ModelConfig(architecture='gpt2'), 64)\n"
-    code += "parameters = [*model.without_values(config).parameters()]\nassert parameters[0].is_meta\n"
-    code += "assert all(p.requires_grad for p in parameters) and 'torch._dynamo' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_initialization_is_that_of_gpt2():
+def test_initialization_is_that_of_gpt2_and_depends_on_the_seed_alone():
+    config, drawn = resolve_model(SHAPES["gpt2"], 90), []
+    for device, state, seed in (("cpu", 1, 7), ("meta", 2, 7), ("cpu", 1, 8)):
+        torch.manual_seed(state)
+        with torch.device(device):
+            drawn.append(dict(initial_weights(GPT(config), seed)))
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+    assert not torch.equal(drawn[0]["embed.weight"], drawn[2]["embed.weight"])
     model = GPT(resolve_model(ModelConfig(architecture="gpt2", n_layer=8, n_head=4, n_embd=128, seq_len=128), 1000))
-    model.load_state_dict(dict(initial_weights(model, seed=0)))
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
+    for name, value in initial_weights(model, seed=0):
+        if value.ndim == 1:
+            assert value.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
         else:
             expected = 0.02 / 4 if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
-            assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
+            assert value.std().item() == pytest.approx(expected, rel=0.03), name
 
 
 def test_rotary_table_survives_meta_and_is_never_rounded():
@@ -265,24 +205,7 @@ def test_rotary_table_survives_meta_and_is_never_rounded():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flops_are_those_that_torch_counts(shape):
-    model = build(shape)
-    tokens = tokens_of(model)
-    counter = FlopCounterMode(display=False)
+    model, tokens, counter = build(shape), tokens_of(), FlopCounterMode(display=False)
     with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, tokens).backward()
     assert counter.get_total_flops() == flops_per_token(model.config) * tokens.numel()
-
-
-def test_parameter_count_counts_tied_weights_once():
-    for shape in SHAPES:
-        model = build(shape)
-        assert model.parameter_count() == reference(model).num_parameters()
-
-
-def test_the_kernel_of_attention_is_named():
-    config = resolve_model(SHAPES["llama_gqa"], 90)
-    cpu = torch.device("cpu")
-    assert activate_attention_kernel(config, torch.float32, cpu) == "PyTorch's flash attention for CPUs"
-    assert activate_attention_kernel(config, torch.bfloat16, cpu) == "matrix products and softmax"
-    longer = dataclasses.replace(config, seq_len=600)
-    assert activate_attention_kernel(longer, torch.bfloat16, cpu) == "PyTorch's flash attention for CPUs"

@@ -2,8 +2,11 @@
 
 import os
 import shutil
+import sys
 
 import pytest
+
+from conftest import execute
 
 
 def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train):
@@ -18,6 +21,16 @@ def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train)
     assert (train.files("here"), train.metrics("here")) == whole
 
 
+def test_the_config_toml_of_a_copied_run_continues_the_copy(train):
+    train("first", steps=5, schedule="constant")
+    copy, before = train.runs.parent / "elsewhere" / "new", train.files("first")
+    shutil.copytree(train.runs / "first", copy, symlinks=True)
+    execute([sys.executable, "train.py", copy / "config.toml", "--steps=10"])
+    assert os.readlink(copy / "checkpoints" / "latest") == "step-00000010" and train.files("first") == before
+    execute([sys.executable, "train.py", copy / "config.toml", "--steps=1", "--name=third"])
+    assert os.readlink(copy.parent / "third" / "checkpoints" / "latest") == "step-00000001"
+
+
 @pytest.mark.parametrize("change, setting", [("choose_compile", "compile"), ("choose_dtype", "dtype")])
 def test_ranks_that_would_choose_differently_agree_on_what_works_on_all(train, change, setting):
     values = {"compile": ("on", "off"), "dtype": ("bfloat16", "float32")}[setting]
@@ -26,8 +39,25 @@ def test_ranks_that_would_choose_differently_agree_on_what_works_on_all(train, c
     assert f'{setting} = "{values[1]}"' in (train.runs / "agreed" / "config.toml").read_text()
 
 
+SLOW = """
+import time
+from common import files
+def slow(path, hashed=[], sha256=files.sha256):
+    if os.environ["RANK"] == "0" and not hashed:
+        hashed.append(time.sleep(8))
+    return sha256(path)
+files.sha256 = slow
+"""
+
+
+def test_verifying_a_checkpoint_for_longer_than_the_timeout_does_not_end_the_other_ranks(train):
+    train("slow", ranks=2, steps=3, eval_every=0)
+    done = train.changed(SLOW, "slow", 2, steps=4, eval_every=0, timeout_minutes=0.05)
+    assert "continuing from" in done.stdout
+
+
 def test_a_last_save_longer_than_the_timeout_does_not_end_the_other_ranks(train):
-    slow = "import time\nfrom checkpoints import checkpoint\nwrite = checkpoint.write\n"
-    slow += "checkpoint.write = lambda *args: (time.sleep(8), write(*args))"
+    slow = "import time\nfrom checkpoints.checkpoint import Checkpoints\nwrite = Checkpoints.write\n"
+    slow += "Checkpoints.write = lambda *args: (time.sleep(8), write(*args))"
     train.changed(slow, "slow", 2, steps=3, save_every=0, eval_every=0, timeout_minutes=0.05)
     assert os.path.exists(train.latest("slow") / "manifest.json")

@@ -121,15 +121,7 @@ def test_nothing_else_in_a_pickle_is_read(tmp_path):
     "content, said",
     [
         ({"model": {}, "config": {"dataset": "x"}}, "it has no model and model_args"),
-        ({"model": [1], "model_args": ARGS}, "it has no model and model_args"),
-        ({"model": {"a": 1}, "model_args": ARGS}, "it has no model and model_args"),
-        ({"model": {1: torch.zeros(1)}, "model_args": ARGS}, "it has no model and model_args"),
-        ({"model": {}, "model_args": 3}, "it has no model and model_args"),
-        ({"model": {}, "model_args": {"n_layer": 1}}, "its vocab_size must be INTEGER, not None"),
-        ({"model": {}, "model_args": ARGS | {"vocab_size": None}}, "its vocab_size must be INTEGER, not None"),
-        ({"model": {}, "model_args": ARGS | {"block_size": "4"}}, "its block_size must be INTEGER, not '4'"),
         ({"model": {}, "model_args": ARGS | {"n_layer": 1 << 23}}, "its n_layer must be greater than 0 and at most 4,096"),
-        ({"model": {}, "model_args": ARGS | {"n_head": 3}}, "--n_embd=16 is not a multiple of --n_head=3"),
     ],
 )
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path, content, said):
@@ -178,7 +170,7 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     for protocol in range(2, 6):
         assert characters_in(characters[0] / f"meta{protocol}.pkl") == len(stoi)
     told = train("chars", tokens=folder, steps=2).stdout
-    how = f"python tools/char_tokenizer.py {folder}/meta.pkl makes {folder}/tokenizer.json"
+    how = f"sample.py needs the tokenizer of these tokens; python tools/char_tokenizer.py {folder}/meta.pkl makes it"
     assert f"a vocabulary of {len(stoi)} by meta.pkl; the largest id seen is {len(stoi) - 1}; {how}" in told
     assert "vocabulary 128," in told  # padded
     sample = [sys.executable, "sample.py", train.runs / "chars", "--max_new_tokens=20"]
@@ -187,11 +179,6 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     maker = [sys.executable, ROOT / "tools" / "char_tokenizer.py"]
     assert "is not text" in execute([*maker, folder / "train.bin"], status=2).stderr and not made.exists()
     execute([*maker, folder / "meta.pkl"])
-    before = made.read_bytes()
-    (tmp_path / "other.txt").write_text("other characters")
-    assert "is another tokenizer" in execute([*maker, tmp_path / "other.txt", f"--out={made}"], status=2).stderr
-    execute([*maker, folder / "meta.pkl"])
-    assert made.read_bytes() == before
     tokenizer = f"--tokenizer={folder}/tokenizer.json"
     assert execute([*sample, tokenizer, "--prompt=To be"]).stdout.startswith("To be")
     assert "the start of a document is token" in execute([*sample, tokenizer], status=2).stderr

@@ -13,6 +13,8 @@ from conftest import ROOT, execute
 
 FOLDERS = [path.parent.name for path in ROOT.glob("*/__init__.py")]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")]
+LOG = ROOT / "bench/LOG.md"
+OF_OTHERS = {"fineweb.py", "NAME.json"}  # of build-nanogpt; any
 SBATCH = ("--nodes", "--gpus-per-node")  # flags of sbatch itself
 SHORT = machine.arguments(
     **dict(steps=2, n_layer=1, n_head=2, n_embd=32, seq_len=32, tokens_per_update=384, micro_batch_size=2, eval_tokens=512),
@@ -93,11 +95,14 @@ def test_every_link_of_the_documents_leads_to_a_file():
 
 
 def test_every_file_that_the_documents_name_is_there():
-    folders = "|".join([*FOLDERS, "bench", "tests", "tools", "launch"])
+    folders = "|".join([*FOLDERS, "bench", "results", "tests", "tools", "launch"])
     named = re.compile(rf"(?<![\w./-])(?:{folders})/[\w/]+\.(?:py|md|json|png|sbatch)\b")
-    for page in DOCUMENTS:
-        missing = [path for path in named.findall(page.read_text()) if not (ROOT / path).exists()]
-        assert not set(missing) - {"bench/results/NAME.json"}, page.name
+    for page in [*DOCUMENTS, LOG]:
+        paths = set(named.findall(page.read_text())) - {"bench/results/NAME.json"}
+        assert all((ROOT / path).exists() or (LOG.parent / path).exists() for path in paths), page.name
+    # The notebook also names files without their folder.
+    known = {path.name for folder in (".", "*", "bench/results") for path in ROOT.glob(f"{folder}/*.*")}
+    assert not set(re.findall(r"(?<![\w./])\w+\.(?:py|json|png)\b", LOG.read_text())) - known - OF_OTHERS
 
 
 def test_every_test_that_the_documents_name_is_there():
@@ -109,12 +114,12 @@ def test_every_test_that_the_documents_name_is_there():
 
 def test_every_result_has_its_row_among_the_figures():
     rows = (ROOT / "docs/figures.md").read_text()
-    assert not [path.name for path in ROOT.glob("bench/results/*.json") if path.name not in rows]
+    assert set(re.findall(r"\b\w+\.json\b", rows)) == {path.name for path in ROOT.glob("bench/results/*.json")}
 
 
 def test_the_commands_that_the_documents_name_have_these_flags():
     known = {}
-    for page in DOCUMENTS:
+    for page in [*DOCUMENTS, LOG]:
         text = page.read_text().replace("\\\n", " ")
         for script, rest in re.findall(r"(?:python|torchrun [^`\n]*?) ((?:bench/)?\w+\.py)([^`|#;&\n]*)", text):
             case = re.match(r" (\w+)(?= |$)", rest)

@@ -1,7 +1,6 @@
 """replay.py and --skip_steps through the front door: was it the data or the machine, and how to leave the data out."""
 
 import json
-import math
 import re
 import shutil
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import data
@@ -52,15 +50,12 @@ def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
     before = content(kept)
     out = replay(kept, "--step=13")
     assert "replaying steps 11 to 13" in out and "bit for bit; look at the data" in out
-    losses = [float(x) for x in re.findall(r"^ +([\d.]+)  sequence \d+: .*/train_00000\d.bin from token", out, re.M)]
-    assert len(losses) == 8 and losses == sorted(losses, reverse=True)
-    result = json.loads(replay(kept, "--step=4", "--steps=3", "--json"))
-    assert [step["step"] for step in result["steps"]] == [4, 5, 6] or [s["step"] for s in result["steps"]] == [1, 2, 3, 4, 5, 6]
-    assert all(step["same"] for step in result["steps"])
-    sixth = result["steps"][-1]
-    assert len(sixth["sequences"]) == 24 and len(sixth["norms"]) == len(sixth["updates"]) > 10
-    mean = sum(row["loss"] for row in sixth["sequences"]) / 24
-    assert mean == pytest.approx(sixth["loss"], rel=1e-5)  # the sequences are those of the step
+    shown = r"^ +([\d.]+)  sequence \d+: .*/train_00000\d.bin from token"
+    losses = [float(x) for x in re.findall(shown, out, re.M)]
+    assert len(losses) == 8 and losses == sorted(losses, reverse=True) and "... 16 more: --sequences=0" in out
+    out = replay(kept, "--step=6", "--sequences=0")
+    mean = sum(float(x) for x in re.findall(shown, out, re.M)) / 24  # the sequences are those of the step
+    assert mean == pytest.approx(float(re.search(r"^step 6  loss ([\d.]+)", out, re.M)[1]), abs=2e-4)
     assert content(kept) == before
 
 
@@ -76,7 +71,6 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     assert "bit for bit; look at the data" in out and out.endswith("--skip_steps=37 leaves this batch out\n")
     worst = re.findall(rf"sequence (\d+): {tmp_path}/train.bin from token ([\d,]+)", out)[:4]
     assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
-    assert "times the median of" in out.split("tensors")[1]
 
     norms = [record["grad_norm"] for record in train.metrics("spike", "grad_norm")]
     assert norms[36] > 3 * norms[35]
@@ -96,11 +90,14 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
 
 
 def test_skipped_batches_are_left_out_and_nothing_else():
-    stream = Stream([Path("train.bin")], [np.arange(4000, dtype="<u2")], 4000)
-    plain = data.Batches([stream], (data.SHARES,), 16, 4, 2, seed=1)
+    class Tokens(np.ndarray):
+        path = Path("tokens")
+
+    stream = Stream([np.arange(4000, dtype="<u2").view(Tokens)], 4000)
+    plain = data.Batches([stream], (data.BLOCK,), 16, 4, 2, seed=1)
     config = settings.replace(settings.Config(), skip_steps="3-4, 7,1")
     assert config.skipped_batches == (0, 2, 3, 6)
-    skipping = data.Batches([stream], (data.SHARES,), 16, 4, 2, seed=1, skipped=config.skipped_batches)
+    skipping = data.Batches([stream], (data.BLOCK,), 16, 4, 2, seed=1, skipped=config.skipped_batches)
     assert [skipping.first_sequence(step) // 4 for step in range(5)] == [1, 4, 5, 7, 8]
     assert (skipping.batch(1, 1) == plain.batch(4, 1)).all()
     assert lookup.seen_by(2, (0, 2, 3, 6)) == [0, 2, 3] and lookup.seen_by(2, (5,)) == []
@@ -121,7 +118,7 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
             line["loss"] += 1e-9
     (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = replay(records, "--step=15", status=1)
-    assert "step 12 is the first that differs" in out and "only what was recorded is wrong" in out
+    assert "step 12 is the first that differs" in out
 
     weights = tmp_path / "weights"
     shutil.copytree(kept, weights, symlinks=True)
@@ -131,15 +128,14 @@ def test_a_changed_record_and_a_changed_checkpoint_are_told_apart(kept, tmp_path
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     reseal(changed)
     out = replay(weights, "--step=15", status=1)
-    assert "step 11 is the first that differs" in out and "the state before the first was not this one" in out
+    assert "step 11 is the first that differs" in out
     out = replay(weights, "--verify", status=1)
     assert "step-00000010 DOES NOT follow from step-00000005: model.safetensors" in out
     assert "step-00000015 DOES NOT follow from step-00000010" in out
     assert "step-00000020 follows from step-00000015" in out
 
 
-@pytest.mark.parametrize("options", [dict(verify=True), dict(step=9, steps=6)], ids=["verify", "steps"])
-def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
+def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch):
     made = []
 
     def build(*args, original=train_py.build):
@@ -148,34 +144,21 @@ def test_one_model_is_freed_before_the_next_is_made(kept, monkeypatch, options):
         made.append(weakref.ref(run.engine))
         return run
 
-    eras = replay_py.eras
     monkeypatch.setattr(train_py, "build", build)
-    # As if a change had begun another era at step 10.
-    monkeypatch.setattr(replay_py, "eras", lambda state: eras(state) + [eras(state)[0] | {"step": 10}] * ("step" in options))
-    replay_py.main(replay_py.ReplayConfig(str(kept), **options))  # its bits may be others in this process
+    replay_py.main(replay_py.ReplayConfig(str(kept), verify=True))  # its bits may be others in this process
     assert len(made) > 1
 
 
-@pytest.mark.parametrize(
-    "work, options", [("open_before", dict(step=3)), ("verify", dict(verify=True))], ids=["step", "verify"]
-)
-def test_a_rank_that_is_gone_is_named(kept, monkeypatch, work, options):
+def test_a_rank_that_is_gone_ends_the_replay(kept, monkeypatch):
     def lose(*args):
         raise RuntimeError("[gloo] Connection closed by peer")
 
-    store = dist.HashStore()
-    monkeypatch.setattr(world, "PATIENCE", 0.1)
-    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 2, torch.device("cpu"), store))
-    monkeypatch.setattr(replay_py, work, lose)
-    with pytest.raises(RunError, match="^rank 1 no longer answers: .gloo. Connection closed by peer"):
-        replay_py.main(replay_py.ReplayConfig(str(kept), **options))
-    assert store.check(["failed"])  # so that no other rank waits for this one
-
-
-def test_the_norms_of_tensors_are_those_without_float16s_loss_scale(train):
-    train("half", dtype="float16", steps=3, save_every=0, eval_every=0)
-    step = json.loads(replay(train.runs / "half", "--step=3", "--json"))["steps"][-1]
-    assert math.hypot(*step["norms"].values()) == pytest.approx(step["grad_norm"])
+    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 2, torch.device("cpu")))
+    monkeypatch.setattr(replay_py, "open_before", lose)
+    with pytest.raises(
+        RunError, match="^rank 0 lost the other ranks: .gloo. Connection closed by peer; run the same command again"
+    ):
+        replay_py.main(replay_py.ReplayConfig(str(kept), step=3))
 
 
 @pytest.mark.slow
@@ -226,20 +209,16 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     for more in (dict(steps=8, keep_last=0), dict(steps=12, keep_last=0), dict(steps=20, keep_last=0), dict(steps=22, lr=1e-3)):
         train("changed", eval_every=0, **flags, **more)
     run = train.runs / "changed"  # of its checkpoints the last two are left
-    out = replay(run, "--step=21", "--steps=2")
+    out = replay(run, "--step=22")
     assert "replaying steps 21 to 22" in out and "2 recorded steps: loss and gradient norm are the recorded ones" in out
-    for range_ in (["--step=11", "--steps=4"], ["--step=14"]):
-        lost = replay(run, *range_, status=2)
-        assert "changed at step " in lost and "no intact checkpoint between it and step 1" in lost
+    assert "changed at step 12, and no intact checkpoint between it and step 14 is left" in replay(run, "--step=14", status=2)
     assert "step-00000022 follows from step-00000020" in replay(run, "--verify")
 
     train("kept", steps=8, eval_every=0, **flags)
     train("kept", steps=12, eval_every=0, **flags | dict(keep_last=0, log_every=2))  # an extension, and what changes no bit
     train("kept", steps=12, eval_every=0, **flags)
     kept = train.runs / "kept"
-    out = replay(kept, "--step=7", "--steps=4", "--json")
-    same = {step["step"]: step["same"] for step in json.loads(out)["steps"]}
-    assert [same[step] for step in range(7, 11)] == [True, True, None, True]
+    assert "bit for bit" in replay(kept, "--step=7") and "1 recorded step: loss" in replay(kept, "--step=10")
     assert "step 9  loss" in (out := replay(kept, "--step=9")) and "(not logged, so not compared; see --log_every)" in out
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
     lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint between it and step 12 is left"

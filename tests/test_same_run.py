@@ -1,24 +1,19 @@
 """The same run: bit for bit under `exact` whatever the number of ranks, and for every strategy however often it is killed."""
 
-import contextlib
 import functools
 import os
 import random
 import re
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import settings
 from checkpoints import checkpoint, retention
-from conftest import STRATEGIES, before_update, damage, fake_checkpoint, wait_for
-from parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
-from parallel.world import World
+from conftest import STRATEGIES, before_update, damage, wait_for
+from parallel.exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point, raise_largest
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
 
@@ -66,28 +61,8 @@ def test_compiled_conversion_of_one_or_two_gradients_gives_the_same_integers():
             assert all(map(torch.equal, convert(*functions, groups), wanted))
 
 
-def test_what_exact_compiles_looks_at_each_number_alone(monkeypatch):
-    """The compiler would divide a reduction as suits the first parameter: one thread block of a GPU for a whole embedding."""
-    compiled, sizes = [], []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            sizes.append(result.numel())
-            return result
-
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
-    model = Exact(torch.nn.Linear(8, 4, bias=False), micro_batches=1, compiled=True)
-    model(torch.ones(2, 8)).sum().backward()
-    assert torch.equal(model.module.weight.grad, torch.full((4, 8), 2.0)) and compiled == [model.add, model.mean]
-    with Sizes():
-        model.add(torch.zeros(32, dtype=torch.int64), torch.ones(32))
-        model.mean(torch.zeros(32, dtype=torch.int64), 1, torch.ones(32))
-    assert set(sizes) == {32}
-
-
 @pytest.mark.parametrize(
-    "dtype, compile, others", [("float32", "off", (2, 3, 4, 5)), ("bfloat16", "off", (3, 5)), ("bfloat16", "on", (5,))]
+    "dtype, compile, others", [("float32", "off", (2, 4, 5)), ("bfloat16", "off", (3,)), ("bfloat16", "on", (5,))]
 )
 def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile, others):
     flags = dict(EXACT, dtype=dtype, compile=compile, steps=6, eval_every=3, save_every=3)
@@ -98,17 +73,17 @@ def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile,
 
 
 def test_exact_is_the_same_run_when_killed_and_continued_on_other_numbers_of_ranks(train):
-    flags = dict(EXACT, save_every=1, eval_every=5)
+    flags = dict(EXACT, save_every=1, eval_every=5, steps=15)
     train("whole", **flags)
-    for ranks, stop_at in ((2, " 4"), (3, " 9"), (1, "14")):
-        train.kill("parts", f"step     {stop_at}/20  loss", ranks, **flags)
+    for ranks, stop_at in ((3, " 4"), (1, " 9")):
+        train.kill("parts", f"step     {stop_at}/15  loss", ranks, **flags)
     train("parts", ranks=4, **flags)
     train.assert_same("parts", "whole")
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "exact"])  # on any number of ranks: see above
 def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, strategy):
-    flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer="muon", steps=12)  # Muon, and AdamW for what is no matrix
+    flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer="muon", steps=9)  # Muon, and AdamW for what is no matrix
     train("whole", **flags)
     saved = train.runs / "parts" / "checkpoints" / "step-00000005"
     train.kill("parts", saved.exists, **flags)
@@ -130,13 +105,12 @@ def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
     largest = torch.zeros(())
     raise_largest(largest, torch.tensor([-LIMIT / 12]))
     assert largest >= LIMIT / 12
-    for ranks in (0, 2):
-        done = train.changed(HUGE, "huge", ranks, status=1, **dict(EXACT, steps=2))
-        assert re.search(r"error: a gradient of [a-z0-9_.]+weight has reached .* --strategy=exact", done.stderr), done.stderr
+    done = train.changed(HUGE, "huge", 2, status=1, **dict(EXACT, steps=2))
+    assert re.search(r"error: a gradient of [a-z0-9_.]+weight has reached .* --strategy=exact", done.stderr), done.stderr
 
 
 def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train):
-    flags = dict(save_every=1, eval_every=10, async_save="false", steps=40)  # in the background: tests/test_bench.py
+    flags = dict(save_every=1, eval_every=10, async_save="false", steps=30)  # in the background: tests/test_bench.py
     train("whole", **flags)
     chance, kills = random.Random(1), 0
 
@@ -148,7 +122,7 @@ def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train):
             time.sleep(chance.random() * 0.3)
         return saved() > before
 
-    while kills < 6 and train.kill("killed", functools.partial(soon_after_a_save, saved()), **flags):
+    while kills < 4 and train.kill("killed", functools.partial(soon_after_a_save, saved()), **flags):
         kills += 1
         assert not retention.newest(train.runs / "killed" / "checkpoints")[1]  # nothing that was published is broken
     train("killed", **flags)
@@ -170,21 +144,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
     assert "has no manifest.json" in refused.stderr
 
 
-def test_what_is_published_while_old_checkpoints_are_removed_stays(tmp_path):
-    config = settings.replace(settings.Config(), keep_last=1, keep_best=0)
-    world = World(0, 1, 1, torch.device("cpu"))
-    checkpoints = checkpoint.Checkpoints(tmp_path, config, dataset=None, world=world, log=None, start_step=0)
-    for step in range(1, 100):
-        saver = threading.Thread(target=lambda s=step: checkpoints.retention.saved(fake_checkpoint(tmp_path, s)))
-        saver.start()
-        while saver.is_alive():
-            checkpoints.prune(checkpoint.TrainState())
-        saver.join()
-        assert retention.fault(retention.step_directory(tmp_path, step)) is None
-    checkpoints.prune(checkpoint.TrainState())
-    assert [path.name for path in retention.published(tmp_path)] == ["step-00000099"]
-
-
 def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
     flags = dict(steps=20, keep_last=0, schedule="constant", warmup_steps=0)
     train("whole", **flags)
@@ -195,7 +154,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
     assert done.stdout.count("could not be written") >= 2 and "training goes on" in done.stdout
     assert done.stderr.startswith("error: the checkpoint of step 20 could not be written")
     assert [path.name for path in retention.published(train.runs / "full" / "checkpoints")] == ["step-00000005"]
-    assert retention.fault(train.latest("full")) is None
+    assert retention.find_damage(train.latest("full")) is None
     train("full", **flags)
     assert train.files("full") == train.files("whole")
 
@@ -204,7 +163,6 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
     "number, flags",
     [
         (signal.SIGTERM, dict(dropout=0.1, optimizer="muon", dtype="bfloat16", architecture="gpt2")),
-        (signal.SIGINT, {}),
         (signal.SIGUSR1, {}),
     ],
 )
@@ -227,14 +185,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(train):
 
 
 def test_a_second_sigint_ends_at_once(train):
-    process = train.start("impatient", steps=100000, save_every=0, eval_every=0, tokens_per_update=16 * 2 * 2000)
-    wait_for(lambda: "to train on" in train.log("impatient"))
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
+    train.changed(before_update(0, "os.kill(os.getpid(), 2), os.kill(os.getpid(), 2)"), "impatient", status=-signal.SIGINT)
 
 
 def workers(process):
@@ -264,7 +215,7 @@ torch.Tensor.backward = poisoned
 """
 
 
-@pytest.mark.parametrize("strategy, ranks", [("ddp", 0), ("ddp", 2), ("exact", 2)])
+@pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("exact", 2)])
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
     third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
     done = train.changed(POISONED.format(bad=third), "nan", ranks, strategy=strategy, steps=6, max_skipped_steps=2)
@@ -273,29 +224,11 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, stra
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
-POISONED_PARAMETER = """
-from parallel.exact import Exact
-seen = []
-def poisoned(self, parameter, ready=Exact.gradient_ready):
-    seen.extend([parameter] * (parameter is self.trainable[0]))
-    if os.environ["RANK"] == "1" and parameter is self.trainable[0] and len(seen) == 15:
-        parameter.grad[0] = float("nan")
-    ready(self, parameter)
-Exact.gradient_ready = poisoned
-"""
-
-
-def test_one_number_that_is_not_finite_on_one_rank_is_seen_by_exact(train):
-    done = train.changed(POISONED_PARAMETER, "nan", 2, strategy="exact", steps=6)
-    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
-    assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
-
-
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
     done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
     assert "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
     newest = train.latest("nan").resolve()
-    assert retention.fault(newest) is None and f"the newest checkpoint is {newest};" in done.stderr
+    assert retention.find_damage(newest) is None and f"the newest checkpoint is {newest};" in done.stderr
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
     flags = dict(resume=newest, steps=20, max_skipped_steps=0, save_every=0, eval_every=0, status=1)
     assert "; there is no checkpoint yet;" in train.changed(POISONED.format(bad="True"), "other", **flags).stderr
@@ -304,7 +237,6 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train)
 @pytest.mark.parametrize(
     "ranks, drifting, message",
     [
-        (3, 0, "of rank 0 is not that of the other 2 ranks"),
         (3, 2, "of rank 2 is not that of the other 2 ranks"),
         (2, 1, "is not the same on ranks [0] and [1]; no majority tells which is right"),
     ],
@@ -315,21 +247,3 @@ def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, rank
     done = train.changed(drift, "drift", ranks, status=1, check_replicas_every=2)
     assert f"blocks.1.mlp.down.weight {message}" in done.stderr
     assert "step      5/20" not in done.stdout
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named_instead_of_waited_for(train):
-    process = train.torchrun(
-        "hung", ranks=2, launcher=["--shutdown-timeout=2"], steps=100000, timeout_minutes=0.1, save_every=0, eval_every=0
-    )
-    wait_for(lambda: "step      3/" in train.log("hung"))
-    ranks = workers(process)
-    os.kill(ranks[-1], signal.SIGSTOP)
-    try:
-        out, _ = process.communicate(timeout=100)
-    finally:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
-    assert process.returncode == 1
-    assert re.search(r"error: rank [01] no longer answers: ", out), out

@@ -3,16 +3,13 @@
 import json
 import os
 import signal
-import sys
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
-import machine
 from checkpoints import retention, tensor_files
-from conftest import damage, execute
+from conftest import damage
 
 # A limit that divides the tiny model's tensors among many files.
 SPLIT = dict(max_shard_bytes=20000, optimizer="adamw")
@@ -30,7 +27,7 @@ def taken(*args):
 checkpoint.take_snapshot = taken
 def save_again(run):
     run.checkpoints.saved_at = -1
-    run.checkpoints.save(run.state, run.engine, run.optimizers, now=True)
+    run.checkpoints.save(run.state, now=True)
     run.checkpoints.finish(run.state, final=True)
     return 0
 train.train = save_again
@@ -73,7 +70,6 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
         [
             (1, dict(strategy="ddp")),
             (3, dict(strategy="ddp")),
-            (3, dict(strategy="zero1")),
             (3, dict(strategy="fsdp")),
             (4, dict(strategy="fsdp")),
             (4, dict(strategy="fsdp", replicate=2)),
@@ -89,7 +85,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
         largest = max(path.stat().st_size for path in train.latest(name).glob("*.safetensors"))
         assert sum(held) == bytes_of_all and not any(held[writers:])
         assert max(held) <= bytes_of_all / writers + largest
-    assert files == [files[0]] * 6 and indices == [indices[0]] * 6 and len(files[0]) > 10
+    assert files == [files[0]] * 5 and indices == [indices[0]] * 5 and len(files[0]) > 10
     train.changed(SAVED_AGAIN.format(folder=folder), "whole", 3, strategy="fsdp", **flags, **one)
     assert train.files("whole") == train.files("one")
     for stem, index in zip(("model", "optimizer"), indices[0], strict=True):
@@ -97,27 +93,6 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole[stem].values())
         for name, file in index["weight_map"].items():
             assert name in load_file(train.latest("split0") / file)
-
-
-def test_a_file_that_another_node_has_written_elsewhere_is_missed(tmp_path):
-    with pytest.raises(OSError, match="a.safetensors was written on another node and is not here; .* share --out_dir"):
-        retention.write_manifest(tmp_path, {"a.safetensors": {"size": 1, "sha256": "0" * 64}})
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_same_bits_with_its_state_in_several_files(train):
-    for name, limit in (("whole", 10**9), ("split", 20000)):
-        for strategy, ranks, steps in (("fsdp", 4, 5), ("ddp", 1, 10), ("fsdp", 3, 15), ("zero1", 2, 20)):
-            flags = dict(steps=steps, schedule="constant", optimizer="adamw", max_shard_bytes=limit)
-            train(name, ranks, strategy=strategy, **flags)
-    assert train.metrics("split") == train.metrics("whole")
-    for stem in ("model", "optimizer"):
-        assert not (train.latest("split") / f"{stem}.safetensors").exists()
-        assert_equal_tensors(tensors_of(train.latest("split"), stem), tensors_of(train.latest("whole"), stem))
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(train.latest("split"), output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
-    state = tensors_of(train.latest("whole"), "model")
-    assert_equal_tensors({name: value for name, value in model.state_dict().items() if name in state}, state)
 
 
 def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
@@ -136,20 +111,7 @@ def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
     forgotten = index["weight_map"].popitem()[1]
     del manifest[forgotten]
     (first / "manifest.json").write_text(json.dumps(manifest))
-    assert retention.fault(first) == f"manifest.json does not list {forgotten}"
-
-
-@pytest.mark.slow
-def test_every_command_reads_a_checkpoint_in_several_files(train, tmp_path):
-    train("split", **dict(FSDP, steps=10))
-    run, out = train.runs / "split", tmp_path / "out"
-    done = execute([*machine.launcher(3), "replay.py", run, "--verify"])
-    assert "step-00000010 follows from step-00000005" in done.stdout
-    execute([sys.executable, "sample.py", run, "--max_new_tokens=2"])
-    execute([sys.executable, "evaluate.py", run, "--eval_tokens=64"])
-    execute([sys.executable, "export.py", run, f"--out={out}", "--dtype=float32"])
-    assert_equal_tensors(tensors_of(out, "model"), tensors_of(train.latest("split"), "model"))
-    train("tuned", init_from=run, steps=1, optimizer="adamw")
+    assert retention.find_damage(first) == f"manifest.json does not list {forgotten}"
 
 
 # In the save of step 10, rank 1 ends the whole run before its third file.
@@ -183,13 +145,13 @@ def test_a_kill_between_two_files_leaves_the_checkpoint_before(train):
 # Rank 2 has no room for its files in the save of step 10, and room again afterwards.
 NO_ROOM = """
 import resource
-from checkpoints import checkpoint
-def write(checkpoints, state, *args, original=checkpoint.write):
+from checkpoints.checkpoint import Checkpoints
+def write(self, state, *args, original=Checkpoints.write):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if os.environ["RANK"] == "2":
         resource.setrlimit(resource.RLIMIT_FSIZE, (10000 if state.step in {steps} else unlimited, unlimited))
-    original(checkpoints, state, *args)
-checkpoint.write = write
+    original(self, state, *args)
+Checkpoints.write = write
 """
 
 

@@ -4,10 +4,8 @@ import json
 import random
 import sys
 import time
-import unicodedata
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiktoken
 import tiktoken_ext.openai_public
@@ -58,18 +56,13 @@ def read(path):
     return theirs
 
 
-def tiktoken_ids(ours, text):
-    """What tiktoken itself says, without the way out that Tokenizer.encode has."""
-    return ours.tiktoken.encode(text, disallowed_special=())
-
-
 @pytest.mark.parametrize("name", ["train:1000", "bytes", pytest.param("gpt2", marks=needs_gpt2)])
 @settings(max_examples=300, deadline=None)
 @given(text=texts)
 def test_both_libraries_agree_and_give_the_text_back(made, name, text):
     ours, theirs, _ = made[name]
     ids = ours.encode(text)
-    assert ids.tolist() == tiktoken_ids(ours, text) == theirs.encode(text, add_special_tokens=False).ids
+    assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
     assert ours.decode(ids) == text
     assert ours.bytes_per_token[ids].sum() == len(text.encode())
     assert ours.eot_token not in ids
@@ -83,30 +76,7 @@ def crossing():
     learned += ["".join(draw.choices(" \n\r\t", k=6)) for _ in range(3000)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "TRAINED_PATTERN", r"[\s\S]{1,30}")
-        return tokenizer.train(learned, 3000, "crossing").tiktoken._mergeable_ranks
-
-
-@pytest.mark.parametrize("name", ["TRAINED_PATTERN", "GPT2_PATTERN", "CL100K_PATTERN", "O200K_PATTERN"])
-def test_both_engines_split_alike(crossing, name):
-    ours = tokenizer.from_ranks(crossing, getattr(tokenizer, name), {tokenizer.END_OF_TEXT: 3000}, "test")
-    ours.huggingface.encode_special_tokens = True
-
-    @settings(max_examples=500, deadline=None)
-    @given(text=texts)
-    def agree(text):
-        assert tiktoken_ids(ours, text) == ours.huggingface.encode(text, add_special_tokens=False).ids
-
-    agree()
-
-
-@pytest.mark.parametrize("name", ["train:1000", pytest.param("gpt2", marks=needs_gpt2)])
-def test_every_code_point_is_split_alike(made, name):
-    ours, theirs, _ = made[name]
-    assigned = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
-    kept = [c for c in assigned if not "\u4e00" < c < "\u9f00" and not "\uac00" < c < "\ud700" and c < "\U00020000"]
-    for start in range(0, len(kept), 5000):
-        text = "".join(f"the{c}the {c}1{c}{c} {c}\n" for c in kept[start : start + 5000])
-        assert tiktoken_ids(ours, text) == theirs.encode(text, add_special_tokens=False).ids
+        return tokenizer.train(learned, 3000, "train:3000").tiktoken._mergeable_ranks
 
 
 def test_training_is_deterministic_and_counts_the_end_of_text():
@@ -122,27 +92,20 @@ def test_too_little_text_gives_the_vocabulary_reached():
     assert ours.encode("abab").max() < ours.vocab_size
 
 
-@pytest.mark.parametrize("text", ["=" * 300_000, "一" * 20_000, "acgt" * 75_000], ids=["=", "一", "acgt"])
+@pytest.mark.parametrize("text", ["=" * 300_000, "一" * 20_000], ids=["=", "一"])
 def test_training_on_a_word_without_end_takes_seconds(text):
     began = time.monotonic()
     ours = tokenizer.resolve("train:300", lambda: [f"{text} {TEXT}", text])
     assert time.monotonic() - began < 20  # 300,000 of = took minutes
-    assert ours.vocab_size == 300 and ours.tiktoken and ours.decode(ours.encode(text[:9000])) == text[:9000]
+    assert ours.vocab_size == 300 and ours.decode(ours.encode(text[:9000])) == text[:9000]
 
 
-def test_training_compresses(made):
-    ours, _, _ = made["train:1000"]
-    assert len(TEXT.encode()) / len(ours.encode(TEXT)) > 2.5
-
-
-def test_saved_and_loaded_is_the_same(made, tmp_path):
+def test_saved_and_loaded_is_the_same(made):
     for ours, _, path in made.values():
         again = tokenizer.load(path, name=ours.name)
         assert (again.sha256, again.vocab_size, again.eot_token) == (ours.sha256, ours.vocab_size, ours.eot_token)
-        assert again.tiktoken is not None
-        again.save(tmp_path / "again.json")
-        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
-        assert tokenizer.resolve(str(path)).encode(TEXT).tolist() == ours.encode(TEXT).tolist()
+        assert (again.tiktoken is None) == (ours.name == "bytes") and tokenizer.load(path).tiktoken is None
+        assert again.encode(TEXT).tolist() == tokenizer.load(path).encode(TEXT).tolist() == ours.encode(TEXT).tolist()
 
 
 def test_bytes_are_the_bytes(made):
@@ -222,38 +185,20 @@ def test_a_broken_tiktoken_file_is_refused(tmp_path, text):
         tokenizer.resolve(str(path))
 
 
-def test_foreign_tokenizers(made, tmp_path):
-    """A file that tiktoken cannot follow is encoded by tokenizers itself; a word-level one is refused."""
+def test_a_tokenizer_json_is_encoded_by_tokenizers_and_another_type_is_refused(made, tmp_path):
     definition = json.loads(made["train:1000"][0].json)
     path = tmp_path / "tokenizer.json"
-
-    path.write_text(json.dumps(definition | {"normalizer": {"type": "NFC"}}))
-    normalizing = tokenizer.load(path)
-    assert normalizing.tiktoken is None
-    assert normalizing.encode("e\u0301 x").tolist() == made["train:1000"][0].encode("é x").tolist()
-
-    gpt2_like = definition | {
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    }
-    path.write_text(json.dumps(gpt2_like))
-    converted = tokenizer.load(path)
-    assert converted.tiktoken is not None
-    assert converted.encode(ENGLISH).tolist() == read(path).encode(ENGLISH, add_special_tokens=False).ids
-
-    shuffled = definition | {"model": definition["model"] | {"merges": definition["model"]["merges"][::-1]}}
-    path.write_text(json.dumps(shuffled))
-    assert tokenizer.load(path).tiktoken is None
+    path.write_text(json.dumps(definition | {"normalizer": {"type": "NFC"}}), encoding="utf-8")
+    assert tokenizer.load(path).encode("e\u0301 x").tolist() == made["train:1000"][0].encode("é x").tolist()
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    path.write_text(json.dumps(definition | {"pre_tokenizer": level}), encoding="utf-8")
+    assert tokenizer.load(path).encode(ENGLISH).tolist() == read(path).encode(ENGLISH, add_special_tokens=False).ids
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
     words.add_special_tokens(["<|endoftext|>"])
     words.save(str(path))
     with pytest.raises(UserError, match="not a byte-level BPE"):
         tokenizer.load(path)
-
-
-def test_encode_gives_uint32(made):
-    for ours, _, _ in made.values():
-        assert ours.encode("").shape == (0,) and ours.encode("a b").dtype == np.uint32
 
 
 def split_by(regex):
@@ -272,15 +217,3 @@ def test_a_regex_that_only_the_corpus_sends_back_and_forth_is_refused(tmp_path):
         "error: tokenizer.json cannot encode a text: Onig: Regex search error: retry-limit"
     )
     assert "Traceback" not in refused
-
-
-def test_a_run_of_white_space_that_takes_the_square_of_its_length_is_refused():
-    ranks = {bytes([b]): b for b in range(256)} | {b"  ": 256}
-    made = tokenizer.from_ranks(ranks, tokenizer.GPT2_PATTERN, {tokenizer.END_OF_TEXT: 257}, "gpt2")
-    assert len(made.encode("a" + " " * 1_500_000)) == 750_001
-    began = time.monotonic()
-    with pytest.raises(
-        UserError, match="gpt2 cannot encode a text with more than 2,000,000 characters of white space in a row"
-    ):
-        made.encode("a" + "\n" * 30_000_000)
-    assert time.monotonic() - began < 10  # 30 MB took ten minutes

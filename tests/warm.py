@@ -21,12 +21,8 @@ import forks
 
 SERVER = multiprocessing.get_context("forkserver")
 COMMANDS = ["train", "sample", "prepare_data", "evaluate", "replay", "plot"]
-LATER = [
-    "sharded",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "matplotlib.figure",
-]  # what commands import when they need it
+# What commands import when they need it.
+LATER = ["parallel.sharded", "torch._dynamo", "torch._inductor.compile_fx", "matplotlib.figure"]
 # multiprocessing asks after all its processes whenever it starts one. Of two threads that ask after one at once, the second is
 # told 255.
 ASKING = threading.Lock()

@@ -7,7 +7,6 @@ meta.pkl is a pickle, which could execute anything when loaded. It is never load
 with any that nanoGPT does not write is refused. The text that it was made from (input.txt) gives the same tokenizer.
 """
 
-import io
 import pickletools
 import sys
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ def main(config: CharConfig) -> None:
 
 def read_text(path: Path) -> list[str]:
     """The characters of a text by id, with each line end as \\n, as nanoGPT reads it. Raises UserError or UnicodeError."""
-    with io.TextIOWrapper(files.open_regular(path), "utf-8") as text:
+    with open(files.require_file(path), encoding="utf-8") as text:
         return sorted(set(text.read()))
 
 

@@ -21,7 +21,7 @@ from common import cli, errors, files
 from common.errors import UserError, refuse, say
 from dataset import tokenizer
 from dataset.tokens import GPT2_VOCAB_SIZE
-from model import without_values
+from model import on_meta
 from planning import rules
 from settings import ModelConfig
 
@@ -48,6 +48,7 @@ def main(config: ConvertConfig) -> None:
     tensors, model = read_checkpoint(Path(config.checkpoint))
     if config.tokenizer:
         eot_token = tokenizer.load(config.tokenizer).eot_token
+        eot_token = eot_token if eot_token < model.vocab_size else None  # characters have none
     elif model.vocab_size >= GPT2_VOCAB_SIZE:
         eot_token = GPT2_VOCAB_SIZE - 1
     else:
@@ -95,11 +96,9 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     compiled = "_orig_mod."  # the prefix of the names in a compiled model
     theirs = {name.removeprefix(compiled): value.float() for name, value in tensors.items()}
     unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
-    names, found = huggingface.module_names(config), {}
-    shapes = {name: parameter.shape for name, parameter in without_values(config).named_parameters()}
-    for name, shape in shapes.items():
-        module, _, leaf = name.rpartition(".")
-        key = f"{names[module]}.{leaf}"
+    shapes, found = {name: parameter.shape for name, parameter in on_meta(config).named_parameters()}, {}
+    for name, key in huggingface.tensor_names(shapes, config).items():
+        (module, _, leaf), shape = name.rpartition("."), shapes[name]
         value = theirs.get(key, torch.zeros(shape) if leaf == "bias" else None)
         if value is not None and key in theirs and "c_attn" in key:
             value = value.chunk(3)["qkv".index(module[-1])]

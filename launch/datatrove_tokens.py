@@ -1,0 +1,96 @@
+"""Tokens from text on many processes or machines, by datatrove; train.py reads them as they are, by --tokens=OUT.
+
+    pip install "datatrove[io]"     # and datatrove[ray] for Ray
+    python launch/datatrove_tokens.py TEXT --out=tokens/web --tokenizer=gpt2 --tasks=64 --workers=16
+    python launch/datatrove_tokens.py s3://bucket/text --out=/shared/web --executor=slurm --partition=cpu --tasks=1000
+
+TEXT is a folder, or its fsspec URL, of .jsonl (also .gz and .zst) or, with --format=parquet, of .parquet files with a column
+"text". Each task reads its share of the files, so have at least as many files as tasks. The same command again goes on after a
+kill: finished tasks are kept. A document goes to `val` by a hash of its text, as prepare_data.py does it, and end-of-text comes
+after each document.
+"""
+
+import argparse
+import hashlib
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader, ParquetReader
+from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
+from datatrove.utils.tokenization import load_tokenizer
+
+
+class Tokenizer(DocumentTokenizer):
+    """datatrove's, but a text that spells out a special token is text: otherwise it would end a document."""
+
+    def run(self, data, rank: int = 0, world_size: int = 1):
+        """Tokenize the documents of a task."""
+        self.tokenizer.encode_special_tokens = True
+        return super().run(data, rank, world_size)
+
+
+def keep(documents, rank: int, world_size: int, split: str, val_fraction: float):
+    """The documents of a split."""
+    for document in documents:
+        beginning = document.text.encode()[: 1 << 16]
+        number = int.from_bytes(hashlib.blake2b(beginning, digest_size=6).digest(), "big") / 2**48  # uniform in [0, 1)
+        if (number < val_fraction) == (split == "val"):
+            yield document
+
+
+def executor(args: argparse.Namespace, name: str, pipeline: list, tasks: int, after=None):
+    """What runs the pipeline, `tasks` times, once what it comes `after` has finished."""
+    common = dict(tasks=tasks, workers=args.workers, logging_dir=f"{args.out}/logs/{name}", depends=after)
+    if args.executor == "local":
+        return LocalPipelineExecutor(pipeline, **common)
+    if args.executor == "ray":
+        return RayPipelineExecutor(pipeline, **common)
+    environment = f"export PATH={Path(sys.executable).parent}:$PATH"
+    slurm = dict(partition=args.partition, qos=args.qos, time=args.time, env_command=environment)
+    return SlurmPipelineExecutor(pipeline, job_name=f"tokens-{name}", **slurm, **common)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", help="a folder of .jsonl or .parquet files, or its URL")
+    parser.add_argument("--out", required=True, help="a new folder; all machines must see it under this path")
+    parser.add_argument("--tokenizer", default="gpt2", help="a tokenizer.json, or a name on the Hugging Face hub")
+    parser.add_argument("--eos_token", default="<|endoftext|>", help="how the tokenizer spells end-of-text")
+    parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
+    parser.add_argument("--column", default="text", help="where the text is")
+    parser.add_argument("--val_fraction", type=float, default=0.05)
+    parser.add_argument("--tasks", type=int, default=1, help="parts in which the text is tokenized, each to a file of its own")
+    parser.add_argument("--workers", type=int, default=-1, help="tasks at a time (-1: all)")
+    parser.add_argument("--tokens_per_file", type=float, default=0, help="merge the tasks' files to files of so many tokens")
+    parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")
+    parser.add_argument("--partition", default="cpu", help="of SLURM")
+    parser.add_argument("--qos", default="", help="of SLURM")
+    parser.add_argument("--time", default="24:00:00", help="of SLURM, for a task")
+    args = parser.parse_args()
+
+    beside = Path(args.out, "tokenizer.json")  # with it, train.py knows the vocabulary and which token ends a document
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    if Path(args.tokenizer).is_file():
+        shutil.copyfile(args.tokenizer, beside)
+    else:
+        load_tokenizer(args.tokenizer).save(str(beside))
+    kind, pattern = (JsonlReader, "**/*.jsonl*") if args.format == "jsonl" else (ParquetReader, "**/*.parquet")
+    for split in ("train", "val"):
+        folder = f"{args.out}/{split}" if not args.tokens_per_file else f"{args.out}/parts/{split}"
+        reader = kind(args.text, glob_pattern=pattern, text_key=args.column)
+        documents = partial(keep, split=split, val_fraction=args.val_fraction)
+        tokenizer = Tokenizer(folder, str(beside), eos_token=args.eos_token, shuffle_documents=False)
+        last = executor(args, split, [reader, documents, tokenizer], args.tasks)
+        if args.tokens_per_file:
+            merger = DocumentTokenizerMerger(
+                folder, f"{args.out}/{split}", split, max_tokens_per_file=args.tokens_per_file, shuffle=False
+            )
+            last = executor(args, f"merge-{split}", [merger], tasks=1, after=last)
+        last.run()
+
+
+if __name__ == "__main__":
+    main()
