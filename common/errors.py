@@ -60,7 +60,8 @@ def user_errors():
     if "--debug" in sys.argv:
         traceback.print_exc()
     if message:
-        print(printable(message), file=sys.stderr, flush=True)
+        sys.stderr.write(f"{printable(message)}\n")  # in one piece: other ranks write there, too
+        sys.stderr.flush()
     raise SystemExit(status)
 
 

@@ -109,8 +109,9 @@ class Checkpoints(RuleBasedStateMachine):
             assert self.run.save(step, val_loss) != full
         assert not best_is_owed or retention.find_damage(self.checkpoints / "best") is None, "the best one is gone"
         self.owed = self.owed if full else step
-        if self.keep_last and not full:
-            last = [*last, retention.step_directory(self.checkpoints, step)][-self.keep_last :]
+        last += [retention.step_directory(self.checkpoints, step)] * (not full)
+        if self.keep_last:
+            last = last[-self.keep_last :]
         assert all(map(Path.exists, last)), "one of the last intact ones is gone"
 
     @rule(more=st.integers(1, 3), data=st.data())
