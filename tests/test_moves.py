@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from common.files import sha256
 from conftest import execute
 
 
@@ -61,3 +62,13 @@ def test_a_last_save_longer_than_the_timeout_does_not_end_the_other_ranks(train)
     slow += "Checkpoints.write = lambda *args: (time.sleep(8), write(*args))"
     train.changed(slow, "slow", 2, steps=3, save_every=0, eval_every=0, timeout_minutes=0.05)
     assert os.path.exists(train.latest("slow") / "manifest.json")
+
+
+def test_a_decay_from_a_stable_checkpoint_has_the_bits_of_the_straight_run(train):
+    wsd = dict(schedule="wsd", cooldown_fraction=0.25, steps=12, warmup_steps=2)
+    train("trunk", schedule="constant", steps=11, warmup_steps=2, save_every=3, keep_last=0)
+    train("ending", resume=train.runs / "trunk" / "checkpoints" / "step-00000009", **wsd)
+    train("straight", **wsd)
+    model = "model.safetensors"
+    ending, straight, trunk = (sha256(train.latest(name) / model) for name in ("ending", "straight", "trunk"))
+    assert ending == straight != trunk
