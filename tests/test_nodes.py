@@ -91,17 +91,17 @@ def start_on(host, command, output, **variables):
         return subprocess.Popen([*on(host), *command], cwd=ROOT, env=environment(**variables), stdout=stream, stderr=stream)
 
 
-def torchruns(train, name, nodes="2", restarts=3, **flags):
+def torchruns(train, name, nodes="2", restarts=3, before=(), **flags):
     """Start torchrun with one rank on both hosts. nodes: how many the run needs, such as 2, or 1:2 for at least one.
 
-    Returns the processes and the files with their output, by host.
+    before: the beginning of the command. Returns the processes and the files with their output, by host.
     """
     options = {"nnodes": nodes, "nproc_per_node": 1, "max-restarts": restarts, "rdzv-backend": "c10d"}
     options |= {"rdzv-endpoint": "host-a:29500", "rdzv-id": name}
     options |= {"rdzv-conf": "last_call_timeout=3"}  # seconds to wait for more than the fewest nodes
     torchrun = [sys.executable, "-m", *machine.arguments("torch.distributed.run", **options)]
     outputs = {host: train.runs.parent / f"{host}.out" for host in HOSTS}
-    command = [*torchrun, *train.arguments(name, **EXACT | flags)]
+    command = [*before, *torchrun, *train.arguments(name, **EXACT | flags)]
     return {host: start_on(host, command, output) for host, output in outputs.items()}, outputs
 
 
@@ -146,4 +146,19 @@ def test_a_run_goes_on_and_ends_with_the_same_bits(train, happens, nodes, ranks)
     for host, process in processes.items():
         assert process.wait(timeout=400) == 0, outputs[host].read_text()
     assert [int(number) for number in re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M)] == ranks
+    train.assert_same("nodes", "whole")
+
+
+@pytest.mark.slow
+def test_a_host_that_returns_joins_a_run_whose_hosts_repeat_the_command(train):
+    train("whole", **EXACT)
+    repeat = ["sh", "-c", 'until "$@"; do sleep 2; done', "-"]
+    processes, outputs = torchruns(train, "nodes", restarts=0, before=repeat)
+    wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3, 120)
+    machine.kill(processes["b"])
+    wait_for(lambda: "lost the other ranks" in outputs["a"].read_text(), 120)
+    processes["b"] = start_on("b", processes["b"].args[len(on("b")) :], outputs["b"])
+    for host, process in processes.items():
+        assert process.wait(timeout=400) == 0, outputs[host].read_text()
+    assert [int(number) for number in re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M)] == [2, 2]
     train.assert_same("nodes", "whole")
