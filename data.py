@@ -1,10 +1,9 @@
 """Which tokens a step sees.
 
 The train shards of a dataset are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs and T targets shifted by
-one, so there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. A run takes its
-sequences from one or several datasets: in every block of 4,096 each dataset has its share, in a shuffled order. All of this is
-a pure function of (seed, sequence): no position in the data needs saving, and the tokens of a step do not depend on the number
-of ranks.
+one, so there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. In every block
+of 4,096 sequences of a run each of its datasets has its share, in a shuffled order. All of this is a pure function of (seed,
+sequence): no position in the data needs saving, and the tokens of a step do not depend on the number of ranks.
 """
 
 import functools
@@ -41,8 +40,8 @@ class Mixture:
     rounded: bool = False  # whether the shares are not exactly the weights that were asked for
 
     def __str__(self) -> str:
-        parts = (f"{d.directory}:{share / BLOCK:g}" for d, share in zip(self.datasets, self.shares, strict=True))
-        return ",".join(parts) if len(self.datasets) > 1 else str(self.datasets[0].directory)
+        parts = [f"{d.directory}:{share / BLOCK:g}" for d, share in zip(self.datasets, self.shares, strict=True)]
+        return ",".join(parts) if len(parts) > 1 else str(self.datasets[0].directory)
 
     @property
     def vocab_size(self) -> int:
@@ -59,10 +58,10 @@ class Mixture:
 
         Files that end documents with it are the same: the document before predicts it, and nothing after it sees that document.
         """
-        unknown = [dataset.directory for dataset in self.datasets if dataset.eot_token is None]
-        if attend == "document" and unknown:
-            how = "put the tokenizer.json of its tokens there, or use --attend=window"
-            raise UserError(f"--attend=document: {unknown[0]} does not say which token separates documents; {how}")
+        for dataset in self.datasets:
+            if attend == "document" and dataset.eot_token is None:
+                unknown = f"--attend=document: {dataset.directory} does not say which token separates documents"
+                raise UserError(f"{unknown}; put the tokenizer.json of its tokens there, or use --attend=window")
         return self.eot_token if attend == "document" else None
 
     @property
@@ -101,14 +100,13 @@ class Mixture:
         return [dataset.splits[split] for dataset in self.datasets]
 
     def validation(self, losses: list[float]) -> dict[str, float | None]:
-        """What to record of the validation losses of the datasets: those of the mixture, and of each dataset if it has several.
+        """What to record of the validation losses of the datasets: their mean, weighted by the shares, and each of several.
 
-        The loss of the mixture is the mean, weighted by the shares. Bits per byte is None if a dataset does not know its bytes.
+        Bits per byte is None if a dataset does not know its bytes.
         """
-        weights = [share / BLOCK for share in self.shares]
-        sizes = [weight * dataset.bytes_per_token for weight, dataset in zip(weights, self.datasets, strict=True)]
-        loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-        record = {"val_loss": loss, "val_bpb": loss / math.log(2) / sum(sizes) if all(sizes) else None}
+        sizes = [share / BLOCK * dataset.bytes_per_token for share, dataset in zip(self.shares, self.datasets, strict=True)]
+        mean = sum(share / BLOCK * loss for share, loss in zip(self.shares, losses, strict=True))
+        record = {"val_loss": mean, "val_bpb": mean / math.log(2) / sum(sizes) if all(sizes) else None}
         for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
             if len(self.datasets) > 1:
                 record |= {f"val_loss/{name}": loss, f"val_bpb/{name}": dataset.bits_per_byte(loss)}
@@ -121,16 +119,16 @@ def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
     if os.path.exists(tokens) or parts == [None]:  # one directory, whatever its name looks like
         return [(tokens, Fraction(1))]
     if not all(part and Fraction(part[2]) for part in parts):
-        example = "as in tokens/web:0.8,tokens/code:0.2"
-        raise UserError(f"--tokens={tokens}: each dataset of a mixture needs a weight greater than 0, {example}")
+        wanted = "each dataset of a mixture needs a weight greater than 0, as in tokens/web:0.8,tokens/code:0.2"
+        raise UserError(f"--tokens={tokens}: {wanted}")
     return [(part[1], Fraction(part[2])) for part in parts]
 
 
 def open_mixture(tokens: str, vocab_size: int | Auto = "auto", prepare_command: str = "") -> Mixture:
     """Open the datasets that --tokens names; see `open_dataset`. Raises UserError if their tokenizers differ."""
     directories, weights = zip(*parse_mixture(tokens), strict=True)
-    known = 0 if vocab_size == "auto" else vocab_size
-    datasets = tuple(open_dataset(directory, known, prepare_command) for directory in directories)
+    vocab_size = 0 if vocab_size == "auto" else vocab_size
+    datasets = tuple(open_dataset(directory, vocab_size, prepare_command) for directory in directories)
     first = datasets[0]
     for dataset in datasets[1:]:
         hashes = {files.sha256(d.tokenizer) for d in (first, dataset) if d.tokenizer}
@@ -156,9 +154,8 @@ def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
     """Shuffle: a bijection of [0, n) that depends on `key`, computed for `index` [k] alone. It needs no table of n entries.
 
-    The method is a Feistel network over the next power of two. A value outside [0, n) is encrypted again until it falls
-    inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the
-    finalizer of splitmix64.
+    A Feistel network over the next power of two, with the finalizer of splitmix64 as its round function. A value outside [0, n)
+    is encrypted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     bits = max(2, (n - 1).bit_length())
     low_bits = np.uint64(bits // 2)
@@ -223,9 +220,8 @@ class Batches:
         mixed = np.concatenate([mixed_block(block, self.shares, self.seed) for block in blocks], axis=1)
         datasets, windows = mixed[:, first % BLOCK :][:, :count]
         for dataset in set(datasets.tolist()):
-            mask = datasets == dataset
-            own = windows[mask]  # consecutive numbers of sequences, replaced by those of their windows
-            windows[mask] = self.windows(dataset, int(own[0]), len(own))
+            own = windows[datasets == dataset]  # consecutive numbers of sequences, replaced by those of their windows
+            windows[datasets == dataset] = self.windows(dataset, int(own[0]), len(own))
         return datasets, windows
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
@@ -271,23 +267,13 @@ def make_batches(config: Config, mixture: Mixture) -> Batches:
     """The batches of a run. Raises UserError unless each dataset has a window to train on and one to validate on."""
     for stream in mixture.streams("val"):
         stream.check_length(config.model.seq_len, "validation")
-    return Batches(
-        mixture.streams("train"),
-        mixture.shares,
-        config.model.seq_len,
-        config.sequences_per_update,
-        config.train.micro_batch_size,
-        config.run.seed,
-        shuffled=config.data.order == "shuffled",
-        skipped=config.skipped_batches,
-    )
+    sizes = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
+    order = config.run.seed, config.data.order == "shuffled", config.skipped_batches
+    return Batches(mixture.streams("train"), mixture.shares, *sizes, *order)
 
 
 class Prefetcher:
-    """Builds batches ahead of time in a thread, and hands them out in order on the device.
-
-    schedule: the (step, micro-batch) of each batch.
-    """
+    """Builds the batches of a schedule of (step, micro-batch) ahead of time in a thread, and hands them out on the device."""
 
     def __init__(self, batches: Batches, schedule: Iterable[tuple[int, int]], device, depth: int = 4):
         self.device = device

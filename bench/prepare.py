@@ -84,9 +84,11 @@ def read(path: Path, tokenizer: Path) -> tuple[list[str], object]:
     """The column of texts, and tiktoken's encoding."""
     import pyarrow.parquet
 
-    from dataset.tokenizer import load
+    from dataset.tokenizer import TRAINED_PATTERN, from_json
 
-    return pyarrow.parquet.read_table(path)["text"].to_pylist(), load(tokenizer, "train:4096").tiktoken
+    return pyarrow.parquet.read_table(path)["text"].to_pylist(), from_json(
+        tokenizer.read_text(), "ours", TRAINED_PATTERN
+    ).tiktoken
 
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from common import files
 from common.errors import UserError, plural, say
 from dataset.tokenizer import load, resolve
-from dataset.tokens import Dataset, open_dataset, read_metadata
+from dataset.tokens import open_dataset, read_metadata
 
 SCANNED_TOKENS = 1 << 22  # at a time
 SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # of the beginning of each split
@@ -22,46 +22,44 @@ def check(directory: Path, spec: str = "") -> None:
     """
     if not directory.is_dir():
         raise UserError(f"--check={directory}: no such directory")
-    beside, hashes, origin = directory / "tokenizer.json", {}, "tokens of another tool"
-    own = (directory / "dataset.json").exists()
+    own, beside = (directory / "dataset.json").exists(), directory / "tokenizer.json"
     tokenizer = resolve(spec) if spec and not own else load(beside) if own or beside.exists() else None
     dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
+    known, origin = {}, "tokens of another tool"
     if own:
         metadata = read_metadata(directory)
-        hashes = {record["file"]: record["sha256"] for record in metadata["shards"]}
-        hashes["tokenizer.json"] = metadata["tokenizer"]["sha256"]
-        check_sha256(beside, hashes)
+        check_sha256(beside, metadata["tokenizer"])
+        known = {record["file"]: record for record in metadata["shards"]}
         origin = ", ".join(source["path"] for source in metadata["source"])
     eot = "" if dataset.eot_token is None else f", end-of-text is token {dataset.eot_token}"
     lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}{eot}"]
     for split, stream in dataset.splits.items():
-        documents = count_documents(dataset, split, hashes)
-        line = (
-            f"{split}: {plural(len(stream.shards), 'shard')}, {plural(len(stream), 'token')}, {plural(documents, 'document')}"
-        )
-        if own:
-            size = dataset.bytes_of_text[split]
-            line += f", {size:,} bytes of text, {size / max(1, len(stream)):.2f} per token"
+        records = []
+        for shard in tqdm(stream.shards, desc=split, unit="shard", disable=not sys.stderr.isatty()):
+            records.append(known.get(shard.path.name, {}) | {"tokens": len(shard), "documents": 0})
+            if own:
+                check_sha256(shard.path, records[-1])
+            for start in range(0, len(shard), SCANNED_TOKENS):
+                part = shard[start : start + SCANNED_TOKENS]
+                stream.check(part, str(shard.path))
+                records[-1]["documents"] += int(np.count_nonzero(part == dataset.eot_token))
         beginning = np.empty(min(SHOWN_TOKENS, len(stream)), np.int64)
         stream.read(0, beginning)
         shown = repr(tokenizer.decode(beginning)) if tokenizer else str(beginning.tolist())
-        lines += [line, f"  {shown[:SHOWN_CHARACTERS]}"]
+        lines += [describe(split, records), f"  {shown[:SHOWN_CHARACTERS]}"]
     say("\n".join([*lines, "every shard is whole" + " and matches its sha256" * own]))
 
 
-def count_documents(dataset: Dataset, split: str, hashes: dict[str, str]) -> int:
-    """Check each shard of a split: its ids, and its sha256 if it is in `hashes`. Returns the number of end-of-text tokens."""
-    stream, documents = dataset.splits[split], 0
-    for shard in tqdm(stream.shards, desc=split, unit="shard", disable=not sys.stderr.isatty()):
-        check_sha256(shard.path, hashes)
-        for start in range(0, len(shard), SCANNED_TOKENS):
-            part = shard[start : start + SCANNED_TOKENS]
-            stream.check(part, str(shard.path))
-            documents += int(np.count_nonzero(part == dataset.eot_token))
-    return documents
+def describe(split: str, records: list[dict]) -> str:
+    """What the shards of a split hold together, in a line. Records of another tool's shards lack the bytes of their text."""
+    tokens, documents, size = (
+        sum(record.get(key, 0) for record in records) for key in ("tokens", "documents", "bytes_of_text")
+    )
+    line = f"{split}: {plural(len(records), 'shard')}, {plural(tokens, 'token')}, {plural(documents, 'document')}"
+    return line + (f", {size:,} bytes of text, {size / tokens:.2f} bytes per token" if size else "")
 
 
-def check_sha256(path: Path, hashes: dict[str, str]) -> None:
-    """Raise UserError if a file is not the one that dataset.json lists."""
-    if path.name in hashes and files.sha256(path) != hashes[path.name]:
+def check_sha256(path: Path, record: dict) -> None:
+    """Raise UserError if a file is not the one that dataset.json has recorded."""
+    if files.sha256(path) != record["sha256"]:
         raise UserError(f"{path} does not match its sha256 in dataset.json; copy or prepare it again")

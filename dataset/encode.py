@@ -1,18 +1,38 @@
-"""Text to tokens: which split each document goes to, and workers that encode the units of text in parallel."""
+"""Text to tokens: which split each document goes to, and workers that encode units of text in parallel."""
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from common.errors import UserError
-from dataset.sources import Piece, Position, SourceFile, TextFormat, read_units, split_hash
+from common.records import Auto
+from dataset.sources import SourceFile, read_pieces
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 
 FEW_DOCUMENTS = 100  # a source of fewer documents is split by its tail
+HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
+UNIT_BYTES = 1 << 20  # a worker encodes so much text at a time
+PIECE_BYTES = 256  # what a document takes in memory besides its text
+
+Position = tuple[int, int]  # of a unit: the number of its file, and its number in the file
+
+
+@dataclass
+class Unit:
+    """About UNIT_BYTES of text of one file."""
+
+    position: Position
+    parts: list[tuple[str, bool, str]] = field(default_factory=list)  # the split, whether a document starts here, the text
+    filled: int = 0  # bytes of memory
+    bytes_on_disk: float = 0
+    without_text: int = 0  # rows
+    not_utf8: bool = False  # whether some bytes were not UTF-8, and became U+FFFD
 
 
 @dataclass(frozen=True)
@@ -21,74 +41,83 @@ class Split:
 
     val_fraction: float
     boundary: int | None = None
-    offsets: dict[Position, int] = field(default_factory=dict)  # with a boundary: the first character of each unit
-
-    def parts(self, unit: list[Piece], position: Position) -> Iterator[tuple[str, bool, str]]:
-        """The unit at `position` as (split, whether a document starts here, text)."""
-        offset = self.offsets.get(position, 0)
-        for piece in unit:
-            text = piece.text
-            if self.boundary is None:
-                split = "val" if split_hash(piece.head) < self.val_fraction else "train"
-                yield split, piece.starts_document, text
-                continue
-            before = max(0, self.boundary - offset)  # characters of this text that are for training
-            if text[:before]:
-                yield "train", piece.starts_document, text[:before]
-            if text[before:]:
-                yield "val", piece.starts_document or offset <= self.boundary, text[before:]
-            offset += len(text)
+    offsets: list[int] = field(default_factory=list)  # with a boundary: the first character of each file
 
 
-def choose_split(source_files: Iterable[SourceFile], form: TextFormat, val_fraction: float) -> Split:
+def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> Split:
     """The split of a source, which is read up to FEW_DOCUMENTS. Raises UserError if a split would be empty.
 
-    val_fraction: negative means 0.05, and with few documents 0.1.
+    val_fraction: auto means 0.05, and with few documents 0.1.
     """
-    documents, characters, offsets = 0, 0, {}
-    for position, unit in read_units(source_files, form):
-        offsets[position] = characters
-        documents += sum(piece.starts_document for piece in unit)
-        characters += sum(len(piece.text) for piece in unit)
-        if documents >= FEW_DOCUMENTS:
-            return Split(val_fraction if val_fraction > 0 else 0.05)
+    documents, characters, offsets = 0, 0, []
+    for file in source_files:
+        offsets.append(characters)
+        for piece in read_pieces(file):
+            documents += piece.starts_document
+            characters += len(piece.text)
+            if documents >= FEW_DOCUMENTS:
+                return Split(0.05 if val_fraction == "auto" else val_fraction)
     if not documents:
         raise UserError("there is no text in the source")
-    val_fraction = val_fraction if val_fraction > 0 else 0.1
+    val_fraction = 0.1 if val_fraction == "auto" else val_fraction
     boundary = int(characters * (1 - val_fraction))
     if not 0 < boundary < characters:
         raise UserError(f"--val_fraction={val_fraction} of {characters} characters leaves a split empty; try 0.1")
     return Split(val_fraction, boundary, offsets)
 
 
-def encode_unit(tokenizer: Tokenizer, split: Split, unit: list[Piece], position: Position, names: list[str]) -> dict:
-    """The tokens of a unit in each of the splits `names`. Each document is preceded by end-of-text."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    parts = {name: [np.empty(0, dtype)] for name in names}
-    for name, starts_document, text in split.parts(unit, position):
-        if name in parts:
-            parts[name] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
-    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+def split_hash(data: bytes) -> float:
+    """A hash of the beginning of a document, uniform in [0, 1). It chooses the document's split."""
+    return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48
 
 
-def encode_all(tokenizer: Tokenizer, split: Split, units: Iterable[tuple], workers: int) -> Iterator[tuple]:
-    """Encode units (position, pieces, splits) in parallel. Yields (position, bytes on disk, tokens by split) in order.
+def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, Position]) -> Iterator[Unit]:
+    """Read files in order, in units of the text that is wanted.
 
-    A few units per worker are in memory at a time.
+    wanted: the position in front of which a run before this one has finished each split. Files in front of both are not read.
     """
-    pool, pending = ThreadPoolExecutor(workers), deque()
+    for index in range(min(wanted.values())[0], len(source_files)):
+        unit, name, offset = Unit((index, 0)), "", split.offsets[index] if split.offsets else 0
+        for piece in read_pieces(source_files[index]):
+            text = piece.text
+            if split.boundary is None:
+                if piece.starts_document:
+                    name = "val" if split_hash(piece.data) < split.val_fraction else "train"
+                parts = [(name, piece.starts_document, text)]
+            else:
+                before = max(0, split.boundary - offset)  # characters of this text that are for training
+                starts_val = piece.starts_document or offset <= split.boundary
+                parts = [("train", piece.starts_document, text[:before]), ("val", starts_val, text[before:])]
+                offset += len(text)
+            unit.parts += [part for part in parts if part[2] and unit.position >= wanted[part[0]]]
+            unit.filled += len(piece.data) + PIECE_BYTES
+            unit.bytes_on_disk += piece.bytes_on_disk
+            unit.without_text += not piece.data
+            unit.not_utf8 |= "\ufffd" in text and text.encode() != piece.data
+            if unit.filled >= UNIT_BYTES:
+                yield unit
+                unit = Unit((index, unit.position[1] + 1))
+        if unit.filled:
+            yield unit
 
-    def next_result():
-        position, size, future = pending.popleft()
-        return position, size, future.result()
 
+def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.ndarray]]:
+    """A unit with its tokens in each split. Each document is preceded by end-of-text."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = {split: [np.empty(0, dtype)] for split in ("train", "val")}
+    for split, starts_document, text in unit.parts:
+        tokens[split] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
+    return unit, {split: np.concatenate(arrays) for split, arrays in tokens.items()}
+
+
+def encode_all(tokenizer: Tokenizer, units: Iterable[Unit], workers: int) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
+    """Encode units in parallel, in order; see `encode_unit`. A few units per worker are in memory at a time."""
+    pool = ThreadPoolExecutor(workers)
+    results = (pool.submit(encode_unit, tokenizer, unit) for unit in units)
+    pending = deque(islice(results, 2 * workers))
     try:
-        for position, unit, names in units:
-            size = sum(piece.bytes_on_disk for piece in unit)
-            pending.append((position, size, pool.submit(encode_unit, tokenizer, split, unit, position, names)))
-            if len(pending) > 2 * workers:
-                yield next_result()
         while pending:
-            yield next_result()
+            yield pending.popleft().result()
+            pending.extend(islice(results, 1))
     finally:
         pool.shutdown(cancel_futures=True)

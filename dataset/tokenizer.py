@@ -11,25 +11,21 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tiktoken
 import tokenizers
-from msgspec import Struct
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common import files
 from common.errors import UserError, within
-from common.records import TokenId
-from dataset.tokens import FOREIGN_END_OF_TEXT, AddedToken
 
 END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # as tokenizers call it
 DOWNLOAD_SECONDS = 30
-LARGEST_TRAINED = 1_000_000  # N of train:N
 LONGEST_WORD = 1 << 12  # characters of a word that train:N learns from: time grows with the square of its length
 LONGEST_TOKEN = 1 << 12  # bytes of a token that train:N learns: a text that repeats itself makes long ones
 
@@ -44,26 +40,20 @@ O200K_PATTERN = "|".join(
     [rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?:{CONTRACTION})?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")]
     + [r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
 )
+NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
 # OpenAI's .tiktoken files by their number of ranks: the pattern, and the id of the end-of-text token.
 KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
-NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
 
 
-class Bpe(Struct):
-    """The vocabulary. Other values of the last three keys mean another arithmetic, so they are refused."""
-
-    type: Literal["BPE"]
-    vocab: dict[str, TokenId]
-    dropout: None = None
-    continuing_subword_prefix: Literal["", None] = None
-    end_of_word_suffix: Literal["", None] = None
-
-
-class Definition(Struct):
-    """The outline of a tokenizer.json. The library checks the rest."""
-
-    model: Bpe
-    added_tokens: list[AddedToken]
+@contextlib.contextmanager
+def library_errors(message: str) -> Iterator[None]:
+    """Turn what Hugging Face's library raises in the block into a UserError that begins with `message`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of the library is not an Exception
+        raise UserError(f"{message}: {error}") from None
 
 
 @functools.cache
@@ -104,12 +94,8 @@ class Tokenizer:
         if self.tiktoken:
             with contextlib.suppress(ValueError):  # a run of a million spaces exhausts tiktoken's regex engine, not the other
                 return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        try:
+        with library_errors(f"{self.name} cannot encode a text"):  # such as one for which a regex backtracks too long
             found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # if a regex backtracks for too long, the library panics, and a panic is no Exception
-            raise UserError(f"{self.name} cannot encode a text: {error}") from None
         return np.array(found[0].ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -121,23 +107,28 @@ class Tokenizer:
         files.publish_text(Path(path), self.json)
 
 
-def load(path: str | Path, name: str = "") -> Tokenizer:
-    """Load a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token.
+def load(path: str | Path) -> Tokenizer:
+    """Load a tokenizer.json. Raises UserError if it is not a byte-level BPE with an end-of-text token."""
+    return from_json(files.read_text(Path(path)), str(path))
 
-    name: what --tokenizer called it when it was made. If that is one of tiktoken's, tiktoken encodes again.
-    """
-    return from_json(files.read_text(Path(path)), name or str(path))
+
+def token_ids(path: Path) -> dict[str, int]:
+    """The ids in a tokenizer.json of any type, by token. Raises UserError."""
+    text = files.read_text(path)
+    with library_errors(f"{path} is not a tokenizer.json"):
+        return tokenizers.Tokenizer.from_str(text).get_vocab()
+
+
+def end_of_text(ids: dict[str, int]) -> int | None:
+    """The end-of-text token, if it is among `ids` under a known name."""
+    return next((ids[token] for token in ENDS_OF_TEXT if token in ids), None)
 
 
 def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
     """Make the tokenizer that `--tokenizer=spec` names. `sample` gives the text that train:N learns from. Raises UserError."""
-    scheme, _, number = spec.partition(":")
-    if scheme == "train":
-        if not number.isdecimal() or len(number) > 9 or not 257 <= int(number) <= LARGEST_TRAINED:
-            raise UserError(
-                f"--tokenizer={spec}: N of train:N is a vocabulary of 257 (bytes and end-of-text) to {LARGEST_TRAINED:,}"
-            )
-        return train(sample(), int(number), spec)
+    trained = re.fullmatch(r"train:(\d{3,6})", spec)
+    if trained and int(trained[1]) >= 257:  # the bytes and end-of-text
+        return train(sample(), int(trained[1]), spec)
     if spec == "bytes":
         return from_ranks({bytes([b]): b for b in range(256)}, TRAINED_PATTERN, {END_OF_TEXT: 256}, spec)
     if spec in NAMED:
@@ -146,7 +137,10 @@ def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer
         return load(spec)
     if spec.endswith(".tiktoken"):
         return load_ranks(Path(spec))
-    raise UserError(f"--tokenizer={spec} is none of train:N, bytes, {', '.join(NAMED)}, a tokenizer.json and a .tiktoken file")
+    raise UserError(
+        f"--tokenizer={spec} is not train:N (a vocabulary of 257 to 999,999), bytes, {', '.join(NAMED)}, or the path of a "
+        "tokenizer.json or .tiktoken file"
+    )
 
 
 def train(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
@@ -174,24 +168,20 @@ def download(name: str) -> Tokenizer:
     try:  # tiktoken's download has no time limit
         found = within(DOWNLOAD_SECONDS, ENCODING_CONSTRUCTORS[name])
     except Exception as error:  # network, proxy or disk: the remedy is the same
+        remedy = "offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use train:N, bytes, or the path of a"
         reason = str(error)[:200] or f"nothing in {DOWNLOAD_SECONDS} s"
-        raise UserError(
-            f"--tokenizer={name}: tiktoken could not download it ({reason})\n"
-            "       offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use --tokenizer=train:N, "
-            "--tokenizer=bytes, or the path of a tokenizer.json or .tiktoken file"
-        ) from None
+        problem = f"--tokenizer={name}: tiktoken could not download it ({reason})"
+        raise UserError(f"{problem}\n       {remedy} tokenizer.json or .tiktoken file") from None
     return from_ranks(found["mergeable_ranks"], NAMED[name], found["special_tokens"], name)
 
 
 def load_ranks(path: Path) -> Tokenizer:
     """Load a .tiktoken file: on each line a token in base64 and its rank. The number of ranks tells the pattern."""
-    try:
-        lines = [line.split() for line in files.read_bytes(path).splitlines() if line]
+    ranks, lines = {}, [line.split() for line in files.read_bytes(path).splitlines() if line]
+    with contextlib.suppress(ValueError):
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except ValueError:
-        raise UserError(f"{path}: a .tiktoken file has lines of a base64 token and its rank") from None
-    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([b]) in ranks for b in range(256)):
-        raise UserError(f"{path}: the ranks must be 0 to {len(ranks) - 1}, each once, with all 256 bytes among the tokens")
+    if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([b]) in ranks for b in range(256)):
+        raise UserError(f"{path}: wanted lines of a base64 token and its rank, from 0 on, with all 256 bytes among the tokens")
     pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
     return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
 
@@ -210,7 +200,7 @@ def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], n
     model.pre_tokenizer = _pre_tokenizer(pattern)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens(sorted(special, key=special.__getitem__))
-    return from_json(model.to_str(), name)
+    return from_json(model.to_str(), name, pattern)
 
 
 def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
@@ -233,32 +223,24 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def from_json(text: str, name: str) -> Tokenizer:
-    """Make a tokenizer from the text of a tokenizer.json. Raises UserError. name: tells whether it is one of tiktoken's."""
-    definition = files.decode(text.encode(), Definition, f"{name} is not a tokenizer.json, or not a byte-level BPE")
-    added = {item["content"]: item["id"] for item in definition.added_tokens}
-    ordinary = {token: i for token, i in definition.model.vocab.items() if token not in added}
-    alphabet = set(byte_chars().values())
-    if not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
-        raise UserError(f"{name} is not a byte-level BPE (of all 256 bytes and nothing else), the only type read here")
-    eot_token = next((added[token] for token in FOREIGN_END_OF_TEXT if token in added), None)
-    if eot_token is None:
-        raise UserError(f"{name} has no end-of-text token; looked for {', '.join(FOREIGN_END_OF_TEXT)}")
-    try:
+def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
+    """Make a tokenizer from the text of a tokenizer.json. Raises UserError. pattern: by which tiktoken encodes, if it does."""
+    with library_errors(f"{name} is not a tokenizer.json"):
         theirs = tokenizers.Tokenizer.from_str(text)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the library raises a bare Exception, and a panic raises what is no Exception
-        raise UserError(f"{name} is not a tokenizer.json: {error}") from None
+    added = {token.content: i for i, token in theirs.get_added_tokens_decoder().items()}
+    ordinary = {token: i for token, i in theirs.get_vocab(with_added_tokens=False).items() if token not in added}
+    alphabet = set(byte_chars().values())
+    if not isinstance(theirs.model, models.BPE) or not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
+        raise UserError(f"{name} is not a byte-level BPE (of all 256 bytes and nothing else), the only type read here")
+    if (eot_token := end_of_text(added)) is None:
+        raise UserError(f"{name} has no end-of-text token; looked for {', '.join(ENDS_OF_TEXT)}")
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True  # one that a text spells out is text
     vocab_size = max(*ordinary.values(), *added.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]
-    pattern, encoding = TRAINED_PATTERN if name.startswith("train:") else NAMED.get(name), None
-    if name.endswith(".tiktoken"):
-        pattern, _ = KNOWN_RANKS.get(len(ordinary), (GPT2_PATTERN, 0))
+    encoding = None
     if pattern:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)
     return Tokenizer(name, text, vocab_size, eot_token, lengths, theirs, encoding)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import resource
-import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NotRequired, Required, TypedDict
@@ -19,21 +18,17 @@ import numpy as np
 from common import files
 from common.errors import RunError, UserError
 from common.records import Count, FileName, Sha256, Share, Size, TokenId
+from dataset.tokenizer import end_of_text, token_ids
 
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 # llm.c, build-nanogpt and nanoGPT prepare web text as GPT-2's tokens, the last of which separates documents. Their models have
 # up to 50,304 of them.
 GPT2_VOCAB_SIZE, GPT2_PADDED = 50257, 50304
-FOREIGN_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # as tokenizers call it
 RESTORE = "restore the file, and the same command goes on"
 SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split
 
-# What is read of a tokenizer.json beside another tool's tokens.
-AddedToken = TypedDict("AddedToken", {"id": TokenId, "content": str, "special": bool})
-Vocabulary = TypedDict("Vocabulary", {"vocab": dict[str, TokenId]})
-TokenizerFile = TypedDict("TokenizerFile", {"model": Vocabulary, "added_tokens": list[AddedToken]})
-# In dataset.json: a source of the text, and the tokenizer.
+
 Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
 TokenizerRecord = TypedDict("TokenizerRecord", {"name": str, "sha256": Sha256})
 
@@ -78,12 +73,10 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
     dtype = token_dtype(vocab_size)
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = *next(key for key, value in MAGICS.items() if value == dtype), len(tokens)
-    digest = hashlib.sha256()
     with files.publish(path) as file:
-        for part in (header, np.ascontiguousarray(tokens, dtype=dtype)):
-            file.write(part)
-            digest.update(part)
-    return digest.hexdigest()
+        file.write(header)
+        file.write(np.ascontiguousarray(tokens, dtype=dtype))
+    return files.sha256(path)
 
 
 @dataclass(frozen=True)
@@ -116,29 +109,24 @@ class Shard:
 
 
 def open_shard(path: Path) -> Shard:
-    """Open a shard: llm.c's .bin with either magic, nanoGPT's train.bin or val.bin, a .npy, or datatrove's .ds.
-
-    Raises UserError if the file's size does not fit its header, or if a .npy is not one row of integers.
-    """
-    try:
-        file = files.require_file(path).open("rb", buffering=0)  # a buffer would be as large as a block of the file system
-        size, header = os.fstat(file.fileno()).st_size, "its header"
-        if path.suffix == ".npy":
+    """Open llm.c's .bin with either magic, nanoGPT's train.bin or val.bin, a .npy, or datatrove's .ds. Raises UserError."""
+    file = files.require_file(path).open("rb", buffering=0)  # a buffer would be as large as a block of the file system
+    size = os.fstat(file.fileno()).st_size
+    if path.suffix == ".npy":
+        try:
             tokens = np.lib.format.open_memmap(path, mode="r")
-            if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-                raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
-            return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
-        if path.suffix == ".ds":
-            header, offset, (_, dtype, count) = f"{path.name}.metadata", 0, read_datatrove(path)
-        else:
-            start = file.read(HEADER_INTS * 4).ljust(12, b"\0")
-            magic, version, count = np.frombuffer(start, "<i4", 3).tolist()
-            dtype, offset = MAGICS.get((magic, version)), HEADER_INTS * 4
-            if dtype is None and path.name in ("train.bin", "val.bin"):  # nanoGPT's, without a header
-                header, dtype, offset, count = "a row of uint16", np.dtype("<u2"), 0, (size + 1) // 2
-    except (OSError, ValueError, TypeError, SyntaxError, OverflowError, RecursionError, tokenize.TokenError) as error:
-        raise UserError(f"{path}: {error}") from None  # numpy parses the header of a .npy as Python, and fails in as many ways
-    if dtype is None:
+        except Exception as error:  # numpy parses the header as Python, and fails in as many ways
+            raise UserError(f"{path}: {error}") from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+            raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
+        return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
+    magic, version, count = np.frombuffer(file.read(HEADER_INTS * 4).ljust(12, b"\0"), "<i4", 3).tolist()
+    header, offset, dtype = "its header", HEADER_INTS * 4, MAGICS.get((magic, version))
+    if path.suffix == ".ds":
+        header, offset, (_, dtype, count) = f"{path.name}.metadata", 0, read_datatrove(path)
+    elif dtype is None and path.name in ("train.bin", "val.bin"):  # nanoGPT's, without a header
+        header, offset, dtype, count = "a row of uint16", 0, np.dtype("<u2"), (size + 1) // 2
+    elif dtype is None:
         wanted = " or ".join(f"{magic} and {version}" for magic, version in MAGICS)
         raise UserError(f"{path}: its header has magic {magic} and version {version}; wanted llm.c's {wanted}")
     wanted = offset + count * dtype.itemsize
@@ -155,21 +143,18 @@ def read_datatrove(path: Path) -> tuple[str, np.dtype, int]:
     return said[1], np.dtype(f"<u{said[2]}"), int(said[3])
 
 
-def open_shards(paths: list[Path]) -> list[Shard]:
-    """Open all shards. Each one keeps a file open, and many systems allow only 1024 by default, so raise that limit."""
-    with contextlib.suppress(ValueError, OSError):  # some systems do not let us change it
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = soft + len(paths)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-    return [open_shard(path) for path in paths]
-
-
 @dataclass(frozen=True)
 class Stream:
     """The shards of one split as one stream of tokens."""
 
     shards: list[Shard]
     vocab_size: int
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """The largest id in a small split, or at the beginnings of a large one's shards. Raises UserError; see `check`."""
+        share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
+        return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 
     @functools.cached_property
     def starts(self) -> list[int]:
@@ -186,11 +171,8 @@ class Stream:
     def check_length(self, seq_len: int, split: str) -> None:
         """Raise UserError unless there is a window of `seq_len`. `split` names the stream in the message."""
         if not self.num_windows(seq_len):
-            where = self.shards[0].path.parent if self.shards else "a dataset"
-            raise UserError(
-                f"{where} has {len(self)} {split} tokens, less than one window of --seq_len={seq_len} and its last target; "
-                "prepare more text or lower --seq_len"
-            )
+            where = f"{self.shards[0].path.parent if self.shards else 'a dataset'} has {len(self)} {split} tokens"
+            raise UserError(f"{where}, less than one window of --seq_len={seq_len}; prepare more text or lower --seq_len")
 
     def locate(self, position: int) -> tuple[Path, int]:
         """The shard that holds the token at `position` of the stream, and where in the shard it is."""
@@ -199,8 +181,7 @@ class Stream:
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
-        shard = bisect.bisect(self.starts, start) - 1
-        filled = 0
+        shard, filled = bisect.bisect(self.starts, start) - 1, 0
         while filled < len(out):
             offset = start + filled - self.starts[shard]
             tokens = self.shards[shard][offset : offset + len(out) - filled]
@@ -209,7 +190,7 @@ class Stream:
             shard += 1
 
     def read_windows(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
-        """Read windows [k]: int64 [k, seq_len + 1]. Raises UserError for a bad token."""
+        """Read windows [k]: int64 [k, seq_len + 1]. Raises UserError for a token outside the vocabulary."""
         return read_windows([self], np.zeros_like(windows), windows, seq_len)
 
     def check(self, tokens: np.ndarray, where: str) -> int:
@@ -218,19 +199,20 @@ class Stream:
             return 0
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise UserError(
-                f"{where}: token {bad} is outside the vocabulary of {self.vocab_size}; --vocab_size=N makes it larger"
-            )
+            outside = f"token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}"
+            raise UserError(f"{where}: {outside}; --vocab_size=N makes it larger")
         return highest
 
-    def check_ids(self) -> int:
-        """Check the ids of a small split, and those at the beginnings of a large one's shards. Batches are checked when read.
 
-        Returns the largest id seen.
-        """
-        share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
-        return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
+def open_stream(paths: list[Path], vocab_size: int) -> Stream:
+    """Open the shards of a split, and check a sample of their ids: batches are checked when they are read. Raises UserError."""
+    with contextlib.suppress(ValueError, OSError):  # many systems allow 1024 open files by default, some no more
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = soft + len(paths)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    stream = Stream([open_shard(path) for path in paths], vocab_size)
+    _ = stream.largest
+    return stream
 
 
 def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
@@ -276,31 +258,26 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     prepare_command: what makes the dataset. The UserError for a missing directory prints it if its --out is this directory.
     """
     directory = Path(directory)
-    if (directory / "dataset.json").exists():
-        return _open_own(directory)
     if directory.is_file():
         raise UserError(f"--tokens={directory} is a file; give the directory that it is in")
     if not directory.is_dir():
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
         raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")
-    return _open_foreign(directory, vocab_size)
+    return _open_own(directory) if (directory / "dataset.json").exists() else _open_foreign(directory, vocab_size)
 
 
 def _open_own(directory: Path) -> Dataset:
     metadata, splits, bytes_of_text = read_metadata(directory), {}, {}
     for split in ("train", "val"):
         records = [record for record in metadata["shards"] if record["split"] == split]
-        shards = open_shards([directory / record["file"] for record in records])
-        for record, shard in zip(records, shards, strict=True):
+        splits[split] = open_stream([directory / record["file"] for record in records], metadata["vocab_size"])
+        for record, shard in zip(records, splits[split].shards, strict=True):
             if len(shard) != record["tokens"]:
                 raise UserError(f"{shard.path}: {len(shard)} tokens, dataset.json says {record['tokens']}")
-        splits[split] = Stream(shards, metadata["vocab_size"])
-        splits[split].check_ids()
         bytes_of_text[split] = sum(record["bytes_of_text"] for record in records)
     identity = digest([(record["split"], record["tokens"], record["sha256"]) for record in metadata["shards"]])
-    tokenizer = directory / "tokenizer.json"
-    tokenizer = tokenizer if tokenizer.exists() else None
+    tokenizer = next(directory.glob("tokenizer.json"), None)
     return Dataset(directory, metadata["vocab_size"], metadata["eot_token"], tokenizer, splits, identity, bytes_of_text)
 
 
@@ -311,26 +288,27 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
             f"--tokens={directory} has neither dataset.json nor *_train_*.bin and *_val_*.bin, *_train_*.npy and *_val_*.npy, "
             "train.bin and val.bin, or train/*.ds and val/*.ds; make a dataset with prepare_data.py"
         )
-    first, source, ids = names["train"][0], "--vocab_size", {}
-    named = read_datatrove(first)[0] if first.suffix == ".ds" else ""
-    tokenizer = next((path for path in (directory / "tokenizer.json", Path(named)) if path.is_file()), None)
-    if tokenizer:
-        known = files.read_json(tokenizer, TokenizerFile)
-        ids = known["model"]["vocab"] | {token["content"]: token["id"] for token in known["added_tokens"]}
-    characters = characters_in(directory / "meta.pkl")
-    if not vocab_size:
-        if named and not ids:
-            raise UserError(f"{directory}: put the tokenizer.json of {named}, its tokenizer, there, or give --vocab_size=N")
-        source = "meta.pkl" if characters else str(tokenizer) if named else "GPT-2"
-        vocab_size = characters or (max(ids.values()) + 1 if named else GPT2_VOCAB_SIZE)
-    eot_token = next((ids[name] for name in FOREIGN_END_OF_TEXT if name in ids), None)
+    datatrove = read_datatrove(names["train"][0])[0] if names["train"][0].suffix == ".ds" else ""
+    tokenizer = next((path for path in (directory / "tokenizer.json", Path(datatrove)) if path.is_file()), None)
+    ids, characters = token_ids(tokenizer) if tokenizer else {}, characters_in(directory / "meta.pkl")
+    if vocab_size:
+        source = "--vocab_size"
+    elif characters:
+        source, vocab_size = "meta.pkl", characters
+    elif datatrove and not ids:
+        raise UserError(f"{directory}: put the tokenizer.json of {datatrove}, its tokenizer, there, or give --vocab_size=N")
+    elif datatrove:
+        source, vocab_size = str(tokenizer), max(ids.values()) + 1
+    else:
+        source, vocab_size = "GPT-2", GPT2_VOCAB_SIZE
+    eot_token = end_of_text(ids)
     if not ids and not characters and GPT2_VOCAB_SIZE <= vocab_size <= GPT2_PADDED:
         eot_token = GPT2_VOCAB_SIZE - 1
     if eot_token is not None and eot_token >= vocab_size:  # tools/char_tokenizer.py gives characters one that no text has
         eot_token = None
 
-    splits = {split: Stream(open_shards(paths), vocab_size) for split, paths in names.items()}
-    largest = max([stream.check_ids() for stream in splits.values()])
+    splits = {split: open_stream(paths, vocab_size) for split, paths in names.items()}
+    largest = max(stream.largest for stream in splits.values())
     remark = f"{directory} has no dataset.json: a vocabulary of {vocab_size:,} by {source}; the largest id seen is {largest}"
     if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
         remark = f"warning: {remark}; if no id is larger, give --vocab_size={largest + 1}"

@@ -9,41 +9,38 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from common import files
 from common.errors import UserError, plural, say
-from dataset.sources import Position
+from dataset.encode import Position
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import read_metadata, token_dtype, write_shard
 
-SPLITS = ("train", "val")
+START: Position = (0, -1)  # in front of all units
+END: Position = (sys.maxsize, 0)  # behind all units
 
 
 class ShardWriter:
-    """Cuts the tokens of one split into shards. The split ends after `max_tokens`."""
+    """Cuts the tokens of one split into shards. The split ends after `max_tokens`.
 
-    def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int):
+    earlier: what an earlier run has published, as progress.json has it: `finished`, the records of its shards, `position`, the
+    unit in which the last of them ends, and `taken`, how many of that unit's tokens are in shards.
+    """
+
+    def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int, earlier: dict):
         self.directory, self.split, self.tokenizer, self.max_tokens = directory, split, tokenizer, max_tokens
-        self.finished = []  # records of the finished shards
-        self.position: Position = (0, -1)  # of the unit in which the last of them ends; before all units
-        self.taken = 0  # how many of that unit's tokens are in them
-        self.total = 0  # tokens of the split so far
+        self.finished, self.position, self.taken = earlier["finished"], tuple(earlier["position"]), earlier["taken"]
+        self.total = sum(record["tokens"] for record in self.finished)  # tokens of the split so far
         self.buffer = np.empty(shard_tokens, token_dtype(tokenizer.vocab_size))  # takes up memory only as it fills
         self.filled = self.bytes_of_text = self.documents = 0  # of the buffer
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more tokens fit into the split."""
-        return self.total == self.max_tokens
+    def add(self, tokens: np.ndarray, position: Position) -> bool:
+        """Append the tokens of the unit at `position`, and publish each shard that they complete. Returns whether any was.
 
-    def add(self, tokens: np.ndarray, position: Position) -> list[dict]:
-        """Append the tokens of the unit at `position`, and publish each shard that they complete. Returns the records of these.
-
-        Tokens that a run before this one has put into finished shards are passed over.
+        Tokens that an earlier run has put into finished shards are passed over.
         """
-        done, start = len(self.finished), 0
-        if position <= self.position:
-            start = self.taken if position == self.position else len(tokens)
+        finished, start = len(self.finished), self.taken if position == self.position else 0
         end = min(len(tokens), start + self.max_tokens - self.total)
         while start < end:
             part = tokens[start : min(end, start + len(self.buffer) - self.filled)]
@@ -53,65 +50,56 @@ class ShardWriter:
             self.total += len(part)
             self.bytes_of_text += int(self.tokenizer.bytes_per_token.take(part).sum())
             self.documents += int(np.count_nonzero(part == self.tokenizer.eot_token))
-            if self.filled == len(self.buffer) or self.is_full:
+            if self.filled == len(self.buffer) or self.total == self.max_tokens:
                 self.publish()
                 self.position, self.taken = position, start
-        return self.finished[done:]
+        return len(self.finished) > finished
 
     def publish(self) -> None:
         """Publish the buffer as a shard."""
-        tokens = self.buffer[: self.filled]
         name = f"{self.split}_{len(self.finished):06d}.bin"
-        digest = write_shard(self.directory / name, tokens, self.tokenizer.vocab_size)
-        record = {"file": name, "split": self.split, "tokens": len(tokens), "bytes_of_text": self.bytes_of_text}
+        digest = write_shard(self.directory / name, self.buffer[: self.filled], self.tokenizer.vocab_size)
+        record = {"file": name, "split": self.split, "tokens": self.filled, "bytes_of_text": self.bytes_of_text}
         self.finished.append(record | {"documents": self.documents, "sha256": digest})
+        tqdm.write(f"{name}: {self.filled:,} tokens")
         self.filled = self.bytes_of_text = self.documents = 0
 
 
 class DatasetWriter:
-    """Writes both splits of a dataset, each of which goes on behind the shards that an earlier run has finished.
+    """Writes both splits of a dataset, and goes on behind the shards that an earlier run of the same request has finished.
 
-    request: what the dataset is to be, as JSON. progress: what an earlier run of the same request has published. If there is
-    none, what another request left in the directory is removed.
+    request: what the dataset is to be, as JSON. If another request left shards in the directory, they are removed.
     """
 
-    def __init__(self, directory: Path, request: dict, tokenizer: Tokenizer, val_fraction: float, progress: dict | None):
+    def __init__(self, directory: Path, request: dict, tokenizer: Tokenizer, val_fraction: float):
         self.directory, self.request, self.tokenizer, self.val_fraction = directory, request, tokenizer, val_fraction
-        limits = dict.fromkeys(SPLITS, sys.maxsize)
+        limits = dict.fromkeys(("train", "val"), sys.maxsize)
         if total := request["options"].get("max_tokens"):
             limits["val"] = max(1, int(total * val_fraction))
             limits["train"] = total - limits["val"]
-        self.splits = {s: ShardWriter(directory, s, tokenizer, request["shard_tokens"], limits[s]) for s in SPLITS}
-        if progress:
-            for split, writer in self.splits.items():
-                saved = progress["splits"][split]
-                writer.finished, writer.position, writer.taken = saved["finished"], tuple(saved["position"]), saved["taken"]
-                writer.total = sum(record["tokens"] for record in writer.finished)
-            return
-        if (directory / "progress.json").exists():
-            say(f"restarting {directory}: the unfinished dataset there was made from other sources or settings")
-        for pattern in ("*_*.bin", "tokenizer.json", ".*.tmp"):
-            for path in directory.glob(pattern):
-                files.remove(path)
+        found = files.read_json(directory / "progress.json") if (directory / "progress.json").exists() else {}
+        if found.get("request") == request:
+            finished = sum(len(earlier["finished"]) for earlier in found["splits"].values())
+            say(f"{directory}: going on after {plural(finished, 'finished shard')}")
+        else:
+            if found:
+                say(f"restarting {directory}: the unfinished dataset there was made from other sources or settings")
+            for old in (*directory.glob("*_*.bin"), *directory.glob(".*.tmp")):
+                files.remove(old)
+            found["splits"] = {split: {"finished": [], "position": START, "taken": 0} for split in limits}
+        shape, earlier = (tokenizer, request["shard_tokens"]), found["splits"]
+        self.splits = {s: ShardWriter(directory, s, *shape, limit, earlier[s]) for s, limit in limits.items()}
         self.save()
-        tokenizer.save(directory / "tokenizer.json")
 
     @property
-    def records(self) -> list[dict]:
-        """The records of all finished shards."""
-        return [record for writer in self.splits.values() for record in writer.finished]
+    def wanted(self) -> dict[str, Position]:
+        """For each split, the position of the unit that its next tokens are of or come after. END if it takes no more."""
+        return {s: w.position if w.total < w.max_tokens else END for s, w in self.splits.items()}
 
-    @property
-    def unfinished(self) -> dict[str, Position]:
-        """The splits that take more tokens, and the position of the unit that each one's next tokens are of or come after."""
-        return {split: writer.position for split, writer in self.splits.items() if not writer.is_full}
-
-    def add(self, tokens: dict[str, np.ndarray], position: Position) -> list[dict]:
-        """Append the tokens of the unit at `position`, by split. Returns the records of the shards that they completed."""
-        completed = [record for split in tokens for record in self.splits[split].add(tokens[split], position)]
-        if completed:
+    def add(self, tokens: dict[str, np.ndarray], position: Position) -> None:
+        """Append the tokens of the unit at `position`, by split."""
+        if any([self.splits[split].add(part, position) for split, part in tokens.items()]):
             self.save()
-        return completed
 
     def save(self) -> None:
         """Publish progress.json: what a restart needs."""
@@ -120,11 +108,12 @@ class DatasetWriter:
 
     def finish(self) -> None:
         """Publish the last shards, then dataset.json. Raises UserError if a split has no tokens."""
-        for writer in self.splits.values():
+        for split, writer in self.splits.items():
             if writer.filled:
                 writer.publish()
             if not writer.finished:
-                raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {writer.split}; try another")
+                raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {split}; try another")
+        self.tokenizer.save(self.directory / "tokenizer.json")
         metadata = {
             "format": "lockstep-tokens",
             "version": 1,
@@ -134,59 +123,27 @@ class DatasetWriter:
             "dtype": token_dtype(self.tokenizer.vocab_size).name,
             "source": self.request["source"],
             "val_fraction": self.val_fraction,
+            **({"options": self.request["options"]} if self.request["options"] else {}),
+            "shards": [record for writer in self.splits.values() for record in writer.finished],
         }
-        if self.request["options"]:
-            metadata["options"] = self.request["options"]
-        metadata["shards"] = self.records
         files.publish_text(self.directory / "dataset.json", json.dumps(metadata, indent=1) + "\n")
         (self.directory / "progress.json").unlink()
 
-    def summary(self) -> str:
-        """What has been written, a line for each split and one for both."""
-        lines = []
-        for split, writer in self.splits.items():
-            documents = sum(record["documents"] for record in writer.finished)
-            lines.append(f"{split}: {writer.total:,} tokens in {plural(documents, 'document')}")
-        tokens, size = (sum(record[key] for record in self.records) for key in ("tokens", "bytes_of_text"))
-        return "\n".join(lines) + (
-            f"\n{self.directory}: {tokens:,} tokens of {size:,} bytes of text, {size / max(1, tokens):.2f} bytes per token, "
-            f"vocabulary {self.tokenizer.vocab_size:,}"
-        )
-
 
 def is_finished(directory: Path, request: dict) -> bool:
-    """Whether the directory holds the requested dataset. Raises UserError if it holds another one."""
+    """Whether the directory holds the requested dataset. Raises UserError if it holds another one, or other files."""
     if not (directory / "dataset.json").exists():
+        names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+        if names and "progress.json" not in names:
+            raise UserError(f"{directory} holds other files; choose another --out, or remove it")
         return False
     metadata = read_metadata(directory)
-    train = [record["tokens"] for record in metadata["shards"] if record["split"] == "train"]
-    found = {
-        "source": metadata["source"],
-        "--tokenizer": metadata["tokenizer"]["name"],
-        "--val_fraction": metadata["val_fraction"],
-        "--shard_tokens": max(train, default=0),
-        **{f"--{option}": value for option, value in metadata.get("options", {}).items()},
-    }
-    wanted = {
-        "source": request["source"],
-        "--tokenizer": request["tokenizer"],
-        "--val_fraction": found["--val_fraction"] if request["val_fraction"] < 0 else request["val_fraction"],
-        "--shard_tokens": min(request["shard_tokens"], sum(train)),
-        **{f"--{option}": value for option, value in request["options"].items()},
-    }
-    keys = [key for key in found | wanted if found.get(key) != wanted.get(key)]
-    if keys:
-        raise UserError(f"{directory} holds another dataset: {', '.join(keys)} differ; choose another --out, or remove it")
+    found = metadata | metadata.get("options", {}) | {"tokenizer": metadata["tokenizer"]["name"]}
+    wanted = request | request["options"]
+    if request["val_fraction"] == "auto":
+        wanted["val_fraction"] = metadata["val_fraction"]
+    keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
+    if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
+        raise UserError(f"{directory} holds another dataset: {', '.join(names)} differ; choose another --out, or remove it")
     (directory / "progress.json").unlink(missing_ok=True)  # in case a kill has left it
     return True
-
-
-def read_progress(directory: Path, request: dict) -> dict | None:
-    """What an earlier run of this request has published, if there was one. Raises UserError if other files are there."""
-    path = directory / "progress.json"
-    if path.exists():
-        progress = files.read_json(path)
-        return progress if progress.get("request") == request and (directory / "tokenizer.json").exists() else None
-    if any(not path.name.startswith(".") for path in directory.iterdir()):
-        raise UserError(f"{directory} holds other files; choose another --out, or remove it")
-    return None

@@ -80,7 +80,7 @@ def test_tokens_of_another_tool_are_described(tmp_path, kind):
     folder = foreign_tokens(tmp_path / "other", kind, tokens)
     if kind == "datatrove":
         ranks = {"<|endoftext|>": 50256}
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ranks}, "added_tokens": []}))
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": ranks, "merges": []}}))
         assert open_dataset(folder).eot_token == 50256
         (folder / "tokenizer.json").unlink()
         with pytest.raises(UserError, match="put the tokenizer.json of gpt2, its tokenizer, there, or give --vocab_size=N"):

@@ -40,8 +40,8 @@ def damage(content, chance):
 
 
 def read_text(path):
-    form = sources.TextFormat(max_document_bytes=1 << 22)
-    return [unit for _, unit in sources.read_units(sources.local_files(path), form)]
+    (file,), _ = sources.list_files(str(path), max_document_bytes=1 << 22)
+    return list(sources.read_pieces(file))
 
 
 def use(found):

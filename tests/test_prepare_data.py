@@ -1,5 +1,6 @@
 """Datasets made from real files, through the command where it matters: splits, formats, workers, kills."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -19,8 +20,9 @@ import pytest
 from common import cli, errors, files
 from common.errors import UserError
 from conftest import ROOT, content, execute
-from dataset import sources, tokenizer
+from dataset import encode, sources, tokenizer
 from dataset.tokens import open_dataset, open_shard
+from dataset.writer import DatasetWriter
 from prepare_data import PrepareConfig, out_directory, prepare
 
 DOCUMENTS = [
@@ -58,6 +60,17 @@ class Made:
         assert tokens[0] == self.metadata["eot_token"]
         starts = np.flatnonzero(tokens == self.metadata["eot_token"])
         return [self.tokenizer.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """Read and encode text in units of so many bytes."""
+
+    def cut(size):
+        monkeypatch.setattr(sources, "CHUNK_BYTES", size)
+        monkeypatch.setattr(encode, "UNIT_BYTES", size)
+
+    return cut
 
 
 def write_lines(path, documents=DOCUMENTS):
@@ -130,7 +143,7 @@ def test_every_format_gives_the_same_documents(here, suffix, compression):
         return
     made = make("source")
     train, val = made.documents("train"), made.documents("val")
-    in_val = [text for text in DOCUMENTS if sources.split_hash(text.encode()) < 0.05]
+    in_val = [text for text in DOCUMENTS if encode.split_hash(text.encode()) < 0.05]
     assert 0 < len(in_val) < 25
     assert val == in_val
     assert train == [text for text in DOCUMENTS if text not in in_val]
@@ -155,8 +168,8 @@ def test_one_text_is_split_by_its_tail_as_nanogpt_does(here):
 
 
 @pytest.mark.parametrize("unit", [100, 1000, 1 << 20])
-def test_few_documents_are_split_by_the_tail_of_all_text(here, monkeypatch, unit):
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit)
+def test_few_documents_are_split_by_the_tail_of_all_text(here, small_units, unit):
+    small_units(unit)
     few, text = DOCUMENTS[:20], "".join(DOCUMENTS[:20])
     made = make(write_lines(here / "few.jsonl", few), val_fraction=0.25)
     cut = int(len(text) * 0.75)
@@ -164,29 +177,29 @@ def test_few_documents_are_split_by_the_tail_of_all_text(here, monkeypatch, unit
     assert len(made.documents("train")) + len(made.documents("val")) in (20, 21)
 
 
-def test_a_tail_that_begins_with_a_piece_begins_with_end_of_text(here, monkeypatch):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 64)
+def test_a_tail_that_begins_with_a_piece_begins_with_end_of_text(here, small_units):
+    small_units(64)
     text = "".join(DOCUMENTS[:50])
     (here / "a.txt").write_bytes(text.encode())
-    piece = next(sources.read_pieces(sources.local_files(here / "a.txt")[0], sources.TextFormat())).data.decode()
+    piece = next(sources.read_pieces(sources.list_files("a.txt")[0][0])).data.decode()
     made = make("a.txt", val_fraction=1 - (len(piece) + 0.5) / len(text))
     assert made.documents("train") == [piece] and made.documents("val") == [text[len(piece) :]]
 
 
 @pytest.mark.parametrize("unit", [37, 64, 4096])
-def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(here, monkeypatch, unit):
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(here, small_units, unit):
     text = "".join(DOCUMENTS) + "一二三四五六七八九十" * 50
     (here / "long.txt").write_bytes(text.encode())
     whole = make("long.txt", out="whole", tokenizer="train:600", val_fraction=0.2)
-    monkeypatch.setattr(sources, "UNIT_BYTES", unit)
+    small_units(unit)
     pieces = make("long.txt", out="pieces", tokenizer="whole/tokenizer.json", val_fraction=0.2)
     cut = int(len(text) * 0.8)
     assert pieces.documents("train") == [text[:cut]] and pieces.documents("val") == [text[cut:]]
     assert pieces.tokens("train").tolist() == whole.tokens("train").tolist()
 
 
-def test_the_number_of_workers_and_the_order_of_the_sources_change_nothing(here, monkeypatch):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 500)
+def test_the_number_of_workers_and_the_order_of_the_sources_change_nothing(here, small_units):
+    small_units(500)
     (here / "in").mkdir()
     write_lines(here / "in" / "a.jsonl", DOCUMENTS[:80])
     write_lines(here / "b.jsonl", DOCUMENTS[80:])
@@ -240,17 +253,49 @@ def test_a_killed_run_goes_on_behind_its_finished_shards(here):
     assert content("killed") == content("whole")
 
 
-@pytest.mark.parametrize("sizes", [[20, 900, 2500, 30, 30, 1000, 1100], [1000, 1000, 1000], [5, 5], [3000, 10, 10, 3000]])
-def test_reading_from_where_a_unit_is_counted_gives_the_same_units(here, monkeypatch, sizes):
-    monkeypatch.setattr(sources, "UNIT_BYTES", 1000)
-    for i, size in enumerate(sizes):
+@pytest.mark.parametrize("flags", [{}, {"max_tokens": "9K"}, {"val_fraction": 0.4}], ids=["hash", "max_tokens", "tail"])
+def test_a_run_stopped_after_every_few_units_makes_the_same_dataset(here, small_units, monkeypatch, flags):
+    small_units(300)
+    write_lines(here / "a.jsonl", DOCUMENTS[:90])
+    sources = ["a.jsonl"]
+    if "val_fraction" not in flags:
+        write_lines(here / "b.jsonl", DOCUMENTS[90:])
+        sources.append("b.jsonl")
+    make(*sources, out="whole", shard_tokens=500, **flags)
+    add, added = DatasetWriter.add, []
+
+    def add_and_stop(self, *unit):
+        add(self, *unit)
+        added.append(unit)
+        if len(added) == limit:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(DatasetWriter, "add", add_and_stop)
+    limit = 1
+    while not (here / "stopped" / "dataset.json").exists():
+        added.clear()
+        with contextlib.suppress(KeyboardInterrupt):
+            make(*sources, out="stopped", shard_tokens=500, **flags)
+        limit += 15
+    assert limit > 40 and content("stopped") == content("whole")
+
+
+def test_reading_from_any_unit_gives_the_rest_of_the_units(here, small_units):
+    small_units(1000)
+    for i, size in enumerate([20, 900, 2500, 30, 3000, 10]):
         (here / f"{i}.txt").write_text(f"word{i} " * (size // 6))
-    files = sources.local_files(here)
-    units = list(sources.read_units(files, sources.TextFormat()))
-    assert b"".join(piece.data for _, unit in units for piece in unit) == b"".join(Path(f.path).read_bytes() for f in files)
-    assert [position for position, _ in units] == sorted({position for position, _ in units})
-    for first in {position[0] for position, _ in units}:
-        assert list(sources.read_units(files[first:], sources.TextFormat(), first)) == [u for u in units if u[0][0] >= first]
+    found, split = sources.list_files(".")[0], encode.Split(0.5)
+
+    def units_from(train, val):
+        return [(u.position, u.parts) for u in encode.read_units(found, split, {"train": train, "val": val})]
+
+    units = units_from((0, -1), (0, -1))
+    assert "".join(part[2] for _, parts in units for part in parts) == "".join(Path(f.path).read_text() for f in found)
+    assert len({part[0] for _, parts in units for part in parts}) == 2
+    for start in [position for position, _ in units]:
+        wanted = [(p, [part for part in parts if part[0] == "val" or p >= start]) for p, parts in units]
+        assert units_from(start, (0, -1)) == wanted
+        assert [unit for unit in units_from(start, start) if unit[1]] == [unit for unit in units if unit[0] >= start]
 
 
 @pytest.mark.parametrize("total", ["100", "3K", "0.005M"])
@@ -282,7 +327,7 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     (here / "out" / "progress.json").write_text("{}")  # as a kill at the very end leaves it
     make("a.jsonl")
     assert "already" in capsys.readouterr().out and content("out") == before
-    for change in ({"tokenizer": "train:300"}, {"val_fraction": 0.3}, {"shard_tokens": 100}):
+    for change in ({"tokenizer": "train:300"}, {"val_fraction": 0.3}, {"max_tokens": "100"}):
         with pytest.raises(errors.UserError, match=rf"--{next(iter(change))}.*another --out"):
             make("a.jsonl", **change)
     write_lines(here / "a.jsonl", DOCUMENTS[1:])
@@ -307,7 +352,7 @@ def test_the_command_says_what_it_left_out_and_what_each_split_got(here, capsys)
     assert "warning: 1 file with bytes that are not UTF-8, which became U+FFFD: text/b.txt" in lines
     for line, split in ((lines[-3], "train"), (lines[-2], "val")):
         documents = sum(row["documents"] for row in made.rows(split))
-        assert line == f"{split}: {len(made.tokens(split)):,} tokens in {documents} documents"
+        assert line.startswith(f"{split}: 1 shard, {len(made.tokens(split)):,} tokens, {documents} documents, ")
 
 
 def test_the_first_source_names_the_dataset(here):
@@ -322,7 +367,7 @@ def test_the_first_source_names_the_dataset(here):
     for source in ("/", "s3://bucket/*.txt"):
         with pytest.raises(UserError, match=r"gives a dataset no name; add --out=tokens/NAME"):
             out_directory(PrepareConfig((source,)))
-    with pytest.raises(UserError, match="--out=hf://me/model must be a directory of this machine"):
+    with pytest.raises(UserError, match="--out=hf://me/model must be a local path; copy the finished dataset"):
         out_directory(PrepareConfig(("a.txt",), out="hf://me/model"))
 
 
@@ -346,9 +391,8 @@ def test_an_unfinished_dataset_of_another_request_or_version_is_begun_again(here
         make("a.jsonl", val_fraction=1e-9, tokenizer="train:300")
     if older:
         progress = json.loads((here / "out" / "progress.json").read_text())
-        splits = dict.fromkeys(("train", "val"), {"finished": [], "saved": 0})
-        old = {"request": progress["request"] | {"units": 2}, "val_fraction": 0.05, "position": [0, -1], "splits": splits}
-        (here / "out" / "progress.json").write_text(json.dumps(old | {"by_tail": False}))
+        progress["request"]["units"] = 3
+        (here / "out" / "progress.json").write_text(json.dumps(progress))
     assert "restarting" not in capsys.readouterr().out
     made = make("a.jsonl", shard_tokens=1000)
     said = "restarting out: the unfinished dataset there was made from other sources or settings\n"
