@@ -8,7 +8,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import math
 import os
 import re
 import resource
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from common.errors import UserError
 from common.records import Auto
 from hardware.gpus import GPU_PEAK_FLOPS
-from hardware.host import cores, cpu_name, cpuinfo, memory_bytes
+from hardware.host import cores, cpu_name, cpuinfo, memory_bytes, nvidia_driver
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # Values of ONEDNN_MAX_CPU_ISA, which holds oneDNN to older instructions, that leave it the matrix unit and AVX512_BF16.
@@ -34,9 +33,10 @@ NO_LIMIT = ("", "ALL", "DEFAULT")
 # (bench/LOG.md, "Classes of processors"). The numbers are fixed, because compiled code gives other bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
-MOST_RANKS = 4  # of `make train` on a CPU; more were not measured
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
-
+MOST_RANKS = 4  # of `make train` on a CPU; more were not measured
+CUDA_DRIVERS = {"12": "525", "13": "580"}  # the oldest driver for each major version of CUDA
+OLDER_CUDA = "install a torch for an older CUDA (https://pytorch.org)"
 # Words in the name of a GPU that has less than the datasheet says: a slice, a virtual one, or fewer units and watts.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
 
@@ -44,21 +44,32 @@ GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
 def prepare_device(
     name: str, local_rank: int = 0, threads: int | Auto = "auto", deterministic: bool = False, integers_only: bool = False
 ) -> torch.device:
-    """The device of this rank, made current and ready. Call it before the process group is made.
+    """The device of this rank, made current and ready. Raises UserError where it is missing.
+
+    Call it before the process group is made: NCCL reads its variables when the first communicator is.
 
     name: auto, cpu, cuda, xpu or mps; each rank takes the accelerator `local_rank`. threads: CPU threads of each rank (auto:
-    cores // local ranks). deterministic, integers_only: see `make_deterministic`. Raises UserError where the device is missing.
+    cores // local ranks). deterministic: CUDA and NCCL use only kernels that give the same bits every time; on a CPU the model
+    needs no others. integers_only: the ranks add nothing but integers, whose sum does not depend on the order.
     """
     device = find_device(name, local_rank)
+    if name == "auto" and device.type == "cpu":
+        require_no_gpu()
     torch.set_num_threads(max(1, cores() // local_world_size()) if threads == "auto" else threads)
     if device.type == "mps" and integers_only:
         raise UserError("--strategy=exact needs float64, which Metal devices do not have; use --device=cpu")
     if device.type in ("cuda", "xpu"):
         getattr(torch, device.type).set_device(device)
     if device.type == "cuda":
+        require_kernels(device)
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
-    if deterministic:
-        make_deterministic(device, integers_only)
+    if device.type == "cuda" and deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # choose no kernel by timing it
+        if not integers_only:
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink switches add in any order (NVIDIA/nccl#1497)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     return device
 
 
@@ -78,6 +89,30 @@ def find_device(name: str, local_rank: int) -> torch.device:
             "torchrun with --nproc_per_node of at most that, or use --device=cpu"
         )
     return torch.device(name, local_rank)
+
+
+def require_no_gpu() -> None:
+    """Raise UserError if this machine has an NVIDIA GPU that torch cannot use: a run must not train on the CPU by mistake."""
+    if (driver := nvidia_driver()) is None:
+        return
+    problem, cuda = "is a build without CUDA; install one with it", torch.version.cuda
+    if cuda:
+        needed = CUDA_DRIVERS.get(cuda.partition(".")[0], "a newer one")
+        problem = f"cannot use it: its CUDA {cuda} needs driver {needed} or newer; update the driver, or {OLDER_CUDA}"
+    gpu = "an NVIDIA GPU" + f" with driver {driver}" * bool(driver)
+    raise UserError(f"this machine has {gpu}, but torch {torch.__version__} {problem}; --device=cpu trains on the CPU")
+
+
+def require_kernels(device: torch.device) -> None:
+    """Raise UserError if this torch has neither kernels for the GPU's major version, up to its minor one, nor PTX up to it."""
+    built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(torch.cuda.get_arch_list()))
+    if torch.version.hip or not built:
+        return
+    own, versions = torch.cuda.get_device_capability(device), [(kind, (int(x), int(y))) for kind, x, y in built]
+    if not any(version <= own and (kind == "compute" or version[0] == own[0]) for kind, version in versions):
+        gpu = f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}"
+        known = ", ".join(f"{major}.{minor}" for _, (major, minor) in versions)
+        raise UserError(f"{gpu}, and torch {torch.__version__} has kernels only for {known}; {OLDER_CUDA}")
 
 
 def local_world_size() -> int:
@@ -149,7 +184,7 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
         cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{kind}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     try:
-        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):  # the cache could hide it
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
         x, weight = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
         with autocast(device, dtype):
@@ -184,55 +219,10 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def make_deterministic(device: torch.device, integers_only: bool) -> None:
-    """Let CUDA and NCCL use only kernels that give the same bits every time. On a CPU the model needs no others.
-
-    Call it before the process group is made: NCCL reads its variables when the first communicator is.
-    integers_only: the ranks add nothing but integers, whose sum does not depend on the order.
-    """
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # choose no kernel by timing it
-        if not integers_only:
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink switches add in any order (NVIDIA/nccl#1497)
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-
-
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Peak FLOP/s of this rank's device: the datasheet's for known GPUs, else that of the best matrix product.
-
-    A CPU has the rate of one thread times the number of threads.
-    """
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    """Peak FLOP/s of this rank's device: the datasheet's, or measured; on a CPU of as many threads as have a core."""
+    threads = min(torch.get_num_threads(), cores() / local_world_size()) if device.type == "cpu" else 1
     return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
-
-
-@functools.cache
-def best_product(device: torch.device, dtype: str, seconds: float = 0.05) -> float:
-    """FLOP/s of the fastest matrix product within `seconds`, of ten at least; on a CPU of one thread. Measured once.
-
-    On a CPU the clock counts only the time that the processor works for this thread, so other programs add nothing.
-    """
-    size, now = {"cpu": (256, time.thread_time), "cuda": (8192, time.perf_counter)}.get(device.type, (4096, time.perf_counter))
-    fill = torch.ones if device.type == "cpu" else torch.randn  # a CPU's generator is the run's own; a GPU is slower with noise
-    a, threads, best = fill(size, size, device=device).to(DTYPES[dtype]), torch.get_num_threads(), math.inf
-    torch.set_num_threads(1)
-    start, products = now(), 0
-    while products < 10 or now() < start + seconds:  # on a busy machine the first one may wait for all of them
-        products += 1
-        began = now()
-        (a @ a)[0, 0].item()  # waits for the device
-        best = min(best, now() - began)
-    torch.set_num_threads(threads)
-    return 2 * size**3 / best
-
-
-def describe(device: torch.device) -> str:
-    """The hardware on which bits may depend: a GPU's name, or a CPU's with the vector instructions that torch uses."""
-    if device.type in ("cuda", "xpu"):
-        return getattr(torch, device.type).get_device_name(device)
-    return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def known_peak_flops(device: torch.device, dtype: str) -> float | None:
@@ -245,6 +235,33 @@ def datasheet_flops(name: str) -> float | None:
     words = set(re.split(r"[ -]", name)) | set(name.split())
     fitting = [peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split()) and not words & GPU_PARTS]
     return fitting[0] if fitting else None
+
+
+@functools.cache
+def best_product(device: torch.device, dtype: str) -> float:
+    """FLOP/s of the fastest of ten or more matrix products in 50 ms; on a CPU of one thread. Measured once.
+
+    On a CPU the clock counts only the time that the processor works for this thread, so other programs add nothing.
+    """
+    size, now = {"cpu": 256, "cuda": 8192}.get(device.type, 4096), time.perf_counter
+    fill = torch.randn  # with ones a GPU is faster
+    if device.type == "cpu":
+        fill, now = torch.ones, time.thread_time  # the CPU's random numbers are the run's own
+    a, threads, times = fill(size, size, device=device).to(DTYPES[dtype]), torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    while len(times) < 10 or sum(times) < 0.05:  # on a busy machine the first one may wait for all of them
+        began = now()
+        (a @ a)[0, 0].item()  # waits for the device
+        times.append(now() - began)
+    torch.set_num_threads(threads)
+    return 2 * size**3 / min(times)
+
+
+def describe(device: torch.device) -> str:
+    """The hardware on which bits may depend: a GPU's name, or a CPU's with the vector instructions that torch uses."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def memory(device: torch.device) -> tuple[int, int]:
@@ -263,30 +280,24 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory in GB that this process has held: allocated on the GPU, or resident on a CPU and on mps."""
+    """The most memory in GB that this process has held: allocated on the GPU, resident on a CPU and on mps."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors for the next ones, in huge pages where Linux grants them.
+    """Let glibc keep the memory of freed tensors for the next ones.
 
-    By default glibc returns large blocks to the kernel at every free. The page faults of taking them again are a tenth of an
-    eager training step on a CPU. Huge pages save another 1.5 % of a compiled step.
+    By default it returns large blocks to the kernel at every free. The page faults of taking them again are a tenth of an eager
+    training step on a CPU.
     """
-    with contextlib.suppress(AttributeError, OSError):  # another C library
+    with contextlib.suppress(AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         # M_MMAP_THRESHOLD: take blocks up to this size from the heap. glibc before 2.35 refuses more than 32 MB.
         libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
         libc.mallopt(-2, 1 << 30)  # M_TOP_PAD: grow it by this much at once; memory is taken only where it is used
-        for function in (libc.sbrk, libc.malloc):
-            function.restype = ctypes.c_void_p
-        first = libc.sbrk(0)
-        libc.free(ctypes.c_void_p(libc.malloc(1 << 28)))
-        size = libc.sbrk(0) - first
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), 14)  # MADV_HUGEPAGE
 
 
 if __name__ == "__main__":

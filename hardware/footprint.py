@@ -1,6 +1,6 @@
 """What a model takes: parameters, operations, and the memory of one rank part by part, calculated from the settings alone.
 
-`--micro_batch_size=auto` and `--plan` both use it. It imports no torch. bench/memory.py holds it against measured peaks.
+`--micro_batch_size=auto` and `--plan` both use it. It imports no torch. bench/memory.py compares it with measured peaks.
 
 Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens of a micro-batch.
 """
@@ -12,8 +12,9 @@ from settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainCo
 
 SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
 # Tensors may take this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
-# the estimate is wrong by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
+# the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
 USABLE = 0.9
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in matrix products
 CPU_BYTES = 1 << 28  # of activations on a CPU: few enough for its caches, enough to hide Python's overhead
 
 
@@ -22,16 +23,10 @@ def widths(model: ModelConfig) -> tuple[int, int, int, int]:
     return model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
 
 
-def element_bytes(dtype: str) -> int:
-    """The bytes of a number in matrix products."""
-    return 4 if dtype == "float32" else 2
-
-
 def parameters(model: ModelConfig) -> dict[str, int]:
     """The number of parameters of the resolved `model`, by part. Tied embeddings count once."""
     C, F, Q, K = widths(model)
     layers, gpt2 = model.n_layer, model.architecture == "gpt2"
-    norm = 2 * C if gpt2 else C  # LayerNorm has a bias
     head_norms = 2 * model.head_dim if model.architecture == "qwen3" else 0
     biases = gpt2 * (2 * C + 2 * K), gpt2 * (F + C)
     return {
@@ -39,16 +34,27 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         "position embedding": model.seq_len * C if gpt2 else 0,
         "attention": layers * (2 * C * Q + 2 * C * K + biases[0] + head_norms),
         "MLP": layers * ((2 if gpt2 else 3) * C * F + biases[1]),
-        "norms": (2 * layers + 1) * norm,
+        "norms": (2 * layers + 1) * C * (2 if gpt2 else 1),  # LayerNorm has a bias
         "output layer": 0 if model.tie_embeddings else model.vocab_size * C,
     }
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """The number of all parameters of the resolved `model`."""
+    return sum(parameters(model).values())
+
+
+def block_parameters(model: ModelConfig) -> int:
+    """The number of parameters in the blocks' attention and MLP, nearly all of them in matrices."""
+    sizes = parameters(model)
+    return sizes["attention"] + sizes["MLP"]
 
 
 def flops_per_token(model: ModelConfig) -> int:
     """Floating-point operations of forward and backward for one token of a full context, as MFU counts them (PaLM, appendix B).
 
     6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 Q T a
-    layer for attention. The half of attention that the causal mask leaves out is counted; what is recomputed is not.
+    layer for attention. The half of attention that the causal mask leaves out is counted; recomputation is not.
     """
     C, F, Q, K = widths(model)
     layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
@@ -85,12 +91,6 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
     return max((n for n in {*small, *(share // n for n in small)} if size(n) <= budget), default=1)
 
 
-def blocks_size(model: ModelConfig) -> int:
-    """The number of parameters in the blocks' matrices."""
-    sizes = parameters(model)
-    return sizes["attention"] + sizes["MLP"]
-
-
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     """The bytes of each part of one rank's memory at the moment of an update when it holds most.
 
@@ -99,41 +99,48 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     model, train, strategy = config.model, config.train, config.parallel.strategy
     if world_size == 1 and strategy != "exact":
         strategy = "none"
-    P, s = sum(parameters(model).values()), element_bytes(train.dtype)
+    P, s = parameter_count(model), BYTES[train.dtype]
     shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
-    embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
     activation, recomputed = activations(model, train, device, strategy)
     activation += train.micro_batch_size * document_mask(config, device)
     loss, loss_backward = loss_buffers(model, train, device)
-    casts, block_casts = weight_copies(model, s, strategy)
     accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
     # exact turns each gradient into integers as soon as it is complete (compiled for a CPU, two at a time), and scratch_overlap
     # moves it into its bucket.
     at_once = strategy == "scratch_overlap" or (strategy == "exact" and (device, train.compile) != ("cpu", "on"))
     between = 4.0 * P if accumulating and not at_once else 0.0
     buckets = 4.0 * P if strategy in ("ddp", "scratch_overlap") else 0.0
+    # The weights in the dtype of the products. Autocast keeps its copies of all blocks until backward; a block that is computed
+    # again makes its own. fsdp gathers two blocks at a time, and the embeddings for the whole update.
+    blocks = block_parameters(model)
+    casts = 2.0 * blocks if s == 2 else 0.0
+    again = casts / model.n_layer if recomputed else casts
+    if strategy == "fsdp":
+        casts = again = s * (P - blocks + 2 * blocks / model.n_layer)
     always = {
         "weights": 4.0 * P / shards,
         "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
         "gradient buckets": buckets,
         "exact's integers": 8.0 * P if strategy == "exact" else 0.0,
     }
-    # After the reduction DDP's gradients are views of its buckets, and those of fsdp are shards.
+    # After the reduction DDP's gradients are views of its buckets, and fsdp's are shards.
     reduced = 0.0 if buckets else 4.0 * P / shards
+    embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
     # Backward adds the embedding's two gradients, those of its lookup and of its product, before they join the others.
     tied = embedding * (1 + accumulating) if model.tie_embeddings else 0.0
-    # exact converts a tensor at a time; on a CPU a few thousand elements.
-    converted = tied + 3 * embedding * (device != "cpu")
-    outside = P - blocks_size(model)  # fsdp reduces what is outside the blocks as one
-    buffers = {"scratch_reduce_scatter": 8.0 * P, "fsdp": (4.0 + s) * outside, "exact": converted}.get(strategy, tied)
-    complete = {"ddp": 0.0, "scratch_overlap": 0.0, "fsdp": reduced}.get(strategy, 4.0 * P)
-    backward = {"gradients": between, "weights for backward": block_casts if recomputed else casts}
+    temporary = {
+        "scratch_reduce_scatter": 8.0 * P,
+        "fsdp": (4.0 + s) * (P - blocks),  # it reduces what is outside the blocks as one
+        "exact": tied + 3 * embedding * (device != "cpu"),  # a tensor at a time; on a CPU a few thousand elements
+    }.get(strategy, tied)
+    complete = reduced if buckets or strategy == "fsdp" else 4.0 * P
+    muon = muon_buffers(model, config.optim, shards if strategy == "fsdp" else 0)
     moments = [
         # The forward of the last micro-batch ends; its backward has begun; the ranks add the gradients up; the weights change.
         {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
-        backward | {"activations": activation + recomputed, "logits": loss_backward},
-        {"gradients": max(between, complete), "temporary": buffers},
-        {"gradients": reduced, "temporary": muon_buffers(model, config.optim, shards if strategy == "fsdp" else 0)},
+        {"gradients": between, "weights for backward": again, "activations": activation + recomputed, "logits": loss_backward},
+        {"gradients": max(between, complete), "temporary": temporary},
+        {"gradients": reduced, "temporary": muon},
     ]
     return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
 
@@ -144,18 +151,18 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     They are counted in the blocks, tensor by tensor; eager and compiled code keep different ones.
     """
     C, F, Q, K = widths(model)
-    gpt2, qwen3, compiled = model.architecture == "gpt2", model.architecture == "qwen3", train.compile == "on"
-    s = element_bytes(train.dtype)
-    residual = s if strategy == "fsdp" else 4  # bytes of one of the residual stream
+    gpt2, compiled = model.architecture == "gpt2", train.compile == "on"
+    s = BYTES[train.dtype]
+    residual = s if strategy == "fsdp" else 4  # bytes of an element of the residual stream
     gpu = device != "cpu" and not compiled  # eager code on a GPU
     # The inputs of the two norms. Autocast on a GPU makes LayerNorm's float32; RMSNorm takes them as they are there.
     block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
     block += s * (2 * Q + 2 * K)  # queries, keys, values and what attention returns
-    block += s * F * ((2 if gpt2 else 3) if compiled else (2 if gpt2 else 4))
+    block += s * F * (2 if gpt2 else 3 if compiled else 4)
     # The products' inputs. Autocast converts a norm's float32 once for each product that reads it.
     converts = s == 2 and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
     block += s * C * ((4 if gpt2 else 5) if converts else 2)
-    if qwen3:  # queries and keys before their norms, in float32 in eager code on a CPU; there also a copy of the attention
+    if model.architecture == "qwen3":  # queries and keys before their norms; eager code on a CPU also copies the attention
         block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
@@ -173,12 +180,12 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
 def document_mask(config: Config, device: str) -> int:
     """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.document_mask` has one."""
     flex = device == "cuda" and not config.model.dropout
-    return 0 if config.data.attend == "window" or flex else element_bytes(config.train.dtype) * config.model.seq_len**2
+    return 0 if config.data.attend == "window" or flex else BYTES[config.train.dtype] * config.model.seq_len**2
 
 
 def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[float, float]:
     """The bytes that the loss takes while it is computed, and those that it takes when its backward begins."""
-    s, N = element_bytes(train.dtype), train.micro_batch_size * model.seq_len
+    s, N = BYTES[train.dtype], train.micro_batch_size * model.seq_len
     weight, x = model.vocab_size * model.n_embd, s * N * model.n_embd
     logits = min(rows_at_a_time(model.vocab_size, device), N) * model.vocab_size
     if train.compile == "on":  # logits and their gradient; or that and a part of the weight's gradient
@@ -190,48 +197,30 @@ def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[f
     return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
 
 
-def weight_copies(model: ModelConfig, s: int, strategy: str) -> tuple[float, float]:
-    """The bytes of weights in the dtype of the matrix products, of `s` bytes: those of all blocks, and those of one block.
-
-    Autocast keeps its copies until backward. fsdp gathers two blocks at a time, and the embeddings for the whole update.
-    """
-    blocks = blocks_size(model)
-    block = blocks / model.n_layer
-    if strategy == "fsdp":
-        gathered = s * (sum(parameters(model).values()) - blocks + 2 * block)
-        return gathered, gathered
-    return (2.0 * blocks, 2.0 * block) if s == 2 else (0.0, 0.0)
-
-
 def optimizer_state(model: ModelConfig, optimizer: str) -> float:
     """The bytes of the optimizer's state: two float32 numbers a parameter for AdamW, one for a matrix of Muon."""
-    muon = blocks_size(model) if optimizer == "muon" else 0
-    return 8.0 * (sum(parameters(model).values()) - muon) + 4.0 * muon
+    return 8.0 * parameter_count(model) - (4.0 * block_parameters(model) if optimizer == "muon" else 0.0)
 
 
 def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int) -> float:
     """The bytes that Muon takes for the matrices of one shape: iterates and updates, and the updates in float32.
 
-    shards: of fsdp, which has rows that are sent and received besides; or 0.
+    shards: of fsdp, which also sends and receives rows; or 0.
     """
     if optim.optimizer != "muon":
         return 0.0
     C, F, Q, K = widths(model)
-    s = element_bytes(optim.muon_dtype)
+    s = BYTES[optim.muon_dtype]
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
     wide = 4 if s == 2 else 0  # the updates in float32, where they are not
-    kept = (3 * s + wide) / shards if shards else s + wide  # bytes of an element
-
-    def size(a: int, b: int) -> float:
-        iterates = 4 * 2 * s * (a * b + min(a, b) ** 2)  # of four matrices at a time
-        return iterates + kept * a * b * model.n_layer * shapes.count((a, b))
-
-    return max(size(a, b) for a, b in set(shapes))
+    kept = ((3 * s + wide) / shards if shards else s + wide) * model.n_layer  # bytes of an element, in all layers
+    # Iterates are of four matrices at a time.
+    return max(8 * s * (a * b + min(a, b) ** 2) + kept * a * b * shapes.count((a, b)) for a, b in shapes)
 
 
-def checkpoint_bytes(model: ModelConfig, optimizer: str) -> float:
+def checkpoint_bytes(config: Config) -> float:
     """The bytes of a checkpoint: the weights and the optimizer's state."""
-    return 4.0 * sum(parameters(model).values()) + optimizer_state(model, optimizer)
+    return 4.0 * parameter_count(config.model) + optimizer_state(config.model, config.optim.optimizer)
 
 
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:

@@ -1,6 +1,6 @@
-"""The peaks of GPUs, what connects them, and an estimate of how long an update takes on them. No torch is needed.
+"""The peaks of GPUs, what connects them, and an estimate of how long an update takes on them. It imports no torch.
 
-The estimate of the network has bandwidth alone: no latency, no stragglers. Sources stand beside the numbers.
+The estimate of the network has bandwidth alone: no latency, no stragglers.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ GPU_PEAK_FLOPS = {
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """A GPU, or the CPU of this machine for one rank, and what connects it."""
+class GPU:
+    """A GPU and what connects it."""
 
     peak_flops: float  # dense bfloat16, FLOP/s
     memory: float  # bytes
@@ -35,36 +35,31 @@ class Hardware:
 # sockets (nccl-tests#307), and 10 Gb Ethernet. mfu: torchtitan's docs/performance.md has 0.56 for Llama 8B on A100 and 0.33 to
 # 0.39 on H100; a 4090 reaches 0.29 of an A100's peak (nanoGPT#182); B200's is a guess.
 GPUS = {
-    "a100": Hardware(GPU_PEAK_FLOPS["A100"], 80e9, 12 * 20.0e9, 25e9, 0.5),
-    "h100": Hardware(GPU_PEAK_FLOPS["H100"], 80e9, 18 * 20.6e9, 50e9, 0.4),
-    "h200": Hardware(GPU_PEAK_FLOPS["H200"], 141e9, 18 * 20.6e9, 50e9, 0.4),
-    "b200": Hardware(GPU_PEAK_FLOPS["B200"], 180e9, 18 * 40.1e9, 50e9, 0.35),
-    "4090": Hardware(GPU_PEAK_FLOPS["RTX 4090"], 24e9, 10e9, 1.25e9, 0.5),
+    "a100": GPU(GPU_PEAK_FLOPS["A100"], 80e9, 12 * 20.0e9, 25e9, 0.5),
+    "h100": GPU(GPU_PEAK_FLOPS["H100"], 80e9, 18 * 20.6e9, 50e9, 0.4),
+    "h200": GPU(GPU_PEAK_FLOPS["H200"], 141e9, 18 * 20.6e9, 50e9, 0.4),
+    "b200": GPU(GPU_PEAK_FLOPS["B200"], 180e9, 18 * 40.1e9, 50e9, 0.35),
+    "4090": GPU(GPU_PEAK_FLOPS["RTX 4090"], 24e9, 10e9, 1.25e9, 0.5),
 }
 
 
-def speed(config: Config, world_size: int, hardware: Hardware, mfu: float) -> tuple[float, float, float]:
+def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:
     """An update's seconds of computing and of waiting for the network, and the bytes that each rank sends."""
-    flops = footprint.flops_per_token(config.model) * config.train.tokens_per_update
-    again = 4 / 3 if config.train.activation_checkpointing else 1  # the forward twice; MFU does not count it
+    train, strategy = config.train, config.parallel.strategy
+    flops = footprint.flops_per_token(config.model) * train.tokens_per_update
+    again = 4 / 3 if train.activation_checkpointing else 1  # the forward twice; MFU does not count it
     micro_steps = -(-config.micro_batches // world_size)
-    compute = flops * again * micro_steps / config.micro_batches / hardware.peak_flops / mfu
-    sent, strategy = sent_bytes(config, world_size, micro_steps), config.parallel.strategy
+    compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
+
+    # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Copies of
+    # weights or of shards all-reduce their gradients; exact's are integers of 8 bytes.
+    P = footprint.parameter_count(config.model)
+    copies = config.parallel.replicate if strategy == "fsdp" else world_size
+    shards = world_size // copies
+    sent = (shards - 1) / shards * P * (2 * micro_steps * footprint.BYTES[train.dtype] + 4.0)
+    sent += 2 * (copies - 1) / copies * P / shards * (8.0 if strategy == "exact" else 4.0)
     # Rings between nodes use all adapters of a node at once.
-    rate = hardware.link if world_size <= NODE else min(hardware.link, NODE * hardware.network)
+    rate = gpu.link if world_size <= NODE else min(gpu.link, NODE * gpu.network)
     # fsdp sends all the time, others during the last backward, and the first two of the lesson when nothing is computed.
     hidden = {"fsdp": compute, "scratch_allreduce": 0.0, "scratch_reduce_scatter": 0.0}
     return compute, max(0.0, sent / rate - hidden.get(strategy, compute / micro_steps * 2 / 3)), sent
-
-
-def sent_bytes(config: Config, world_size: int, micro_steps: int) -> float:
-    """The bytes that a rank sends in an update: the gradients by an all-reduce; exact's are integers of 8 bytes.
-
-    fsdp reduces them to shards, and gathers the weights for the forward and the backward of each micro-step.
-    """
-    P = sum(footprint.parameters(config.model).values())
-    copies = config.parallel.replicate if config.parallel.strategy == "fsdp" else world_size
-    shards = world_size // copies
-    gathered = 2 * micro_steps * footprint.element_bytes(config.train.dtype)
-    shared = (shards - 1) / shards * P * (gathered + 4.0)
-    return shared + 2 * (copies - 1) / copies * P / shards * (8.0 if config.parallel.strategy == "exact" else 4.0)

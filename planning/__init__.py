@@ -1,8 +1,6 @@
 """What a run will need, what `auto` chooses, and which settings do not go together.
 
-`plan.read_command` prints the plan of a run: memory of a rank, time, traffic, price. It trains nothing.
-`choices.resolve` puts a value in the place of every `auto` of a config, by what the machines of all ranks can do.
-`rules.check` refuses settings that do not go together, with values that do. Only `startup` imports torch.
-`dial.turn` sets what --depth gives, and `law.fit` says from small runs what a larger one will reach.
-`startup` asks the machines at hand what they can do, refuses what they lack, and says in eight lines what is about to run.
+`plan` prints what a run will need, and trains nothing. `rules` refuses settings that do not go together. `choices` gives every
+`auto` a value. `dial` sets what --depth gives, and `law` predicts the loss of a large run from small ones. `startup` asks the
+machines at hand what they can do, and says what is about to run. Only `startup` imports torch.
 """

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import settings
+from common import cli
 from hardware import footprint
 from planning import rules
 from settings import Config
@@ -30,6 +31,7 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
     previous: the settings of the run so far. It keeps its precision, its micro-batches, its warmup, and whether it compiles:
     bits depend on them.
     """
+    config = for_portable(config, machines.ranks)
     train, optim, model = config.train, config.optim, settings.resolve_model(config.model, vocab_size)
     kept = settings.BEFORE | previous if previous.get("device") == machines.device else {}
     given = {"dtype": train.dtype, "muon_dtype": optim.muon_dtype, "compile": train.compile}
@@ -47,6 +49,21 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
         config = settings.replace(config, micro_batch_size=size)
     rules.check(config, machines.ranks)
     return config
+
+
+def for_portable(config: Config, ranks: int) -> Config:
+    """`config` with what --numerics=portable computes with in the place of each auto. Its micro-batches are single sequences.
+
+    So --micro_batch_size decides no bit, and one rank sums gradients as several do, by `exact`.
+    """
+    if config.numerics.numerics == "native":
+        return config
+    given = cli.flat_values(config)
+    needed = {"dtype": "float32", "muon_dtype": "float32", "compile": "off"}
+    needed = {name: value for name, value in needed.items() if given[name] == "auto"}
+    if ranks == 1 and config.parallel.strategy == "ddp":
+        needed["strategy"] = "exact"
+    return settings.replace(config, micro_batch_size=1, **needed)
 
 
 def fit_micro_batch(config: Config, previous: int | None, machines: Machines) -> int:

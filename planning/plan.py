@@ -6,12 +6,11 @@ speed is an assumption: --plan_mfu, or a usual one.
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
 
 import settings
 from common.errors import UserError, plural, say
-from hardware import footprint, gpus, host
-from hardware.gpus import Hardware
+from hardware import footprint, gpus
+from hardware.host import read_ranks
 from planning import choices, dial, rules
 from reports.log import duration
 from settings import Config, PlanConfig
@@ -20,154 +19,104 @@ CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-O
 SMALL, SMALL_MFU = 300e6, 0.8  # below so many parameters the kernels are short and keep a GPU less busy
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run needs, in bytes, seconds and dollars."""
-
-    config: Config  # resolved
-    options: PlanConfig
-    hardware: Hardware
-    vocabulary: str  # where its size is from
-    epochs: dict[str, float]  # how often the run reads each dataset; empty where one is not there
-    memory: dict[str, float]  # a rank's, by part
-    mfu: float
-    compute_s: float  # of an update
-    waited_s: float  # for the network
-    sent_bytes: float  # by a rank in an update
-
-    @property
-    def usable(self) -> float:
-        """The bytes of a GPU's memory that tensors may take."""
-        return footprint.USABLE * self.hardware.memory
-
-    @property
-    def fits(self) -> bool:
-        """Whether a rank has the memory."""
-        return sum(self.memory.values()) <= self.usable
-
-    @property
-    def seconds(self) -> float:
-        """The time of the whole run."""
-        return self.config.train.steps * (self.compute_s + self.waited_s)
-
-    @property
-    def dollars(self) -> float:
-        """The price of the run. This machine costs nothing."""
-        rank_hours = self.seconds / 3600 * self.options.plan_world_size
-        return 0.0 if self.options.plan_gpu == "cpu" else rank_hours * self.options.dollars_per_gpu_hour
-
-
 def read_command(args: list[str], description: str) -> Config:
-    """The settings of a command line of train.py. With --plan it prints the plan and exits. Raises UserError."""
-    command = dial.load_command(args, description)
+    """The checked settings of a command line of train.py. With --plan it prints the plan and exits. Raises UserError."""
+    command = dial.turn(settings.load_command(args, description), args)
+    rank, world_size = read_ranks()[:2]
+    rules.check(command.config, command.plan.plan_world_size if command.plan.plan else world_size)
     if not command.plan.plan:
         return command.config
-    if host.read_ranks()[0] == 0:
-        say(text(make(command.config, command.plan)))
+    if rank == 0:
+        say(text(*resolve(command.config, command.plan), command.plan))
     raise SystemExit(0)
 
 
-def make(config: Config, options: PlanConfig) -> Plan:
-    """The plan of the run that `config` describes. Raises UserError."""
-    ranks, model = options.plan_world_size, config.model
-    if model.init_from != "scratch":
+def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
+    """`config` as the planned GPUs would resolve it, and after how many tokens it has read each dataset once (see `dial`)."""
+    if config.model.init_from != "scratch":
         from checkpoints import huggingface, lookup  # import torch
 
-        model = huggingface.shape_of(lookup.find_model(model.init_from, ("config.json",))[0], model)
-    once, vocab_size, source = dial.dataset(config.data, model.vocab_size)
-    if model.vocab_size != "auto":
-        source = "by --vocab_size" if model.init_from == "scratch" else f"of {model.init_from}"
-    dtype, hardware = this_processor(ranks) if options.plan_gpu == "cpu" else ("bfloat16", gpus.GPUS[options.plan_gpu])
-    device, compiled = ("cpu", "off") if options.plan_gpu == "cpu" else ("cuda", "on")
+        directory, _ = lookup.find_model(config.model.init_from, ("config.json",))
+        config = dataclasses.replace(config, model=huggingface.shape_of(directory, config.model))
+    once, vocab_size = dial.dataset(config)
 
     def choose_compile(wanted: str, *_) -> str:
-        return compiled if wanted == "auto" else wanted
+        return "on" if wanted == "auto" else wanted
 
-    machines = choices.Machines(ranks, device, dtype, dtype, hardware.memory, hardware.memory, 1, choose_compile)
-    config = choices.resolve(dataclasses.replace(config, model=model), vocab_size, machines, {})
-    small = sum(footprint.parameters(config.model).values()) < SMALL and device == "cuda"
-    mfu = hardware.mfu * (SMALL_MFU if small else 1) if options.plan_mfu == "auto" else options.plan_mfu
-    tokens = config.train.steps * config.train.tokens_per_update
-    memory, epochs = footprint.of_rank(config, ranks, device), {name: tokens / size for name, size in once.items()}
-    return Plan(config, options, hardware, source, epochs, memory, mfu, *gpus.speed(config, ranks, hardware, mfu))
+    memory = gpus.GPUS[options.plan_gpu].memory
+    machines = choices.Machines(options.plan_world_size, "cuda", "bfloat16", "bfloat16", memory, memory, 1, choose_compile)
+    return choices.resolve(config, vocab_size, machines, {}), once
 
 
-def this_processor(ranks: int) -> tuple[str, Hardware]:
-    """The dtype that --dtype=auto takes on this machine, and the share of it that each rank has. It imports torch."""
-    import torch
-
-    from hardware import device
-
-    dtype = device.choose_dtype("auto", cpu := torch.device("cpu"))
-    peak, memory = host.cores() * device.best_product(cpu, dtype), host.memory_bytes()
-    return dtype, Hardware(peak / ranks, memory / ranks, link=1e9, network=1e9, mfu=0.35)  # gloo sends about 1 GB/s
-
-
-def remedies(plan: Plan) -> dict[str, float]:
-    """The gentlest flags with which a rank's memory fits, also with fsdp and more GPUs, and the bytes that it then takes."""
-    config, world_size, own, found = plan.config, plan.options.plan_world_size, plan.config.parallel.strategy, {}
-    gentle = [{}, {"micro_batch_size": 1}, {"activation_checkpointing": True}]
-    gentle.append(gentle[1] | gentle[2])
+def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
+    """The gentlest flags with which a rank fits into `usable` bytes, also with fsdp and more GPUs, and what it then takes."""
+    own, found = config.parallel.strategy, {}
+    small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():
-        for world, flags in ((world_size * 2**i, flags) for i in range(doublings) for flags in gentle):
+        for world, flags in ((ranks * 2**i, flags) for i in range(doublings) for flags in ({}, small, again, small | again)):
             changed = settings.replace(config, strategy=strategy, **flags)
-            size = sum(footprint.of_rank(changed, world, config.train.device).values())
+            size = sum(footprint.of_rank(changed, world, "cuda").values())
             with contextlib.suppress(UserError):  # of flags that do not go together
                 rules.check(changed, world)
-                if size <= plan.usable:
+                if size <= usable:
                     flags = flags if strategy == own else {"strategy": strategy} | flags
                     words = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
-                    found[words + (f" on {world} GPUs" if world > world_size else "")] = size
+                    found[words + f" on {world} GPUs" * (world > ranks)] = size
                     break
     return found
 
 
-def text(plan: Plan) -> str:
-    """The plan as a table, the verdict first."""
-    config, options, memory, model = plan.config, plan.options, plan.memory, plan.config.model
-    train, ranks, sizes = config.train, options.plan_world_size, footprint.parameters(model)
-    tokens, count, step_s = train.steps * train.tokens_per_update, sum(sizes.values()), plan.compute_s + plan.waited_s
-    checkpoint = footprint.checkpoint_bytes(model, config.optim.optimizer)
-    kept = footprint.checkpoints_at_once(config.checkpoint, train.steps)
-    ideal = footprint.flops_per_token(model) * train.tokens_per_update / ranks / plan.hardware.peak_flops / plan.mfu
-    price = f" at ${options.dollars_per_gpu_hour:g}" if plan.dollars else ""
+def text(config: Config, once: dict[str, float], options: PlanConfig) -> str:
+    """The plan of a resolved `config` as a table, the verdict first. once: see `resolve`."""
+    model, train, ranks, gpu = config.model, config.train, options.plan_world_size, gpus.GPUS[options.plan_gpu]
+    sizes, memory, usable = footprint.parameters(model), footprint.of_rank(config, ranks, "cuda"), footprint.USABLE * gpu.memory
+    count, needed, tokens = sum(sizes.values()), sum(memory.values()), train.steps * train.tokens_per_update
+    fits, fit = needed <= usable, []
+    if not fits:
+        fit = [("What would fit, GB",), *(("", gb(size), words) for words, size in remedies(config, ranks, usable).items())]
+        fit.append(("  a GPU with more memory, or a smaller model",))
+    flops = footprint.flops_per_token(model)
+    mfu = gpu.mfu * (SMALL_MFU if count < SMALL else 1) if options.plan_mfu == "auto" else options.plan_mfu
+    compute_s, waited_s, sent = gpus.speed(config, ranks, gpu, mfu)
+    step_s, ideal_s = compute_s + waited_s, flops * train.tokens_per_update / ranks / gpu.peak_flops / mfu
+    hours = train.steps * step_s / 3600 * ranks
+    checkpoint, kept = footprint.checkpoint_bytes(config), footprint.checkpoints_at_once(config.checkpoint, train.steps)
     rows = [
-        f"{config.run.name} on {ranks} x {options.plan_gpu.upper()}, {config.parallel.strategy}, {train.dtype}: "
-        f"{'fits' if plan.fits else 'DOES NOT FIT'}, {duration(plan.seconds)}" + f", ${plan.dollars:,.0f}" * bool(plan.dollars),
         ("Parameters", model.architecture),
         *((f"  {name}", f"{size:,}") for name, size in (sizes | {"total": count}).items() if size),
         ("Memory of a rank, GB",),
         *((f"  {name}", gb(size)) for name, size in memory.items() if size),
-        ("  total at the peak of an update", gb(sum(memory.values()))),
-        ("  usable", gb(plan.usable), f"of {gb(plan.hardware.memory)}"),
-        *(() if plan.fits else (("What would fit, GB",), *(("", gb(size), words) for words, size in remedies(plan).items()),
-                                ("  a GPU with more memory, or a smaller model",))),
+        ("  total at the peak of an update", gb(needed)),
+        ("  usable", gb(usable), f"of {gb(gpu.memory)}"),
+        *fit,
         ("Batch and tokens",),
         ("  tokens an update", f"{train.tokens_per_update:,}"),
         ("  micro-batch", f"{train.micro_batch_size} x {model.seq_len:,}"),
         ("  micro-steps an update", f"{-(-config.micro_batches // ranks):,}"),
         ("  updates", f"{train.steps:,}"),
         ("  tokens", f"{tokens:,}"),
-        *((f"  epochs of {name}", f"{epochs:.2f}") for name, epochs in plan.epochs.items()),
-        *(() if plan.epochs else (("  epochs of the dataset", "it is not there"),)),
-        ("  vocabulary, padded", f"{model.vocab_size:,}", plan.vocabulary),
+        *((f"  epochs of {name}", f"{tokens / size:.2f}") for name, size in once.items()),
+        ("  vocabulary, padded", f"{model.vocab_size:,}", "" if once else f"{config.data.tokens} is not there"),
         ("  tokens a parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} would be {CHINCHILLA * count:,} tokens"),
         ("Time and money",),
-        ("  FLOPs", f"{footprint.flops_per_token(model) * tokens:.2e}"),
-        ("  MFU", f"{plan.mfu:.0%}", ("assumed" if options.plan_mfu == "auto" else "--plan_mfu")
-          + f", of a peak of {plan.hardware.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
-        ("  an update", f"{step_s:.3f} s", f"{plan.waited_s:.3f} s of it waiting for the network"),
-        ("  efficiency", f"{ideal / step_s:.1%}", f"of {plural(ranks, 'rank')}; each sends {gb(plan.sent_bytes)} GB an update"),
+        ("  FLOPs", f"{flops * tokens:.2e}"),
+        ("  MFU", f"{mfu:.0%}", ("assumed" if options.plan_mfu == "auto" else "--plan_mfu")
+          + f", of a peak of {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
+        ("  an update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for the network"),
+        ("  efficiency", f"{ideal_s / step_s:.1%}", f"of {plural(ranks, 'rank')}; each sends {gb(sent)} GB an update"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
-        ("  the run", duration(plan.seconds), f"{plan.seconds / 3600 * ranks:,.1f} hours of all ranks{price}"),
+        ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${options.dollars_per_gpu_hour:g}"),
         ("  checkpoints on disk", f"{gb(kept * checkpoint)} GB", f"{kept} at most, of {gb(checkpoint)} GB"),
     ]  # fmt: skip
-    widths = [max(len(row[i]) for row in rows[1:] if len(row) > i) for i in range(2)]
-    lines = [rows[0]]
-    for label, *cells in rows[1:]:
-        lines += [""] * (label[:1] not in ("", " "))
-        lines.append("  ".join([label.ljust(widths[0]), *(c.rjust(widths[1]) if i == 0 else c for i, c in enumerate(cells))]))
-    return "\n".join(line.rstrip() for line in lines)
+    first, second = (max(len(row[i]) for row in rows if len(row) > i) for i in range(2))
+    lines = [
+        f"{config.run.name} on {ranks} x {options.plan_gpu.upper()}, {config.parallel.strategy}, {train.dtype}: "
+        f"{'fits' if fits else 'DOES NOT FIT'}, {duration(train.steps * step_s)}, ${hours * options.dollars_per_gpu_hour:,.0f}"
+    ]
+    for label, value, remark in ((*row, "", "")[:3] for row in rows):
+        above = "" if label[:1] in ("", " ") else "\n"
+        lines.append(above + f"{label:{first}}  {value:>{second}}  {remark}".rstrip())
+    return "\n".join(lines)
 
 
 def gb(size: float) -> str:

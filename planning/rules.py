@@ -6,46 +6,28 @@ Imports no torch, so that wrong flags are answered at once. The limits of a sing
 import itertools
 from collections.abc import Iterator
 
-from common.cli import replace
-from common.errors import UserError, refuse
-from hardware.host import read_ranks
-from settings import Command, Config, ModelConfig
-
-MOST_MICRO_BATCHES = 1 << 20  # of an update; each one has its place in a list
-
-
-def check_command(command: Command) -> None:
-    """Raise UserError unless the command's run, or the run that is to be planned, has settings that go together."""
-    if not command.plan.plan:
-        return check(command.config, read_ranks()[1])
-    try:
-        check(command.config, command.plan.plan_world_size)
-    except UserError as error:
-        raise UserError(f"{error}\n       (a plan for --plan_world_size={command.plan.plan_world_size})") from None
+from common.errors import refuse
+from settings import Config, ModelConfig
 
 
 def check(config: Config, world_size: int) -> None:
     """Raise one UserError that names every setting, `auto` or resolved, that does not work on `world_size` ranks."""
-    problems = strategy_problems(config, world_size), shape_problems(config.model), share_problems(config, world_size)
-    refuse(itertools.chain(schedule_problems(config), *problems))
+    shape, share = shape_problems(config.model), share_problems(config, world_size)
+    refuse(itertools.chain(portable_problems(config, world_size), setting_problems(config, world_size), shape, share))
 
 
-def schedule_problems(config: Config) -> Iterator[str]:
-    """The settings of the run's course that another one makes impossible."""
-    if config.optim.min_lr != "auto" and config.optim.min_lr > config.optim.lr:
-        yield f"--min_lr={config.optim.min_lr} must be at most --lr={config.optim.lr}"
+def setting_problems(config: Config, world_size: int) -> Iterator[str]:
+    """The settings that the strategy, or another setting, does not support."""
+    parallel, strategy, train, optim = config.parallel, config.parallel.strategy, config.train, config.optim
+    if optim.min_lr != "auto" and optim.min_lr > optim.lr:
+        yield f"--min_lr={optim.min_lr} must be at most --lr={optim.lr}"
     for number, batch in enumerate(config.skipped_batches):
-        if batch >= (end := config.train.steps + number):
+        if batch >= (end := train.steps + number):
             skipped = f"--skip_steps={config.data.skip_steps} has {batch + 1}"
             yield f"{skipped}, which no step of this run would see; the last is {end}"
-
-
-def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
-    """The settings that the strategy, or another setting, does not support."""
-    parallel, strategy = config.parallel, config.parallel.strategy
-    if strategy == "exact" and config.train.dtype == "float16":
+    if strategy == "exact" and train.dtype == "float16":
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use bfloat16"
-    if config.train.fp8 and config.train.compile == "off":
+    if train.fp8 and train.compile == "off":
         yield "--fp8=true needs --compile=on: eager float8 is slower than bfloat16 (0.3 to 0.9 times in pytorch/ao#685)"
     if strategy != "fsdp" and parallel.replicate != 1:
         yield f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights"
@@ -53,6 +35,23 @@ def strategy_problems(config: Config, world_size: int) -> Iterator[str]:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
     if strategy == "fsdp" and parallel.check_replicas_every:
         yield "--check_replicas_every compares the ranks' copies of the weights; --strategy=fsdp has no copies; use 0"
+
+
+def portable_problems(config: Config, world_size: int) -> Iterator[str]:
+    """The settings that --numerics=portable cannot keep."""
+    if config.numerics.numerics == "native":
+        return
+    train, strategy = config.train, config.parallel.strategy
+    if train.dtype not in ("auto", "float32"):
+        yield f"--numerics=portable computes in float32; leave --dtype={train.dtype} out"
+    if config.optim.muon_dtype not in ("auto", "float32"):
+        yield f"--numerics=portable computes in float32; leave --muon_dtype={config.optim.muon_dtype} out"
+    if train.compile == "on":
+        yield "--numerics=portable needs --compile=off: a compiler may fuse a multiplication and an addition, which rounds once"
+    if train.fp8:
+        yield "--numerics=portable computes in float32; leave --fp8=true out"
+    if strategy != "exact" and (world_size > 1 or strategy != "ddp"):
+        yield f"--numerics=portable needs --strategy=exact: under {strategy} the sum of gradients depends on the ranks"
 
 
 def shape_problems(model: ModelConfig) -> Iterator[str]:
@@ -82,20 +81,16 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     The shares must be equal, except under exact, where each rank only needs one micro-batch or more.
     """
     exact, tokens, micro = config.parallel.strategy == "exact", config.train.tokens_per_update, config.train.micro_batch_size
+    micro = 1 if config.numerics.numerics == "portable" else micro  # see choices.for_portable
     micro_batch = config.model.seq_len * (1 if micro == "auto" else micro)  # in tokens
     smallest = micro_batch * world_size
     unit = micro_batch if exact else smallest
-    if micro != "auto" and tokens // micro_batch > MOST_MICRO_BATCHES:
-        yield f"--tokens_per_update={tokens} is {tokens // micro_batch:,} micro-batches; at most {MOST_MICRO_BATCHES:,} work"
-        return
     if tokens % unit == 0 and tokens >= smallest:
         return
     factors = [f"--seq_len={config.model.seq_len}"] + [f"--micro_batch_size={micro}"] * (micro != "auto")
     factors += [f"{world_size} ranks"] * (world_size > 1 and (not exact or tokens % unit == 0))
     wrong = "not a multiple of" if tokens % unit else "less than"
-    unequal = not exact and tokens % micro_batch == 0 and tokens >= smallest
-    takes = unequal and not any(strategy_problems(replace(config, strategy="exact"), world_size))
-    other = "; or --strategy=exact, which takes it as it is" if takes else ""
+    other = "; or --strategy=exact, which takes it as it is" * (not exact and tokens % micro_batch == 0 and tokens >= smallest)
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 

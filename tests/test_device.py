@@ -176,7 +176,8 @@ def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
     processor(monkeypatch, "AVX2", False, False, "AuthenticAMD")
     config, elsewhere = settings.load([], ""), {"device": "cpu", "dtype": "bfloat16", "muon_dtype": "bfloat16"}
     assert precision(config, previous=elsewhere) == ("bfloat16", "bfloat16")
-    (remark,) = startup.precision_remark(settings.replace(config, **elsewhere), torch.device("cpu"))
+    moved = choices.resolve(config, 257, startup.survey(World(0, 1, 1, torch.device("cpu"))), elsewhere)
+    (remark,) = startup.check(moved, World(0, 1, 1, torch.device("cpu")))
     assert "--dtype=float32 --muon_dtype=float32 may be faster" in remark
     # A version without the setting had Muon in bfloat16.
     assert precision(config, previous={"device": "cpu", "dtype": "float32"}) == ("float32", "bfloat16")
