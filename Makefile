@@ -3,13 +3,17 @@ BIN := .venv/bin
 # The tested set, with hashes: make setup REQUIREMENTS="--require-hashes -r requirements.lock"
 REQUIREMENTS ?= -r requirements.txt
 
-.PHONY: train test test-all lint bench setup
+.PHONY: train same test test-all lint bench setup
 .DELETE_ON_ERROR:
 
 train: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$${NPROC:-$$($(BIN)/python -m hardware.device)} train.py
 	$(BIN)/python sample.py runs/laptop --prompt="def " --max_new_tokens=200
+
+# Are the bits of a run the same on this machine as on every other? About a minute.
+same: setup
+	$(BIN)/python bench/same.py
 
 test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow"

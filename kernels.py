@@ -14,18 +14,24 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.optim.adamw import adamw as torch_adamw
 
 from hardware.footprint import SHORT, rows_at_a_time
 from settings import ModelConfig
 
-# Where bits may differ from run to run, cuDNN's attention goes first: 632 TFLOP/s on an H100, where PyTorch's own has 329
-# (pytorch/pytorch#142132). PyTorch itself takes it last, and not at all under --deterministic=true.
-SDPA_PRIORITY = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+# Where bits may differ from run to run, FlashAttention 3 goes first, or else cuDNN's attention: 632 TFLOP/s on an H100, where
+# PyTorch's own has 329 (pytorch/pytorch#142132). PyTorch's own order depends on the GPU and on cuDNN's version. Under
+# --deterministic=true PyTorch never takes cuDNN's.
+FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# What models and optimizers take from here or, under --numerics=portable, from portable.py, besides the functions below.
+Linear, LayerNorm, embed, dropout = nn.Linear, nn.LayerNorm, F.embedding, F.dropout
+silu, gelu_erf, logits, total_norm = F.silu, F.gelu, F.linear, nn.utils.get_total_norm
+cos, sin, cosine, power, normal_, multinomial = torch.cos, torch.sin, math.cos, torch.pow, Tensor.normal_, torch.multinomial
+softmax, matrix_norm = functools.partial(F.softmax, dim=-1), functools.partial(Tensor.norm, dim=(1, 2), keepdim=True)
+matmul, baddbmm, lerp_, add_ = torch.matmul, torch.baddbmm, torch._foreach_lerp_, torch._foreach_add_
+# The function inside torch.optim.AdamW: constructing that class imports PyTorch's compiler, which takes a second.
+adamw = functools.partial(torch_adamw, max_exp_avg_sqs=[], fused=True, amsgrad=False, maximize=False)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Tensor | BlockMask | None" = None) -> Tensor:
@@ -44,8 +50,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Te
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, enable_gqa=grouped)
     if T not in (1, S):
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    free = q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not has_flash_attention_3()
-    with sdpa_kernel(SDPA_PRIORITY, set_priority=True) if free else contextlib.nullcontext():
+    free = q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+    order = FLASH_FIRST if has_flash_attention_3() else CUDNN_FIRST
+    with sdpa_kernel(order, set_priority=True) if free else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
 
 
@@ -54,14 +61,14 @@ def has_flash_attention_3() -> bool:
     return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
-def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float) -> "Tensor | BlockMask":
+def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float, flexible=True) -> "Tensor | BlockMask":
     """What keeps `attention` within documents. document_starts [B, T]: the position where the document of each token starts.
 
-    On CUDA it is a FlexAttention mask (Dong et al. 2024), which skips blocks between documents. FlexAttention has no dropout,
-    so with dropout, and on other devices, it is an additive mask of 0 and -inf, [B, 1, T, T] in `dtype`.
+    On CUDA a `flexible` one is for FlexAttention (Dong et al. 2024), which skips blocks between documents. FlexAttention has no
+    dropout, so with dropout, and on other devices, it is an additive mask of 0 and -inf, [B, 1, T, T] in `dtype`.
     """
     B, T = document_starts.shape
-    if document_starts.device.type == "cuda" and not dropout_p:
+    if document_starts.device.type == "cuda" and flexible and not dropout_p:
 
         def seen(b, h, query, key):
             return (key <= query) & (key >= document_starts[b, query])
@@ -79,12 +86,12 @@ def compiled_flex_attention():
 
 
 @functools.cache  # it is asked again for what the console says
-def activate_attention_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Let `attention`, in this process, use FlashAttention 3 if it is installed and fits the model. Says which kernel runs.
+def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Let `attention`, in this process, use FlashAttention 3 if it is installed and fits the run. Says which kernel runs.
 
     PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
-    reaches 474 (Dao-AILab/flash-attention#1893). Its package is built from the folder `hopper` of that repository.
-    dtype: that of the matrix products.
+    reaches 474 (Dao-AILab/flash-attention#1893), but not every build of it repeats its bits (the same, #2244), so it is tried.
+    batch: sequences of a micro-batch. dtype: of the matrix products.
     """
     flash, problem = "FlashAttention 2", ""
     q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
@@ -92,7 +99,9 @@ def activate_attention_kernel(config: ModelConfig, dtype: torch.dtype, device: t
     if device.type == "cuda" and importlib.util.find_spec("flash_attn_interface"):
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-            attention(q.detach().requires_grad_(), k, k, config.dropout).sum().backward()
+            same = gradients_repeat(q.expand(batch, -1, -1, -1), k.expand(batch, -1, -1, -1), config.dropout)
+            if torch.are_deterministic_algorithms_enabled() and not same:
+                raise RuntimeError("its gradients have other bits every time; --deterministic=false takes it all the same")
             flash = "FlashAttention 3"
         except (AttributeError, ImportError, RuntimeError) as error:  # an older PyTorch, a broken package, another GPU, dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"
@@ -109,6 +118,18 @@ def activate_attention_kernel(config: ModelConfig, dtype: torch.dtype, device: t
     return kernels.get(backward, "matrix products and softmax") + problem
 
 
+def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> bool:
+    """Whether FlashAttention gives the same gradients every time, for queries of the shape of `q` and keys of that of `k`."""
+    torch.manual_seed(0)
+    upstream, *inputs = (torch.randn(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in (q, q, k, k))
+    found = []
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # alone, or another kernel might be tried in its place
+        for _ in range(times):
+            torch.manual_seed(0)  # dropout's
+            found.append(torch.autograd.grad(attention(*inputs, dropout_p), inputs, upstream))
+    return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
     """What each of several linear `layers` makes of the same `x` [..., C]. On a GPU one product with all weights does it."""
     if not fuses(x, layers):
@@ -119,7 +140,7 @@ def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
 
 
 def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
-    """Whether the products of `layers` are fused: on CUDA, where narrow ones leave units idle. Float8 layers are no nn.Linear.
+    """Whether to fuse the products of `layers`: on CUDA, where narrow ones leave units idle, unless they are float8 layers.
 
     A CPU gains nothing (bench/LOG.md), and fusing would change its bits: the gradient of `x` is then added up in one product.
     """
@@ -164,15 +185,15 @@ def _(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty((length, length), dtype=dtype, device=device)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, rows: int | None = None) -> Tensor:
     """Mean cross-entropy, a float32 scalar, of the logits `x` [N, C] @ `weight` [V, C] transposed, at `targets` [N] int64.
 
     The whole [N, V] logits never exist. Some rows of them are computed at a time, and their share of the gradients right
     after, as in Liger Kernel (Hsu et al. 2024). Matrix products are in autocast's dtype, sums in float32.
-    part: a compiled `cross_entropy_part` (None: the plain function).
+    part: a compiled `cross_entropy_part` (None: the plain function). rows: at a time, at most.
     """
     # Equal parts where possible, because the compiler makes new code for another number of rows.
-    parts = math.ceil(len(x) / rows_at_a_time(len(weight), x.device.type))
+    parts = math.ceil(len(x) / (rows or rows_at_a_time(len(weight), x.device.type)))
     rows = math.ceil(len(x) / parts / 128) * 128
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled(), part or cross_entropy_part)
 
@@ -257,10 +278,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     On an eager CPU the result is in autocast's dtype, and the backward pass is by hand: PyTorch's own needs a dozen passes
     over memory there.
     """
-    return RMSNorm.apply(x, weight, eps) if on_eager_cpu(x) else F.rms_norm(x, weight.shape, weight, eps)
+    return RMSNormFunction.apply(x, weight, eps) if on_eager_cpu(x) else F.rms_norm(x, weight.shape, weight, eps)
 
 
-class RMSNorm(torch.autograd.Function):
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm that computes with `rms_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:  # `x` [B, T, C] to the same shape
+        return rms_norm(x, self.weight, self.eps)
+
+
+class RMSNormFunction(torch.autograd.Function):
     """See `rms_norm`."""
 
     @staticmethod

@@ -9,24 +9,15 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import (
-    BlockMask,
-    attention,
-    compute_dtype,
-    cross_entropy_part,
-    document_mask,
-    fused_linear,
-    gelu,
-    linear_cross_entropy,
-    norm_and_rotate,
-    rms_norm,
-    rotate,
-)
+import kernels
+import portable
+from kernels import BlockMask, compute_dtype
 from settings import ModelConfig
+
+OPS = {"native": kernels, "portable": portable}  # what a model computes with, by --numerics
 
 
 class GPT(nn.Module):
@@ -35,20 +26,20 @@ class GPT(nn.Module):
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
     document_token: the token that starts a document, if a token sees only its own document (None: it sees all earlier tokens).
+    numerics: native computes with `kernels`, portable with `portable`.
     """
 
-    def __init__(self, config: ModelConfig, document_token: int | None = None):
+    def __init__(self, config: ModelConfig, document_token: int | None = None, numerics: str = "native"):
         super().__init__()
-        self.config, self.document_token = config, document_token
+        self.config, self.document_token, self.numerics, self.ops = config, document_token, numerics, (ops := OPS[numerics])
         gpt2 = config.architecture == "gpt2"
         self.embed = embedding(config.vocab_size, config.n_embd)
         self.positions = embedding(config.seq_len, config.n_embd) if gpt2 else None
-        self.rope = None if gpt2 else RotaryTable(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = norm_layer(config)
-        self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.cross_entropy_part = cross_entropy_part
+        self.rope = None if gpt2 else RotaryTable(config, ops)
+        self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.n_layer))
+        self.norm = norm_layer(config, ops)
+        self.head = None if config.tie_embeddings else ops.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.cross_entropy_part = ops.cross_entropy_part
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
         """`tokens` [B, T] int64. Returns logits [B, T, V], or with `targets` [B, T] the mean cross-entropy, a float32 scalar.
@@ -56,11 +47,11 @@ class GPT(nn.Module):
         With `cache` (`new_cache`), which must have room for T more, the tokens continue those it holds.
         """
         x = self.hidden(tokens, cache)
-        return F.linear(x, self.output_weight) if targets is None else self.loss(x, targets)
+        return self.ops.logits(x, self.output_weight) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, a float32 scalar, of the last hidden states `x` [B, T, C] at `targets` [B, T] int64."""
-        return linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets.flatten(), self.cross_entropy_part)
+        return self.ops.linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets.flatten(), self.cross_entropy_part)
 
     @property
     def output_weight(self) -> Tensor:
@@ -71,15 +62,15 @@ class GPT(nn.Module):
         """The normalized hidden states after the last block, [B, T, C]. Tokens in a `cache` are one document."""
         start = cache[0].length if cache else 0  # position of the first token
         end = start + tokens.shape[1]
-        x = self.embed(tokens)  # [B, T, C]
+        x = self.ops.embed(tokens, self.embed.weight)  # [B, T, C]
         positions, mask = slice(start, end), None
         if self.document_token is not None and cache is None:
             positions, mask = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
             # The backward of weight[positions] would add by several threads of a CPU, in any order; an embedding's has one.
-            x = x + (self.positions.weight[positions] if mask is None else self.positions(positions))
+            x = x + (self.positions.weight[positions] if mask is None else self.ops.embed(positions, self.positions.weight))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
-        x = self.dropout(x)
+        x = self.ops.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, cache[i] if cache else None, mask)
         return self.norm(x)
@@ -93,7 +84,7 @@ class GPT(nn.Module):
         torch._dynamo.config.optimize_ddp = False  # do not cut a block where one of DDP's buckets ends
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
-        self.cross_entropy_part = torch.compile(cross_entropy_part, dynamic=False)
+        self.cross_entropy_part = torch.compile(self.cross_entropy_part, dynamic=False)
 
     def find_documents(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, "Tensor | BlockMask"]:
         """For `tokens` [B, T] the position of each in its document, [B, T], and the mask that keeps attention within documents.
@@ -102,7 +93,7 @@ class GPT(nn.Module):
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         document_starts = torch.where(tokens == self.document_token, positions, 0).cummax(1).values
-        mask = document_mask(document_starts, dtype, self.config.dropout if self.training else 0.0)
+        mask = self.ops.document_mask(document_starts, dtype, self.config.dropout if self.training else 0.0)
         return positions - document_starts, mask
 
     def checkpoint_activations(self) -> None:
@@ -120,80 +111,82 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
-def on_meta(config: ModelConfig, document_token: int | None = None) -> GPT:
+def on_meta(config: ModelConfig, document_token: int | None = None, numerics: str = "native") -> GPT:
     """A GPT on the meta device: its parameters have shapes, but neither values nor memory."""
     with torch.device("meta"):
-        return GPT(config, document_token)
+        return GPT(config, document_token, numerics)
 
 
 class Block(nn.Module):
     """Pre-norm transformer block: attention, then MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ops):
         super().__init__()
-        self.norm1 = norm_layer(config)
-        self.attn = Attention(config)
-        self.norm2 = norm_layer(config)
-        self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.norm1 = norm_layer(config, ops)
+        self.attn = Attention(config, ops)
+        self.norm2 = norm_layer(config, ops)
+        self.mlp = MLP(config, ops)
+        self.ops, self.dropout = ops, config.dropout
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]; `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
 
         mask: see `kernels.attention`.
         """
-        x = x + self.dropout(self.attn(self.norm1(x), rope, cache, mask))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.ops.dropout(self.attn(self.norm1(x), rope, cache, mask), self.dropout, self.training)
+        return x + self.ops.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
 class Attention(nn.Module):
     """Causal self-attention, in which several query heads may share a key/value head (GQA, Ainslie et al. 2023)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ops):
         super().__init__()
-        self.head_dim, self.dropout, bias = config.head_dim, config.dropout, config.architecture == "gpt2"
+        self.head_dim, self.dropout, self.ops, bias = config.head_dim, config.dropout, ops, config.architecture == "gpt2"
         width, kv_width = config.n_head * self.head_dim, config.n_kv_head * self.head_dim
-        self.q = nn.Linear(config.n_embd, width, bias=bias)
-        self.k = nn.Linear(config.n_embd, kv_width, bias=bias)
-        self.v = nn.Linear(config.n_embd, kv_width, bias=bias)
-        self.o = nn.Linear(width, config.n_embd, bias=bias)
+        self.q = ops.Linear(config.n_embd, width, bias=bias)
+        self.k = ops.Linear(config.n_embd, kv_width, bias=bias)
+        self.v = ops.Linear(config.n_embd, kv_width, bias=bias)
+        self.o = ops.Linear(width, config.n_embd, bias=bias)
         qwen3 = config.architecture == "qwen3"
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (y.view(heads) for y in fused_linear(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
+        ops, heads = self.ops, (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (
+            y.unflatten(2, heads[2:]) for y in ops.fused_linear(x, [self.q, self.k, self.v])
+        )  # [B, T, H or n_kv_head, D]
         if self.q_norm is not None:
-            q = norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
-            k = norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
+            q = ops.norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
+            k = ops.norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
         elif rope is not None:
-            q, k = rotate(q, rope).to(v.dtype), rotate(k, rope).to(v.dtype)
+            q, k = ops.rotate(q, rope).to(v.dtype), ops.rotate(k, rope).to(v.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or n_kv_head, T, D]
         if cache is not None:
             k, v = cache.append(k, v)  # of the earlier tokens too
-        y = attention(q, k, v, self.dropout if self.training else 0.0, mask)  # [B, H, T, D]
+        y = ops.attention(q, k, v, self.dropout if self.training else 0.0, mask)  # [B, H, T, D]
         return self.o(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
     """gpt2: GELU, with biases. The others: SwiGLU (Shazeer 2020), without."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ops):
         super().__init__()
-        gpt2 = config.architecture == "gpt2"
-        self.gelu = F.gelu if config.gelu == "erf" else gelu
-        self.gate = None if gpt2 else nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.up = nn.Linear(config.n_embd, config.d_ff, bias=gpt2)
-        self.down = nn.Linear(config.d_ff, config.n_embd, bias=gpt2)
+        self.ops, gpt2 = ops, config.architecture == "gpt2"
+        self.gelu = ops.gelu_erf if config.gelu == "erf" else ops.gelu
+        self.gate = None if gpt2 else ops.Linear(config.n_embd, config.d_ff, bias=False)
+        self.up = ops.Linear(config.n_embd, config.d_ff, bias=gpt2)
+        self.down = ops.Linear(config.d_ff, config.n_embd, bias=gpt2)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
             return self.down(self.gelu(self.up(x)))
-        gate, up = fused_linear(x, [self.gate, self.up])
-        return self.down(F.silu(gate) * up)
+        gate, up = self.ops.fused_linear(x, [self.gate, self.up])
+        return self.down(self.ops.silu(gate) * up)
 
 
 class RotaryTable(nn.Module):
@@ -202,19 +195,19 @@ class RotaryTable(nn.Module):
     They are a buffer, not a weight: neither trained nor saved, and float32 in a model of any dtype.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ops):
         super().__init__()
-        self.config = config
+        self.config, self.ops = config, ops
         self.register_buffer("table", self.compute(), persistent=False)
 
     def compute(self, device: torch.device | str = "cpu") -> Tensor:
         """The table, on `device`."""
         width, theta = self.config.head_dim, self.config.rope_theta
-        frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=device).float() / width)
+        frequencies = 1.0 / self.ops.power(theta, torch.arange(0, width, 2, device=device).float() / width)
         if self.config.rope_factors:
             frequencies = scale_rope(frequencies, *self.config.rope_factors)
         angles = torch.outer(torch.arange(self.config.seq_len, device=device).float(), frequencies)
-        return torch.stack((angles.cos(), angles.sin()))[:, :, None]
+        return torch.stack((self.ops.cos(angles), self.ops.sin(angles))).float()[:, :, None]
 
     def _apply(self, fn, recurse=True):
         """Compute the table again after `to`, `cuda` or `to_empty`: a cast rounds it, and the meta device has no values."""
@@ -234,17 +227,9 @@ def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, cont
     return frequencies * (kept + (1 - kept) / factor)
 
 
-class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm that computes with `kernels.rms_norm`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [B, T, C] to the same shape."""
-        return rms_norm(x, self.weight, self.eps)
-
-
-def norm_layer(config: ModelConfig) -> nn.Module:
+def norm_layer(config: ModelConfig, ops) -> nn.Module:
     """LayerNorm for gpt2, RMSNorm for the others."""
-    return (nn.LayerNorm if config.architecture == "gpt2" else RMSNorm)(config.n_embd, eps=config.norm_eps)
+    return (ops.LayerNorm if config.architecture == "gpt2" else ops.RMSNorm)(config.n_embd, eps=config.norm_eps)
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -261,7 +246,7 @@ def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
             yield name, value.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         std = residual_std if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
-        yield name, value.normal_(0.0, std, generator=generator)
+        yield name, model.ops.normal_(value, 0.0, std, generator=generator)
 
 
 class KVCache:
@@ -312,7 +297,7 @@ def generate(
         if cache[0].length == seq_len:
             cache, new = new_cache(model.config), context[:, -max(1, seq_len // 2) :]
         logits = model(new.to(device), cache=cache)[:, -1, :vocab_limit].float().cpu()
-        token = sample_token(logits, temperature, top_k, generator)
+        token = sample_token(logits, temperature, top_k, generator, model.ops)
         if eot is not None:
             token = token.masked_fill(ended, eot)
             ended |= token == eot
@@ -323,7 +308,7 @@ def generate(
         context = torch.cat((context, new), dim=1)[:, -seq_len:]
 
 
-def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None, ops=kernels) -> Tensor:
     """One token id for each row of `logits` [B, V]."""
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -331,4 +316,4 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
     if top_k:
         smallest_kept = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    return ops.multinomial(ops.softmax(logits), 1, generator=generator)[:, 0]

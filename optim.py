@@ -3,25 +3,23 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
+import kernels
 from settings import OptimConfig
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), with PyTorch's fused kernel.
-
-    It calls the function inside torch.optim.AdamW: constructing that class imports PyTorch's compiler, which takes a second.
-    """
+    """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), computed by `kernels` or `portable`."""
 
     STATE = {"step", "exp_avg", "exp_avg_sq"}  # of a parameter, each of its shape; step is a scalar
 
-    def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8):
-        self.param_groups, self.betas, self.eps = groups, betas, eps
+    def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, ops=kernels):
+        self.param_groups, self.betas, self.eps, self.ops = groups, betas, eps, ops
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -33,52 +31,51 @@ class AdamW:
                 if p not in self.state:
                     step = torch.zeros((), device=p.device)
                     self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            adamw(
-                parameters,
-                [p.grad for p in parameters],
-                [self.state[p]["exp_avg"] for p in parameters],
-                [self.state[p]["exp_avg_sq"] for p in parameters],
-                [],  # AMSGrad's maxima
-                [self.state[p]["step"] for p in parameters],
-                fused=True,
-                amsgrad=False,
+            self.ops.adamw(
+                params=parameters,
+                grads=[p.grad for p in parameters],
+                exp_avgs=[self.state[p]["exp_avg"] for p in parameters],
+                exp_avg_sqs=[self.state[p]["exp_avg_sq"] for p in parameters],
+                state_steps=[self.state[p]["step"] for p in parameters],
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 lr=group["lr"],
                 weight_decay=group["weight_decay"],
                 eps=self.eps,
-                maximize=False,
             )
 
 
 BATCH = 4  # for Newton-Schulz: one small matrix underuses the CPU, many overflow its cache
 # Returns the matrices [N, rows, columns] nearest to N matrices of one shape, in a dtype. Sharded matrices: this rank's rows.
-Orthogonalize = Callable[[list[Tensor], torch.dtype], Tensor]
+# The last argument is the module that computes, kernels or portable.
+Orthogonalize = Callable[[list[Tensor], torch.dtype, ModuleType], Tensor]
 
 
-def orthogonalize(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=kernels) -> Tensor:
     """Approximate the nearest (semi-)orthogonal matrix to each of N `matrices` of one shape: [N, rows, columns] in `dtype`."""
-    batches = [matrices[i : i + BATCH] for i in range(0, len(matrices), BATCH)]
-    return torch.cat([newton_schulz(torch.stack([matrix.to(dtype) for matrix in batch])) for batch in batches])
+    found = []
+    for i in range(0, len(matrices), BATCH):
+        batch = torch.stack([matrix.to(dtype) for matrix in matrices[i : i + BATCH]])
+        tall = batch.shape[1] > batch.shape[2]  # transposed, because the Gram matrix is then smaller
+        found.append(newton_schulz(batch.mT, ops).mT if tall else newton_schulz(batch, ops))
+    return torch.cat(found)
 
 
-def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
-    """`orthogonalize` a batch [N, rows, columns] by Muon's iteration with a quintic polynomial (Jordan et al., 2024).
+def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
+    """`orthogonalize` a batch `x` [N, rows, columns] by Muon's iteration with a quintic polynomial (Jordan et al., 2024).
 
-    Each step takes three matrix products. Tall matrices are transposed, because `gram` is then smaller.
+    Each step takes three matrix products.
     """
     a, b, c = 3.4445, -4.775, 2.0315
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x = x / ops.matrix_norm(x).clamp(min=1e-7)
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        gram = ops.matmul(x, x.mT)
+        x = ops.baddbmm(x, ops.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
 
 
 def orthogonalize_shares(
-    matrices: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
+    matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
 ) -> Tensor:
     """`orthogonalize` shared out over the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
@@ -89,13 +86,13 @@ def orthogonalize_shares(
     mine = matrices[group.rank() * each :][:each]
     share = torch.zeros(each, *local(matrices[0]).shape, dtype=dtype, device=matrices[0].device)
     if mine:
-        share[: len(mine)] = orthogonalize(mine, dtype)
+        share[: len(mine)] = orthogonalize(mine, dtype, ops)
     shares = share.new_empty(group.size() * each, *share.shape[1:])
     dist.all_gather(list(shares.split(each)), share, group=group)
     return shares[: len(matrices)]
 
 
-def orthogonalize_by_owners(matrices: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+def orthogonalize_by_owners(matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup) -> Tensor:
     """`orthogonalize` where each rank of `group` holds some rows of each matrix, divided as torch.chunk does.
 
     One exchange brings the rows of each matrix to its owner, which orthogonalizes it, and another brings the rows of the result
@@ -112,7 +109,7 @@ def orthogonalize_by_owners(matrices: list[Tensor], dtype: torch.dtype, group: d
     dist.all_to_all_single(exchanged, pieces, group=group)  # from [owners x each, most, columns] to [holders x each, ...]
     whole = exchanged.unflatten(0, (-1, each)).transpose(0, 1).flatten(1, 2)  # [each, holders x most, columns]
     if owned:
-        whole[:owned, :rows] = orthogonalize(whole[:owned, :rows].unbind(), dtype)
+        whole[:owned, :rows] = orthogonalize(whole[:owned, :rows].unbind(), dtype, ops)
     dist.all_to_all_single(pieces, whole.unflatten(1, (-1, most)).transpose(0, 1).flatten(0, 1), group=group)
     return pieces[: len(matrices), :held]
 
@@ -127,8 +124,10 @@ class Muon:
 
     STATE = {"momentum_buffer"}
 
-    def __init__(self, groups: list[dict], momentum: float, dtype: torch.dtype, orthogonalize: Orthogonalize = orthogonalize):
-        self.param_groups, self.momentum, self.dtype, self.orthogonalize = groups, momentum, dtype, orthogonalize
+    def __init__(
+        self, groups: list[dict], momentum: float, dtype: torch.dtype, orthogonalize: Orthogonalize = orthogonalize, ops=kernels
+    ):
+        self.param_groups, self.momentum, self.dtype, self.orthogonalize, self.ops = groups, momentum, dtype, orthogonalize, ops
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -143,11 +142,11 @@ class Muon:
                         self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
                 weights, gradients = [local(p) for p in matrices], [local(p.grad) for p in matrices]
                 momenta = [local(self.state[p]["momentum_buffer"]) for p in matrices]
-                torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-                torch._foreach_lerp_(gradients, momenta, self.momentum)  # Nesterov's momentum
-                updates = self.orthogonalize([p.grad for p in matrices], self.dtype).to(weights[0].dtype)
+                self.ops.lerp_(momenta, gradients, 1 - self.momentum)
+                self.ops.lerp_(gradients, momenta, self.momentum)  # Nesterov's momentum
+                updates = self.orthogonalize([p.grad for p in matrices], self.dtype, self.ops).to(weights[0].dtype)
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(weights, updates.unbind(), alpha=-0.2 * group["lr"] * max(shape) ** 0.5)
+                self.ops.add_(weights, updates.unbind(), alpha=-0.2 * group["lr"] * math.sqrt(max(shape)))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -180,6 +179,11 @@ class Optimizers:
         """Update the weights from the gradients."""
         for part in self.parts:
             part.step()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last update."""
+        return self.parts[0].param_groups[0]["lr"]
 
     def set_learning_rate(self, lr: float) -> None:
         """Set every parameter group's learning rate."""
@@ -221,15 +225,15 @@ def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = 
         {"params": [p for p in others if p.ndim >= 2], "lr": config.lr, "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "lr": config.lr, "weight_decay": 0.0},
     ]
-    parts: list[AdamW | Muon] = [AdamW(groups, (config.beta1, config.beta2))]
+    parts: list[AdamW | Muon] = [AdamW(groups, (config.beta1, config.beta2), ops=model.ops)]
     if matrices:
         group = {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay}
         dtype = torch.float32 if config.muon_dtype == "float32" else torch.bfloat16
-        parts.append(Muon([group], config.momentum, dtype, orthogonalize))
+        parts.append(Muon([group], config.momentum, dtype, orthogonalize, model.ops))
     return Optimizers(parts)
 
 
-def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
     config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024), linear over the last `cooldown_fraction` of all.
@@ -241,6 +245,6 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         return config.lr
     if config.schedule == "cosine":
         progress = (step - warmup) / max(1, steps - warmup)
-        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        return floor + (config.lr - floor) * 0.5 * (1 + float(cosine(torch.tensor(math.pi * progress, dtype=torch.float64))))
     remaining = (steps - step) / max(1, round(config.cooldown_fraction * steps))
     return floor + (config.lr - floor) * min(1.0, remaining)

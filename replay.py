@@ -1,18 +1,19 @@
 """Look back at a step of a run: `python replay.py runs/NAME --step=12345`. Was it the data, or the machine?
 
-The steps since the newest intact checkpoint before it are computed again. If loss and gradient norm are those of metrics.jsonl,
-bit for bit, the machine did what it should, and the sequences of the step show what the model saw. Else the first step that
-differs is named. Nothing is written into the run directory. A run under --strategy=exact is replayed by any number of ranks,
-other runs by their own: `torchrun --standalone --nproc_per_node=W replay.py ...`.
+It computes the steps since the newest intact checkpoint again. If loss and gradient norm are those of metrics.jsonl, bit for
+bit, the machine did what it should, and the sequences of the step show what the model saw. Otherwise it names the first step
+that differs. It writes nothing into the run. Any number of ranks can replay a run under --strategy=exact; other runs need their
+own: `torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 
 import command
 from common import cli
-from common.records import Count
+from common.records import Auto, Count
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class ReplayConfig:
     """How many sequences of the step to show, worst loss first (0: all)."""
     verify: bool = False
     """Check that each kept checkpoint follows from the one before it, sha256 for sha256."""
+    from_: Annotated[Count | Auto, tyro.conf.arg(name="from")] = "auto"
+    """Where --verify begins: the step of a checkpoint, or 0 for the beginning of the run (auto: the first checkpoint)."""
+    to: Count = 0
+    """The last step of --verify (0: that of the last checkpoint). It needs no checkpoint: its loss is compared."""
     tokens: str = ""
     """Where the dataset is now (empty: where the run found it)."""
 
@@ -32,12 +37,11 @@ class ReplayConfig:
 if __name__ == "__main__":
     command.run("replay", lambda args: cli.parse(ReplayConfig, args, __doc__))
 
+import os
 import shlex
-import shutil
 import sys
 import tempfile
 from collections import ChainMap
-from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
@@ -47,14 +51,14 @@ import data
 import settings
 import train
 from checkpoints import checkpoint, lookup, retention
-from checkpoints.checkpoint import Era, TrainState
-from checkpoints.snapshot import take_snapshot
-from common.errors import UserError, plural
+from checkpoints.checkpoint import Era, TrainState, take_snapshot
+from common.errors import UserError, plural, say
 from dataset import tokenizer
 from dataset.tokens import read_windows
 from parallel.world import World
 from reports.log import read_records
 
+WIDTH = 107  # of a sequence's text
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
 
 
@@ -71,78 +75,92 @@ class Past:
     world: World
     tokens: str  # where the dataset is now, if it is elsewhere
 
-    def say(self, message: str) -> None:
-        """Print a line, once."""
-        if self.world.is_master:
-            print(message, flush=True)
-
 
 def main(config: ReplayConfig) -> int:
-    """Replay and print. Returns 1 if something is not what the run recorded. Raises UserError."""
+    """Replay and print. Returns 1 if something differs from what the run recorded. Raises UserError."""
+    if not config.verify and (config.from_ != "auto" or config.to):
+        raise UserError("--from and --to need --verify; --step looks at a single step")
     newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
-    world = train.join(state.config)
+    world = train.join(anywhere(state.config))
     past = Past(Path(config.run), state, world, config.tokens)
+    if not world.is_master:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     with world.reporting_lost_ranks():
         for warning in warnings:
-            past.say(warning)
-        status = verify(past, config.step) if config.verify else look_back(past, config.step, config.sequences)
+            say(warning)
+        status = verify(past, config) if config.verify else look_back(past, config.step, config.sequences)
         world.leave()
     return status
 
 
 def look_back(past: Past, step: int, count: int) -> int:
     """Replay up to `step` (0: the last one), and show `count` of its sequences. Returns 1 if a step is not as recorded."""
-    lines = read_records(past.directory / "metrics.jsonl")
-    records = {record["step"]: record for _, record in lines if record and "loss" in record and "grad_norm" in record}
+    records = read_steps(past)
     last = max(records, default=0)
     step = step or last
     if not 1 <= step <= last:
         raise UserError(f"--step={step}: {past.directory} has steps 1 to {last}")
     run = open_before(past, step)
-    past.say(f"replaying steps {run.state.step + 1} to {step}")
+    say(f"replaying steps {run.state.step + 1} to {step}")
     found = replay(run, step - 1)
     sequences = look_at_sequences(run)
     found |= replay(run, step)
-    recorded = {s: (records[s]["loss"], records[s]["grad_norm"]) for s in found if s in records}
-    different = [s for s in recorded if repr(recorded[s]) != repr(found[s])]  # by repr, NaN is like NaN
-    past.say(verdict(found, recorded, different))
+    recorded = {s: records[s] for s in found if s in records}
+    different = differing(found, recorded)
+    say(verdict(found, recorded, different))
     loss, grad_norm = found[step]
     compared = "" if step in recorded else "  (not logged, so not compared; see --log_every)"
-    past.say(f"\nstep {step}  loss {loss:.4f}  gradient norm {grad_norm:.3f}{compared}\n\nsequences, worst loss first")
-    for sequence in sequences[: count or None]:
-        past.say(sequence)
+    say(f"\nstep {step}  loss {loss:.4f}  gradient norm {grad_norm:.3f}{compared}\n\nsequences, worst loss first")
+    say("\n".join(sequences[: count or None]))
     if 0 < count < len(sequences):
-        past.say(f"  ... {len(sequences) - count} more: --sequences=0")
+        say(f"  ... {len(sequences) - count} more: --sequences=0")
     skip = filter(None, [run.config.data.skip_steps, str(run.batches.batch_number(step - 1) + 1)])
-    past.say(f"--skip_steps={','.join(skip)} leaves this batch out")
+    say(f"--skip_steps={','.join(skip)} leaves this batch out")
     return int(bool(different))
+
+
+def read_steps(past: Past) -> dict[int, tuple[float, float]]:
+    """The loss and the gradient norm of each step in metrics.jsonl."""
+    lines = [record for _, record in read_records(past.directory / "metrics.jsonl") if record]
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in lines if "grad_norm" in record}
+
+
+def differing(found: dict[int, tuple], recorded: dict[int, tuple]) -> list[int]:
+    """The recorded steps whose (loss, gradient norm) is another. By repr, NaN is like NaN."""
+    return [step for step in recorded if repr(recorded[step]) != repr(found[step])]
 
 
 def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list[int]) -> str:
     """Whether the (loss, gradient norm) of the steps are those of the run."""
-    if not recorded:
-        return "metrics.jsonl has no record of these steps to compare with"
     if not different:
-        steps = plural(len(recorded), "recorded step")
-        return f"{steps}: loss and gradient norm are the recorded ones, bit for bit; look at the data"
+        same = "loss and gradient norm are the recorded ones, bit for bit; look at the data"
+        return f"{plural(len(recorded), 'recorded step')}: {same}" if recorded else "no step was logged (--log_every)"
     step = different[0]
     (loss, norm), (loss_before, norm_before) = found[step], recorded[step]
     differ = f"loss {loss!r}, recorded {loss_before!r}; gradient norm {norm!r}, recorded {norm_before!r}"
     return f"step {step} is the first that differs: {differ}"
 
 
+def anywhere(config: settings.Config) -> settings.Config:
+    """The settings by which any machine computes the bits of a portable run. Those of another run as they are."""
+    if config.numerics.numerics == "native":
+        return config
+    return settings.replace(config, threads="auto", device="cpu" if config.train.device == "cpu" else "auto")
+
+
 def conditions(era: Era) -> tuple:
     """What the bits of a step depend on besides the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
-    same = settings.replace(config, check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
+    same = settings.replace(anywhere(config), check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
+    versions = era["versions"] if config.numerics.numerics == "native" else {}
     ranks = 0 if same.parallel.strategy == "exact" else era["world_size"]
     order = config.run.seed, config.data.order, config.skipped_batches
-    return same.model, same.optim, same.train, same.parallel, order, ranks, era["versions"]
+    return same.model, same.numerics, same.optim, same.train, same.parallel, order, ranks, versions
 
 
-def open_before(past: Past, step: int, start: Path | None = None) -> train.Run:
-    """The run at its newest intact checkpoint before `step` (or at `start`), or at its beginning. Raises CannotReplay."""
+def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
+    """The run at checkpoint `path` (None: the newest intact one before `step`), or at its beginning. Raises CannotReplay."""
     directory, state, world = past.directory, past.state, past.world
     begun = [era for era in state.history if era["step"] < step]
     if not begun:
@@ -151,32 +169,27 @@ def open_before(past: Past, step: int, start: Path | None = None) -> train.Run:
     era = begun[-1]
     since = list(takewhile(lambda other: conditions(other) == conditions(era), reversed(begun)))[-1]["step"]
     config = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
-    earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]
-    start = start or next((path for path in reversed(earlier) if retention.find_damage(path) is None), None)
-    pretrained = None
-    if start is None and state.origins:
-        source = lookup.find_origin(directory, state.origins[-1])
-        began = settings.from_record(state.history[0]["settings"], str(directory)).run
-        start, pretrained = (None, source) if began.resume in ("auto", "off") else (source, None)
-    before = checkpoint.load_state(start) if start else TrainState()
-    if before.step < since:
-        gone = f"no intact checkpoint between it and step {step} is left (--keep_last)"
-        raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
     if config.parallel.strategy != "exact" and world.size != era["world_size"]:
-        raise CannotReplay(
-            f"step {step} was computed on {plural(era['world_size'], 'rank')}, and its bits depend on that; use torchrun "
-            f"--standalone --nproc_per_node={era['world_size']} replay.py {shlex.join(sys.argv[1:])}"
-        )
+        launcher = f"torchrun --standalone --nproc_per_node={era['world_size']} replay.py {shlex.join(sys.argv[1:])}"
+        computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
+        raise CannotReplay(f"{computed}, and its bits depend on that; use {launcher}")
     dataset = data.open_mixture(past.tokens or config.data.tokens, config.model.vocab_size)
     if dataset.identity != state.dataset:
         problem = f"{dataset} holds other tokens, or other shares of them, than the run was trained on"
         raise UserError(f"{problem}; --tokens says where they are now, of a mixture each with its weight")
-    model = settings.resolve_model(config.model, dataset.vocab_size)  # the run may be an old one
-    config = replace(config, model=model, optim=settings.resolve_schedule(config.optim, config.train.steps))
-    ours = checkpoint.versions(world.device)
-    if ours != era["versions"]:
-        past.say(f"warning: the step was computed with {era['versions']}; here are {ours}")
-    run = train.build(config, world, dataset, lookup.Start(before, start, pretrained))
+    earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]
+    path = path or next((path for path in reversed(earlier) if retention.find_damage(path) is None), None)
+    if path:
+        start = lookup.Start(checkpoint.load_state(path), path)
+    else:
+        began = settings.from_record(state.history[0]["settings"], str(directory))
+        start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it was new
+    if start.state.step < since:
+        gone = f"no intact checkpoint between it and step {step} is left (--keep_last)"
+        raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
+    if (ours := checkpoint.versions(world.device)) != era["versions"] and config.numerics.numerics == "native":
+        say(f"warning: the step was computed with {era['versions']}; here are {ours}")
+    run = train.build(config, world, dataset, start)
     run.engine.warm_up(config.train.micro_batch_size, config.model.seq_len)
     return run
 
@@ -207,49 +220,58 @@ def look_at_sequences(run: train.Run) -> list[str]:
     text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
     datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))
     sequences = read_windows(batches.streams, datasets, windows, batches.seq_len)[:, :-1].tolist()
-    width = max(60, shutil.get_terminal_size().columns) - 13
     rows = []
     for i in sorted(range(len(losses)), key=lambda i: -losses[i]):
         shard, position = batches.streams[datasets[i]].locate(int(windows[i]) * batches.seq_len)
+        place = f"{run.dataset.datasets[datasets[i]].directory}/{shard.name} from token {position:,}"
         documents = [str(at) for at, token in enumerate(sequences[i]) if token == run.dataset.eot_token][:6]
         begins = f"; documents begin at {', '.join(documents)}" if documents else ""
         content = text.decode(sequences[i]) if text else " ".join(map(str, sequences[i]))
-        rows.append(
-            f"  {losses[i]:8.4f}  sequence {i}: {run.dataset.datasets[datasets[i]].directory}/{shard.name} "
-            f"from token {position:,}{begins}\n            {content.encode('unicode_escape').decode()[:width]}"
-        )
+        rows.append(f"  {losses[i]:8.4f}  sequence {i}: {place}{begins}\n            {ascii(content)[1:-1][:WIDTH]}")
     return rows
 
 
-def verify(past: Past, step: int) -> int:
-    """Compute each kept checkpoint from the one before it and compare sha256. Returns 1 if one does not follow."""
-    if step:
-        raise UserError("--verify looks at all kept checkpoints; leave --step out")
-    kept = retention.published(past.directory / "checkpoints")
-    if len(kept) < 2:
-        has = plural(len(kept), "checkpoint")
-        raise UserError(f"{past.directory} has {has}; --verify compares each with the one before (see --keep_last)")
+def verify(past: Past, config: ReplayConfig) -> int:
+    """Compute each kept checkpoint of a segment from the one before it and compare. Returns 1 if one does not follow."""
+    kept = {retention.step_of(path): path for path in retention.published(past.directory / "checkpoints")}
+    first = min(kept) if config.from_ == "auto" else config.from_
+    last = config.to or max(kept)
+    if config.step or first not in {0, *kept} or not first < last <= past.state.step:
+        steps = f"the checkpoints of {past.directory} are those of steps {', '.join(map(str, kept))} (see --keep_last)"
+        raise UserError(f"--verify takes no --step; --from is 0 or the step of a checkpoint, and --to a later step; {steps}")
     wrong = 0
-    for start, end in pairwise(kept):
+    for start, end in pairwise([first, *(step for step in kept if first < step < last), last]):
+        before = kept[start].name if start in kept else "the beginning"
+        after = kept[end].name if end in kept else f"step {end}"
         try:
-            problem = difference(past, start, end)
-            found = f"DOES NOT follow from {start.name}: {problem}" if problem else f"follows from {start.name}"
+            problem = difference(past, kept.get(start), kept.get(end), end)
+            found = f"DOES NOT follow from {before}: {problem}" if problem else f"follows from {before}"
         except CannotReplay as reason:
             problem, found = "", f"cannot be checked: {reason}"
-        past.say(f"{end.name} {found}")
+        say(f"{after} {found}")
         wrong += bool(problem)
     return int(wrong > 0)
 
 
-def difference(past: Past, start: Path, end: Path) -> str:
-    """In what checkpoint `end` is another than computed from checkpoint `start`. Empty if in nothing. Raises CannotReplay."""
-    if problem := retention.find_damage(start) or retention.find_damage(end):
+def difference(past: Past, start: Path | None, end: Path | None, last: int) -> str:
+    """How step `last` differs from what follows from checkpoint `start`, or from the run's beginning. Empty if it does not.
+
+    Its tensors must be those of checkpoint `end`, if there is one, and the losses since `start` the recorded ones.
+    Raises CannotReplay.
+    """
+    if problem := next(filter(None, (retention.find_damage(path) for path in (start, end) if path)), None):
         return problem
-    run = open_before(past, retention.step_of(end), start)
-    replay(run, retention.step_of(end))
-    snapshot = take_snapshot(run.engine, run.config.checkpoint.max_shard_bytes)
-    with tempfile.TemporaryDirectory() as temporary:
-        again = ChainMap(*past.world.all_gather(snapshot.write(Path(temporary))))
-    kept = retention.read_manifest(end)
-    different = [name for name in sorted(again) if again[name] != kept.get(name)]
-    return f"{', '.join(different)} would be others" if different else ""
+    run, records = open_before(past, last, start), read_steps(past)
+    found = replay(run, last)
+    recorded = {step: records[step] for step in found if step in records}
+    if end is None and last not in recorded:
+        raise CannotReplay(f"step {last} has neither a checkpoint nor a line in metrics.jsonl (see --log_every)")
+    problems = [verdict(found, recorded, different)] if (different := differing(found, recorded)) else []
+    if end:
+        snapshot = take_snapshot(run.engine, run.config.checkpoint.max_shard_bytes)
+        with tempfile.TemporaryDirectory() as temporary:
+            again = ChainMap(*past.world.all_gather(snapshot.write(Path(temporary))))
+        kept = retention.read_manifest(end)
+        if others := [name for name in sorted(again) if again[name] != kept.get(name)]:
+            problems.insert(0, f"{', '.join(others)} would be others")
+    return "; ".join(problems)

@@ -158,6 +158,15 @@ def exact_worlds(bench: Bench) -> str:
     return f"One sha256 on {', '.join(runs)} ranks."
 
 
+def portable(bench: Bench) -> str:
+    """Whether --numerics=portable gives a GPU the bits of a CPU."""
+    flags = dict(numerics="portable", strategy="exact", compile="off", tokens_per_update=2048)  # a CPU computes them, too
+    runs = {place: bench.digests(f"portable, {place}", device=place, **flags)["sha256"] for place in ("cpu", bench.device)}
+    if runs["cpu"] != runs[bench.device]:
+        raise RunError(f"different bits: {runs}")
+    return f"One sha256 of weights and of optimizer state on {' and '.join(runs)}."
+
+
 def resume(bench: Bench) -> str:
     """Whether a killed and resumed run ends with the same bits."""
     undisturbed, resumed = bench.digests("undisturbed"), bench.digests("killed and resumed", kill_after=7)
@@ -232,6 +241,7 @@ def questions() -> Iterator[tuple[str, Callable[[Bench], str]]]:
     yield "How fast is the fastest matrix product?", fastest_product
     yield from of_each("how fast does it train at its best settings?", speed_of)
     yield "Is --strategy=exact one sha256 on 1 to 4 processes?", exact_worlds
+    yield "Is --numerics=portable one sha256 here and on a CPU?", portable
     yield "Is a killed and resumed run the same?", resume
     yield "gpt2_124m: how fast is it beside nanoGPT?", against_nanogpt
     yield from of_each("what does --strategy=exact cost?", change, strategy="exact")

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
 
 import kernels
 import machine  # noqa: F401  puts bench on the path
@@ -141,8 +140,11 @@ def test_fused_products_give_the_same_losses_and_gradients(monkeypatch, architec
     assert fused == ([3] if architecture == "gpt2" else [3, 2]) * 2
 
 
-@pytest.mark.parametrize("deterministic, installed, first", [(False, False, "CUDNN"), (True, False, None), (False, True, None)])
-def test_cudnn_s_attention_goes_first_where_bits_may_differ(monkeypatch, deterministic, installed, first):
+@pytest.mark.parametrize(
+    "deterministic, installed, order",
+    [(False, False, kernels.CUDNN_FIRST), (False, True, kernels.FLASH_FIRST), (True, False, None), (True, True, None)],
+)
+def test_the_fastest_attention_goes_first_where_bits_may_differ(monkeypatch, deterministic, installed, order):
     orders, usual = [], torch._C._get_sdp_priority_order()
 
     def attend(q, *more, **options):
@@ -155,6 +157,18 @@ def test_cudnn_s_attention_goes_first_where_bits_may_differ(monkeypatch, determi
     with FakeTensorMode():
         q = torch.empty(1, 2, 8, 16, device="cuda")
         kernels.attention(q, q, q)
-    wanted = [int(SDPBackend.CUDNN_ATTENTION), *(kind for kind in usual if kind != SDPBackend.CUDNN_ATTENTION)]
-    assert orders[0][:3] == wanted[:3] if first else orders == [usual]
+    assert orders[0][:3] == [int(kind) for kind in order][:3] if order else orders == [usual]
     assert torch._C._get_sdp_priority_order() == usual
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_a_kernel_whose_gradients_differ_from_call_to_call_is_noticed(monkeypatch, noise):
+    calls, plain = [], kernels.attention
+
+    def attend(q, k, v, dropout_p):
+        calls.append(q.shape)
+        return plain(q, k, v, dropout_p) * (1 + noise * len(calls))
+
+    monkeypatch.setattr(kernels, "attention", attend)
+    q, k = torch.zeros(1, 4, 8, 16).expand(3, -1, -1, -1), torch.zeros(1, 2, 8, 16).expand(3, -1, -1, -1)
+    assert kernels.gradients_repeat(q, k, 0.0) == (not noise) and calls == [(3, 4, 8, 16)] * 4

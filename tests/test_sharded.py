@@ -51,9 +51,9 @@ def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
 COUNTED = """
 import optim
 counts = []
-def counted(matrices, dtype, original=optim.orthogonalize):
+def counted(matrices, dtype, ops, original=optim.orthogonalize):
     counts.append(len(matrices))
-    return original(matrices, dtype)
+    return original(matrices, dtype, ops)
 optim.orthogonalize = counted
 def written(run, original=train.train):
     status = original(run)

@@ -1,0 +1,261 @@
+"""What --numerics=portable costs, whether it learns the same, and what each of its methods is for.
+
+python bench/portable.py speed|loss|mutations [--flag=value ...]
+"""
+
+import hashlib
+import itertools
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import machine  # puts the project's folder on the path
+
+# isort: split
+from common.errors import RunError
+from hardware import host
+
+SSE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # what every x86 has
+NANOGPT = dict(architecture="gpt2", n_layer=6, n_head=6, n_embd=384, seq_len=256, vocab_size=128, optimizer="adamw", lr=1e-3)
+NUMERICS = ("native", "portable")
+
+
+@dataclass(frozen=True)
+class SpeedConfig(machine.Options):
+    rounds: int = 5
+
+
+def speed(config: SpeedConfig) -> None:
+    """How many times native float32's processor time does an update take? On one rank and one thread, in turns.
+
+    The laptop preset, and nanoGPT's 10.65 M model with 16 sequences an update. The processor's clock counts only what this
+    process computes, but other programs still slow it, because they share memory and caches. Writes portable_speed.json.
+    """
+    machine.prepare_tokens(config.tokens)
+    host.prepare_torch()
+    result = {}
+    with machine.workspace() as folder:
+        machine.make_tokens(folder / "bytes", 2_000_000, 65)
+        nanogpt = NANOGPT | dict(tokens=folder / "bytes", tokens_per_update=4096)
+        for name, flags in {"laptop": dict(tokens=config.tokens), "10.65 M": nanogpt}.items():
+            contenders = {numerics: updater(flags, numerics, folder / name, config.rounds) for numerics in NUMERICS}
+            seconds = machine.in_turns(config.rounds + 1, contenders)
+            native, portable = (seconds[numerics][1:] for numerics in NUMERICS)  # the first allocates memory
+            result[name] = dict(native=machine.spread(native), portable=machine.spread(portable))
+            result[name] |= dict(ratio=machine.ratio(portable, native), ratio_of_least=min(portable) / min(native))
+            print(f"{name}: portable takes {result[name]['ratio']:.2f} times native's processor time")
+    print(machine.write("portable_speed", result, config.out))
+
+
+def updater(flags: dict, numerics: str, folder: Path, rounds: int):
+    """A function that makes the next update of a run and returns its seconds of processor time."""
+    import settings
+    import train
+
+    fixed = dict(numerics=numerics, dtype="float32", compile="off", threads=1, device="cpu", out_dir=folder, name=numerics)
+    arguments = machine.arguments("", "config/laptop.toml", **flags, **fixed, eval_every=0, save_every=0)
+    run, prefetcher = machine.ready(settings.load(arguments[1:], ""), rounds + 1)
+
+    def update() -> float:
+        began = time.process_time()
+        train.update(run, prefetcher)
+        return time.process_time() - began
+
+    return update
+
+
+@dataclass(frozen=True)
+class LossConfig(machine.Options):
+    preset: str = "config/laptop.toml"
+    steps: int = 110
+    seeds: int = 3
+
+
+def loss(config: LossConfig) -> None:
+    """Does a run learn the same? Trains a preset with both numerics and a few seeds. Writes portable_loss.json."""
+    machine.prepare_tokens(config.tokens)
+    rows = []
+    with machine.workspace() as folder:
+        for numerics, seed in itertools.product(NUMERICS, range(1, config.seeds + 1)):
+            flags = dict(tokens=config.tokens, steps=config.steps, numerics=numerics, seed=seed, dtype="float32", compile="off")
+            flags |= dict(out_dir=folder, name=f"{numerics}-{seed}", eval_every=config.steps // 2, save_every=0)
+            machine.run(preset=config.preset, **flags)
+            records = [record for record in machine.metrics(folder / flags["name"]) if "val_loss" in record]
+            rows.append([f"{numerics}, seed {seed}", *(record["val_loss"] for record in records)])
+    print(machine.table(["validation loss", *(f"step {record['step']}" for record in records)], rows))
+    print(machine.write("portable_loss", dict(preset=config.preset, steps=config.steps, losses=rows), config.out))
+
+
+@dataclass(frozen=True)
+class MutationsConfig(machine.Out):
+    other: str = ""
+    """The python of an environment with another version of torch."""
+
+
+def mutations(config: MutationsConfig) -> int:
+    """Is each method needed? Replaces one at a time by torch's own operation, and shows where the bits then change.
+
+    Three small models are trained for three updates, at all instructions of this processor, at AVX2, at SSE, with two threads,
+    with --micro_batch_size=2, and (--other) with another torch. Returns 1 if the bits change without any replacement. Writes
+    portable_mutations.json.
+    """
+    places = {"here": {}, "AVX2": machine.AVX2, "SSE": SSE, "2 threads": {"THREADS": "2"}, "batch of 2": {"TOGETHER": "2"}}
+    places |= {"other torch": {"PYTHON": config.other}} if config.other else {}
+    found = {}
+    for name in ["none", *MUTATIONS]:
+        digests = {place: digest_in(name, dict(variables)) for place, variables in places.items()}
+        found[name] = {place: digest != digests["here"] for place, digest in digests.items() if place != "here"}
+        print(f"{name:<28}", *(f"{place if differs else '-':<12}" for place, differs in found[name].items()), flush=True)
+    print(machine.write("portable_mutations", dict(differs=found), config.out))
+    return int(any(found["none"].values()))
+
+
+def digest_in(mutation: str, variables: dict[str, str]) -> str:
+    """What `digest` prints in a process of its own with these environment variables."""
+    command = [variables.pop("PYTHON", sys.executable), __file__, "digest", f"--mutation={mutation}"]
+    env = machine.environment(OMP_WAIT_POLICY="PASSIVE") | variables
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(done.stderr[-2000:])
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class DigestConfig:
+    mutation: str = "none"
+
+
+def digest(config: DigestConfig) -> None:
+    """Print the sha256 of three small models after three updates, with one method replaced."""
+    import os
+
+    import torch
+
+    import optim
+    import portable
+    from model import GPT, initial_weights
+    from settings import ModelConfig, OptimConfig, resolve_model
+
+    torch.set_num_threads(int(os.environ.get("THREADS", 1)))
+    together = int(os.environ.get("TOGETHER", 1)) if config.mutation == "one sequence at a time" else 1
+    if config.mutation != "none":
+        MUTATIONS[config.mutation](portable, torch)
+    sha = hashlib.sha256()
+    for architecture, gelu, optimizer in (("gpt2", "erf", "adamw"), ("gpt2", "tanh", "adamw"), ("qwen3", "tanh", "muon")):
+        shape = dict(n_layer=2, n_head=2, n_embd=96, seq_len=160, dropout=0.1)
+        settings = resolve_model(ModelConfig(architecture, gelu=gelu, **shape), 384)
+        model = GPT(settings, numerics="portable")
+        model.load_state_dict(dict(initial_weights(model, 1)))
+        optimizers = optim.build(model, OptimConfig(optimizer, muon_dtype="float32"))
+        tokens = (torch.arange(3 * 4 * 161).view(3, 4, 161) ** 2 // 7) % 383
+        for step, batch in enumerate(tokens):
+            optimizers.set_learning_rate(optim.learning_rate(step, 3, OptimConfig(warmup_steps=0, min_lr=0.0), portable.cosine))
+            torch.manual_seed(step)
+            sums = [torch.zeros(p.shape, dtype=torch.int64) for p in model.parameters()]
+            for part in batch.split(together):  # added up as integers: see parallel/exact.py
+                model(part[:, :-1], part[:, 1:]).backward()
+                for p, total in zip(model.parameters(), sums, strict=True):
+                    total += (p.grad * 2.0**50).to(torch.int64)
+                    p.grad = None
+            for p, total in zip(model.parameters(), sums, strict=True):
+                p.grad = (total.double() / 2.0**50).float()
+            norm = portable.total_norm([p.grad for p in model.parameters()]).item()
+            torch._foreach_mul_([p.grad for p in model.parameters()], 1 / norm)
+            optimizers.step()
+            sha.update(repr(norm).encode())
+        for p in model.parameters():
+            sha.update(p.detach().numpy().tobytes())
+    print(sha.hexdigest())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replacements. Each takes the module `portable`, which it changes, and torch.
+
+
+def replace(**functions):
+    """A replacement of functions of `portable`. Each is made by a function of torch."""
+
+    def change(portable, torch):
+        for name, make in functions.items():
+            setattr(portable, name, make(torch))
+
+    return change
+
+
+def products(portable, torch) -> None:
+    """Products in float32."""
+    portable.factor = lambda x, dim: x
+
+
+def products_in_float64(portable, torch) -> None:
+    """Products in float64 of numbers that were not rounded to a grid."""
+    portable.factor = lambda x, dim: x.double()
+
+
+def lookups(portable, torch) -> None:
+    """The gradient of an embedding in float32."""
+    grid = portable.to_grid
+    portable.to_grid = lambda x, bits, dim: x if isinstance(dim, tuple) else grid(x, bits, dim)
+
+
+def softmax(portable, torch) -> None:
+    """The denominator of softmax in float64, not on a grid."""
+    portable.Softmax.forward = staticmethod(plain_softmax)
+
+
+def plain_softmax(ctx, x):
+    """`portable.Softmax.forward` by torch."""
+    import torch
+
+    x.copy_(torch.softmax(x, -1))
+    ctx.mark_dirty(x)
+    ctx.save_for_backward(x)
+    return x
+
+
+def fused_adamw(portable, torch) -> None:
+    """AdamW by torch's fused kernel."""
+    import kernels
+
+    portable.adamw = kernels.adamw
+
+
+def one_by_one(portable, torch) -> None:
+    """Nothing: `digest` takes the size of a micro-batch."""
+
+
+MUTATIONS = {
+    "products: float32": products,
+    "products: float64, no grid": products_in_float64,
+    "sums: float32": replace(total=lambda torch: lambda x, dim: x.sum(dim, keepdim=True).double()),
+    "sums: float64, no grid": replace(total=lambda torch: lambda x, dim: x.double().sum(dim, keepdim=True)),
+    "sums: embedding's gradient": lookups,
+    "sums: softmax": softmax,
+    "sums: the global norm": replace(total_norm=lambda torch: torch.nn.utils.get_total_norm),
+    "exp": replace(exp=lambda torch: lambda x: x.float().exp().double()),
+    "exp: float64": replace(exp=lambda torch: torch.exp),
+    "log": replace(log=lambda torch: lambda x: x.float().log().double()),
+    "sine, cosine": replace(
+        sin=lambda torch: lambda x: x.float().sin().double(), cos=lambda torch: lambda x: x.float().cos().double()
+    ),
+    "roots: sqrt": replace(inverse_root=lambda torch: lambda x: 1 / x.clamp(min=1e-30).float().sqrt().double()),
+    "roots: rsqrt": replace(inverse_root=lambda torch: lambda x: x.clamp(min=1e-30).float().rsqrt().double()),
+    "AdamW": fused_adamw,
+    "Muon: lerp": replace(lerp_=lambda torch: torch._foreach_lerp_),
+    "Muon: add with alpha": replace(add_=lambda torch: torch._foreach_add_),
+    "Muon: baddbmm": replace(baddbmm=lambda torch: torch.baddbmm),
+    "initial weights": replace(normal_=lambda torch: torch.Tensor.normal_),
+    "dropout": replace(dropout=lambda torch: torch.nn.functional.dropout),
+    "one sequence at a time": one_by_one,
+}
+
+if __name__ == "__main__":
+    machine.choose(
+        __doc__,
+        speed=(SpeedConfig, speed),
+        loss=(LossConfig, loss),
+        mutations=(MutationsConfig, mutations),
+        digest=(DigestConfig, digest),
+    )
