@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from common.errors import UserError, user_errors
+from common.errors import user_errors
 from hardware import host
 
 
@@ -21,8 +21,6 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
     status = 1
     try:
         with user_errors():
-            if sys.platform == "win32":
-                raise UserError("Windows itself lacks signals and links that a run needs; use WSL, as docs/platforms.md says")
             for console in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not end the program
                 console.reconfigure(errors="backslashreplace")
             settings = read(sys.argv[1:])

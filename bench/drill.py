@@ -5,6 +5,7 @@ python bench/drill.py kills|resume [--flag=value ...]
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -66,6 +67,8 @@ class KillsConfig(machine.Options):
     """Under exact the most ranks: each attempt has a random number of them."""
     max_shard_bytes: int = 10**9
     """With 20000 the tensors are in 28 files, which the ranks write together under fsdp."""
+    mirror: str = ""
+    """An empty store. Every other kill then loses the disk, too."""
 
 
 def kills(config: KillsConfig) -> int:
@@ -85,12 +88,13 @@ def kills(config: KillsConfig) -> int:
     flags = KILLS | {name: getattr(config, name) for name in ("strategy", "max_shard_bytes", "tokens")}
     flags |= {"steps": (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills + 10}
     with machine.workspace() as runs:
-        result = kill_again_and_again(config, flags, runs / "killed") | {"steps": flags["steps"]}
-        for name in ("killed", "undisturbed"):
-            machine.run(config.ranks, **flags, out_dir=runs, name=name)
+        mirror = {"mirror": config.mirror} if config.mirror else {}
+        result = kill_again_and_again(config, flags | mirror, runs / "killed") | {"steps": flags["steps"]}
+        for name, more in {"killed": mirror, "undisturbed": {}}.items():
+            machine.run(config.ranks, **flags, **more, out_dir=runs, name=name)
         result["same"] = compare(runs / "killed", runs / "undisturbed")
     sharded = "_sharded" if config.max_shard_bytes < KillsConfig.max_shard_bytes else ""
-    name = "hard_kills" + (f"_{config.strategy}{sharded}_{config.ranks}" if config.ranks > 1 else "")
+    name = "hard_kills" + (f"_{config.strategy}{sharded}_{config.ranks}" if config.ranks > 1 else "") + "_mirror" * bool(mirror)
     print(machine.write(name, {"flags": flags | {"ranks": config.ranks}, **result}, config.out))
     return report_kills(result)
 
@@ -107,8 +111,10 @@ def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
         if any(status != signal.SIGKILL for status in statuses):
             raise RunError(f"attempt {number} ended before its kill: {forks.failure(run, statuses)}")
         moments[killed_while(checkpoints)] += 1
-        if problems := examine(checkpoints, before):
+        if problems := examine(checkpoints, 0 if config.mirror else before):
             unusable.append({"kill": number, "problems": problems})
+        if config.mirror and number % 2:
+            shutil.rmtree(run)
     return {"kills": config.kills, "killed_while": moments, "unusable": unusable, "steps_survived": newest_step(checkpoints)}
 
 

@@ -2,14 +2,15 @@
 
 A checkpoint is a Hugging Face model directory with optimizer.safetensors and trainer_state.json beside the model, and
 manifest.json (size and sha256 of every file), written last. It appears by rename: a kill at any instant leaves the last
-checkpoint or the new one, complete. Large tensors are in several files, as `tensor_files` names them, written by several ranks.
+checkpoint or the new one, complete.
+
+Large tensors are in several files (`tensor_files`), dealt to the ranks that share the first copy of the weights: under fsdp all
+ranks, or with `--replicate` the first group of them; otherwise only the master. A file is the same whoever writes it.
 """
 
 import math
 import os
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -26,12 +27,12 @@ from torch import Tensor
 
 import optim
 import settings
-from checkpoints import huggingface, tensor_files
-from checkpoints.retention import MANIFEST, Retention, step_directory, write_manifest
-from checkpoints.snapshot import Snapshot, count_writers, take_snapshot, write_together
-from common import errors, files
+from checkpoints import huggingface, retention, tensor_files
+from checkpoints.mirror import Mirror
+from checkpoints.retention import FileRecord, step_directory, write_manifest
+from common import files
 from common.errors import RunError, UserError
-from common.records import Count, FileName, Sha256
+from common.records import Count
 from data import Mixture
 from hardware import device
 from parallel.world import World
@@ -44,17 +45,6 @@ LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
 HEARTBEAT = 1.0  # seconds between two signs of life of the master, while the others wait for it
 # How a run went on from a step.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
-
-
-class Origin(TypedDict):
-    """Where the first weights of a run came from."""
-
-    source: str  # as --resume or --init_from names it
-    directory: str
-    step: NotRequired[Count]  # of a checkpoint
-    versions: NotRequired[dict[str, str]]  # that wrote it
-    sha256: dict[FileName, Sha256]  # of its manifest, or else of its weights
-    command: str  # that began the run
 
 
 @dataclass
@@ -71,7 +61,6 @@ class TrainState:
     settings: dict = field(default_factory=dict)  # every flag as resolved
     versions: dict = field(default_factory=dict)
     history: list[Era] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)  # of the run, last; before it those of the run that it came from
 
     @property
     def config(self) -> Config:
@@ -83,30 +72,14 @@ class TrainState:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
-    def begin(self, now: dict[str, Any], dataset: str, world: World, continues: bool, source: Path | None) -> None:
-        """Note how the run goes on from this step, with the settings `now`. source: where a new run has its weights from."""
+    def begin(self, now: dict[str, Any], dataset: str, world: World, continues: bool) -> None:
+        """Note how the run goes on from this step, with the settings `now`."""
         if not continues:
             self.best, self.history = [], []  # of a run with other checkpoints
-            if source and world.is_master:
-                self.origins = [*self.origins, origin(now["resume"], now["init_from"], source)]
         self.dataset, self.settings, self.versions = dataset, now, versions(world.device)
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **era} != self.history[-1]:
             self.history = [*self.history, {"step": self.step, **era}]
-
-
-def origin(resume: str, init_from: str, source: Path) -> Origin:
-    """Where the weights of a run that begins now come from: the model directory `source`, as a flag named it."""
-    is_checkpoint = (source / MANIFEST).exists()
-    paths = [source / MANIFEST] if is_checkpoint else tensor_files.files_of(source, "model")
-    found = Origin(
-        source=resume if resume not in ("auto", "off") else init_from,
-        directory=str(source.resolve()),
-        sha256={path.name: files.sha256(path) for path in paths},
-        command=shlex.join(sys.argv),
-    )
-    state = load_state(source) if is_checkpoint else None
-    return found | {"step": state.step, "versions": state.versions} if state else found
 
 
 def versions(own: torch.device) -> dict[str, str]:
@@ -115,120 +88,6 @@ def versions(own: torch.device) -> dict[str, str]:
     if torch.backends.mkl.is_available():
         packages["mkl"] = os.environ.get("MKL_CBWR", "")  # the mode in which it multiplies (host.prepare_torch)
     return packages | {"hardware": device.describe(own)}
-
-
-class Checkpoints:
-    """The checkpoints of a run: when one is saved, in the background or not, and which ones stay.
-
-    All ranks call the methods. Several may write the tensors; only the master publishes and removes checkpoints.
-    """
-
-    def __init__(self, directory: Path, options: CheckpointConfig, engine, dataset: Mixture, log: Log):
-        self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log
-        self.world: World = engine.world
-        self.retention = Retention(directory, options.keep_last, options.keep_best)
-        self.saved_at = 0  # step of the newest checkpoint, published or being written
-        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may not be there yet
-        self._saver = ThreadPoolExecutor(1)
-        self._save: Future | None = None  # under way, or done and not yet looked at
-        self._writers = range(count_writers(engine))
-        # Writers tell each other in the background what they have written. Other ranks have no part in making the group.
-        self._group: dist.ProcessGroup | None = None
-        if len(self._writers) > 1 and self.world.rank in self._writers:
-            self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", use_local_synchronization=True)
-
-    def begin(self, start_step: int) -> None:
-        """Make the directory fit for saving. The checkpoint of `start_step`, if it is there, is intact. Raises UserError."""
-        self.saved_at = start_step
-        if self.world.is_master:
-            self.retention.begin(step_directory(self.directory, start_step))
-
-    def save(self, state: TrainState, now: bool) -> None:
-        """Save a checkpoint if one is due at this step, or if `now`; with async_save, all but a copy in the background."""
-        if state.step == self.saved_at or not (now or due(self.options.save_every, state.step)):
-            return
-        began = time.perf_counter()
-        self.finish(state)  # one save at a time: two would need the memory of two
-        snapshot = take_snapshot(self.engine, self.options.max_shard_bytes)
-        self.saved_at = state.step
-        if self.world.rank not in self._writers:
-            return
-        state = replace(state, best=list(state.best), grad_scaler=self.engine.scaler.state_dict())
-        self._save = self._saver.submit(self.write, state, snapshot)
-        if not self.options.async_save:
-            self.wait()
-        self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
-
-    def write(self, state: TrainState, snapshot: Snapshot) -> None:
-        """Write this rank's files; the master adds the rest and publishes the checkpoint. Raises OSError."""
-        path = step_directory(self.directory, state.step)
-        if not self.world.is_master:
-            write_together(files.hidden(path), snapshot, self._group)
-            return
-        with files.publish_directory(path, make=False) as directory:
-            # Nothing may fail before this, or the others would wait in vain.
-            records = write_together(directory, snapshot, self._group)
-            for layout in snapshot.layouts:
-                layout.write_index(directory)
-            huggingface.write_description(directory, snapshot.config, self.dataset.tokenizer, self.dataset.eot_token)
-            content = asdict(state) | {"best_val_loss": state.best_val_loss}
-            tensor_files.write_json(directory / "trainer_state.json", content)
-            write_manifest(directory, records)
-        files.link(self.directory / "latest", path)
-        self.retention.saved(path)
-
-    def wait(self, failed: bool = False) -> None:
-        """Wait for the save under way, if any. If training has failed, other writers may be gone, so the wait has an end."""
-        if self._save is not None:
-            futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
-
-    def finish(self, state: TrainState, final: bool = False) -> None:
-        """Wait for the save under way. Where it failed, warn, or raise RunError at the end of the run (`final`)."""
-        self.wait()
-        save, self._save = self._save, None
-        if not self.world.is_master:
-            return
-        if error := save and save.exception():  # such as a full disk: the run can go on
-            message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
-            message += f"; the newest intact one is {self.retention.newest}"
-            if final:
-                raise RunError(f"{message}; make room there and run the same command again")
-            self.log.warn(f"{message}; training goes on to the next save")
-        self.prune(state)
-
-    def evaluated(self, state: TrainState, val_loss: float) -> None:
-        """Remember the validation loss of the weights at `state.step`, if they are saved or being saved."""
-        if self.saved_at == state.step and math.isfinite(val_loss):
-            self._evaluated = (val_loss, state.step)
-        self.prune(state)
-
-    def prune(self, state: TrainState) -> None:
-        """Point `best` at the best evaluated checkpoint and remove those that need not stay."""
-        if not self.world.is_master:
-            return
-        # While its checkpoint is being written, and where that fails, the best one before it stays.
-        if self._evaluated and step_directory(self.directory, self._evaluated[1]) in self.retention.intact:
-            state.best = sorted([*state.best, self._evaluated])[: max(1, self.options.keep_best)]
-            self._evaluated = None
-        try:
-            best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()]
-            if best and self.options.keep_best:
-                files.link(self.directory / "best", best[0])
-            else:
-                files.remove(self.directory / "best")
-            self.retention.prune(best)
-        except OSError as error:  # such as a full disk: the run can go on
-            self.log.warn(f"older checkpoints could not be removed, or best not be set: {error}")
-
-
-def while_others_wait(world: World, work: Callable[[], Any]) -> Any:
-    """Let the master do `work`, which may take longer than --timeout_minutes. Returns its result on all ranks."""
-    if world.size == 1:
-        return work()
-    job = errors.in_background(work) if world.is_master else None
-    while not world.broadcast(job and bool(futures.wait([job], HEARTBEAT).done)):
-        pass
-    return world.broadcast(job and job.result())
 
 
 def load_state(directory: Path) -> TrainState:
@@ -255,3 +114,192 @@ def open_optimizer(
                 way_out = f"a new run with --init_from={directory} takes the weights alone"
                 raise UserError(f"{directory}: {name}.{key} of the optimizer's state is {stored}; {needed}; {way_out}")
     return tensors
+
+
+def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None = None) -> Any:
+    """Let the master do `work`, or the ranks where `mine` is true. It may take longer than --timeout_minutes.
+
+    Returns the master's result on all ranks.
+    """
+    if world.size == 1:
+        return work()
+    job = ThreadPoolExecutor(1).submit(work) if (world.is_master if mine is None else mine) else None
+    while not all(world.all_gather(job is None or bool(futures.wait([job], HEARTBEAT).done))):
+        pass
+    return world.broadcast(job and job.result())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank writes of a checkpoint, in host memory."""
+
+    layouts: dict[str, tensor_files.Layout]  # of all tensors of the checkpoint, by stem
+    files: dict[str, dict[str, Tensor]]  # that this rank writes
+
+    def write(self, directory: Path) -> dict[str, FileRecord]:
+        """Write this rank's files and flush them to disk. Returns their records. The same tensors give the same bytes."""
+        records = {}
+        for name, tensors in self.files.items():
+            tensor_files.write(directory / name, tensors, torch.float32)
+            files.sync(directory / name)
+            records[name] = retention.record(directory / name)
+        return records
+
+
+def count_writers(engine) -> int:
+    """How many ranks, from the first on, write checkpoints: those that share the first copy of the weights."""
+    return engine.model.mesh.get_group("shard").size() if engine.sharded else 1
+
+
+def take_snapshot(engine, limit: int) -> Snapshot:
+    """Copy what this rank will write, in files of at most `limit` bytes dealt one by one. All ranks must call it."""
+    config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
+    model, optimizer = huggingface.layout(shapes, config, limit), tensor_files.lay_out("optimizer", sizes, limit)
+    dealt = {file: number % count_writers(engine) for number, file in enumerate(model | optimizer)}
+    writer = {name: dealt[file] for file, names in (model | optimizer).items() for name in names}
+    writer |= {ours: writer[theirs] for ours, theirs in huggingface.tensor_names(shapes, config).items()}
+    copies = huggingface.to_hf(engine.gather(weights, writer), config) | engine.gather(state, writer)
+    own = [file for file, rank in dealt.items() if rank == engine.world.rank]
+    mine = {file: {name: copies[name] for name in (model | optimizer)[file]} for file in own}
+    return Snapshot({"model": model, "optimizer": optimizer}, mine)
+
+
+def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+    """Write this rank's files, wait for the other writers in `group` (None: alone), and return the records of all.
+
+    Raises OSError where a rank could not write: whatever fails, it tells the others, so that nobody waits in vain.
+    """
+    records, problem = {}, ""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        records = snapshot.write(directory)
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+    reports = [(records, problem)]
+    if group:
+        reports *= group.size()
+        dist.all_gather_object(reports, (records, problem), group=group)
+    if problems := [problem + f" (rank {rank})" * bool(group) for rank, (_, problem) in enumerate(reports) if problem]:
+        raise OSError("; ".join(problems))
+    return {name: record for records, _ in reports for name, record in records.items()}
+
+
+class Checkpoints:
+    """The checkpoints of a run: when one is saved, in the background or not, and which ones stay.
+
+    All ranks call the methods. Several may write the tensors; only the master publishes and removes checkpoints.
+    """
+
+    def __init__(self, directory: Path, options: CheckpointConfig, engine, dataset: Mixture, log: Log):
+        self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log
+        self.world: World = engine.world
+        self.intact: set[Path] = set()  # written and flushed by this process, or verified
+        self.saved_at = 0  # step of the newest checkpoint, published or being written
+        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may not be there yet
+        self._saver = ThreadPoolExecutor(1)
+        self._save: Future | None = None  # under way, or done and not yet looked at
+        self._mirror = Mirror(options.mirror, log) if options.mirror and self.world.is_master else None
+        self._writers = range(count_writers(engine))
+        # Writers tell each other in the background what they have written. Other ranks have no part in making the group.
+        self._group: dist.ProcessGroup | None = None
+        if len(self._writers) > 1 and self.world.rank in self._writers:
+            self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", use_local_synchronization=True)
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest intact checkpoint, on the master."""
+        return max(self.intact, key=retention.step_of, default=None)
+
+    def begin(self, start_step: int) -> None:
+        """Make the directory fit for saving. The checkpoint of `start_step`, if it is there, is intact. Raises UserError."""
+        self.saved_at = start_step
+        if self.world.is_master:
+            self.intact = retention.prepare(self.directory, step_directory(self.directory, start_step))
+
+    def save(self, state: TrainState, now: bool) -> None:
+        """Save a checkpoint if one is due at this step, or if `now`; with async_save, all but a copy in the background."""
+        if state.step == self.saved_at or not (now or due(self.options.save_every, state.step)):
+            return
+        began = time.perf_counter()
+        self.finish(state)  # one save at a time: two would need the memory of two
+        snapshot = take_snapshot(self.engine, self.options.max_shard_bytes)
+        self.saved_at = state.step
+        if self.world.rank not in self._writers:
+            return
+        state = replace(state, best=list(state.best), grad_scaler=self.engine.scaler.state_dict())
+        self._save = self._saver.submit(self.write, state, snapshot)
+        if not self.options.async_save:
+            self.wait()
+        self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
+
+    def write(self, state: TrainState, snapshot: Snapshot) -> None:
+        """Write this rank's files; the master adds the rest and publishes the checkpoint. Raises OSError."""
+        path = step_directory(self.directory, state.step)
+        if not self.world.is_master:
+            write_together(files.hidden(path), snapshot, self._group)
+            return
+        with files.publish_directory(path, make=False) as directory:
+            # Nothing may fail before this, or the others would wait in vain.
+            records = write_together(directory, snapshot, self._group)
+            for stem, layout in snapshot.layouts.items():
+                tensor_files.write_index(directory, stem, layout)
+            huggingface.write_description(directory, self.engine.module.config, self.dataset.tokenizer, self.dataset.eot_token)
+            content = asdict(state) | {"best_val_loss": state.best_val_loss}
+            tensor_files.write_json(directory / "trainer_state.json", content)
+            write_manifest(directory, records)
+        files.link(self.directory / "latest", path)
+        self.intact.add(path)
+        retention.verify(self.directory, self.intact, self.options.keep_last)
+
+    def wait(self, failed: bool = False) -> None:
+        """Wait for the save under way, if any. If training has failed, other writers may be gone, so the wait has an end."""
+        if self._save is not None:
+            futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
+
+    def finish(self, state: TrainState, final: bool = False) -> None:
+        """Wait for the save under way. Where it failed, warn, or raise RunError at the end of the run (`final`)."""
+        self.wait()
+        save, self._save = self._save, None
+        if self.world.is_master and save and (error := save.exception()):  # such as a full disk: the run can go on
+            message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
+            message += f"; the newest intact one is {self.newest}"
+            if final:
+                raise RunError(f"{message}; make room there and run the same command again")
+            self.log.warn(f"{message}; training goes on to the next save")
+        self.prune(state)
+        if final and self._mirror:
+            self._mirror.finish()
+
+    def evaluated(self, state: TrainState, val_loss: float) -> None:
+        """Remember the validation loss of the weights at `state.step`, if they are saved or being saved."""
+        if self.saved_at == state.step and math.isfinite(val_loss):
+            self._evaluated = (val_loss, state.step)
+        self.prune(state)
+
+    def prune(self, state: TrainState) -> None:
+        """Point `best` at the best evaluated checkpoint and remove those that need not stay."""
+        if not self.world.is_master:
+            return
+        keep_best = self.options.keep_best
+        # While its checkpoint is being written, and where that fails, the best one before it stays.
+        if self._evaluated and step_directory(self.directory, self._evaluated[1]) in self.intact:
+            state.best = sorted([*state.best, self._evaluated])[: max(1, keep_best)]
+            self._evaluated = None
+        try:
+            best = [path for _, step in state.best if (path := step_directory(self.directory, step)).exists()][:keep_best]
+            if best:
+                files.link(self.directory / "best", best[0])
+            else:
+                files.remove(self.directory / "best")
+            retention.prune(self.directory, self.intact, self.options.keep_last, best)
+        except OSError as error:  # such as a full disk: the run can go on
+            self.log.warn(f"older checkpoints could not be removed, or best not be set: {error}")
+        if self._mirror:
+            kept = [step_directory(self.directory, step).name for _, step in state.best[:keep_best]]
+            self._mirror.update(sorted(self.intact), self.options.keep_last, kept)

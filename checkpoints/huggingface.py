@@ -9,87 +9,57 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import TypedDict
 
 import torch
-from msgspec import Meta, Struct, field, structs
 from torch import Tensor
 
 from checkpoints import tensor_files
-from common import files
-from common.errors import UserError
-from common.records import Size
-from dataset.tokenizer import Definition
+from checkpoints.tensor_files import LazyTensor
+from common import cli, files
+from common.errors import UserError, refuse
+from dataset.tokenizer import token_ids
 from model import on_meta
 from settings import ModelConfig, resolve_model
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-# The values of config.json that our models compute. Any other value means another arithmetic. A missing key means the first.
-ONLY = {
-    "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "quantization_config": (None,),
-    },
-    "llama": {
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "partial_rotary_factor": (1.0,),
-        "quantization_config": (None,),
-    },
+# What our settings are called in config.json.
+GPT2_KEYS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | dict(
+    d_ff="n_inner", seq_len="n_positions", tie_embeddings="tie_word_embeddings", norm_eps="layer_norm_epsilon"
+)
+LLAMA_KEYS = {
+    **dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads"),
+    **dict(head_dim="head_dim", n_embd="hidden_size", d_ff="intermediate_size", seq_len="max_position_embeddings"),
+    **dict(tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps", rope_theta="rope_theta"),
 }
-ONLY["qwen3"] = ONLY["llama"] | {"use_sliding_window": (False,)}
+# What transformers takes for keys that config.json lacks; it must have the others. None: it follows from the others.
+GPT2_DEFAULTS = {"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
+LLAMA_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+# The values that our models compute. Any other value means another arithmetic. A missing key means the first.
+GPT2_ONLY = {
+    **dict(activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), quantization_config=(None,)),
+    **dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
+}
+LLAMA_ONLY = {
+    **dict(hidden_act=("silu", "swish"), quantization_config=(None,), partial_rotary_factor=(1.0,)),
+    **dict(attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,)),
+}
+DIALECTS = {
+    "gpt2": (GPT2_KEYS, GPT2_DEFAULTS, GPT2_ONLY),
+    "llama": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": None}, LLAMA_ONLY),
+    "qwen3": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": 128}, LLAMA_ONLY),
+}
 # What `rope_scaling` of the settings lists, in its order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-GPT2_MODULES = {"embed": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h"}
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
-
-Layers = Annotated[int, Meta(ge=1, le=1 << 12)]
-Positive = Annotated[float, Meta(gt=0)]
-Rope = TypedDict("Rope", dict.fromkeys(LLAMA3_ROPE, Positive))
 # What config.json nests: the rotary positions, as transformers 5 or 4 calls them, and the type of each layer.
 Nested = TypedDict(
     "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
 )
-
-
-class Gpt2Json(Struct, kw_only=True):
-    """Our settings in the config.json of a GPT-2, each with its name there where that is another."""
-
-    vocab_size: Size
-    n_layer: Layers
-    n_head: Size
-    n_embd: Size
-    d_ff: Size | None = field(name="n_inner", default=None)
-    seq_len: Size = field(name="n_positions")
-    tie_embeddings: bool = field(name="tie_word_embeddings", default=True)
-    norm_eps: Positive = field(name="layer_norm_epsilon", default=1e-5)
-
-
-class LlamaJson(Struct, kw_only=True):
-    """Our settings in the config.json of a Llama or Qwen3, each with its name there where that is another."""
-
-    vocab_size: Size
-    n_layer: Layers = field(name="num_hidden_layers")
-    n_head: Size = field(name="num_attention_heads")
-    n_kv_head: Size | None = field(name="num_key_value_heads", default=None)
-    head_dim: Size | None = None
-    n_embd: Size = field(name="hidden_size")
-    d_ff: Size = field(name="intermediate_size")
-    seq_len: Size = field(name="max_position_embeddings")
-    tie_embeddings: bool = field(name="tie_word_embeddings", default=False)
-    norm_eps: Positive = field(name="rms_norm_eps", default=1e-6)
-    rope_theta: Positive = 10000.0
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
 
 
 def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
     """The content of config.json, complete, for weights of `dtype`. It has the keys of transformers 4 and those of 5."""
-    named = structs.fields(Gpt2Json if config.architecture == "gpt2" else LlamaJson)
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
@@ -97,7 +67,7 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
         "initializer_range": 0.02,
         **dict.fromkeys(("torch_dtype", "dtype"), str(dtype).removeprefix("torch.")),
         "use_cache": True,
-    } | {setting.encode_name: getattr(config, setting.name) for setting in named}
+    } | {theirs: getattr(config, ours) for ours, theirs in DIALECTS[config.architecture][0].items()}
     if config.architecture == "gpt2":
         return common | {
             "n_ctx": config.seq_len,
@@ -128,25 +98,28 @@ def read_config(directory: Path) -> ModelConfig:
     architecture = config.get("model_type")
     if architecture not in list(ARCHITECTURES):
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
+    keys, defaults, only = DIALECTS[architecture]
     nested = files.decode(config, Nested, str(path))
     if sliding := set(nested.get("layer_types") or ()) - {"full_attention"}:
         raise UserError(f"{path}: layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
-    found = {"head_dim": 128 if architecture == "qwen3" else None} | config  # null: width / heads
-    found |= nested.get("rope_parameters") or nested.get("rope_scaling") or {}
-    for key, accepted in ONLY[architecture].items():
+    found = defaults | config | (nested.get("rope_parameters") or nested.get("rope_scaling") or {})
+    for key, accepted in only.items():
         if found.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
-    values = structs.asdict(files.decode(found, Gpt2Json if architecture == "gpt2" else LlamaJson, str(path)))
+    given = {ours: found.get(theirs) for ours, theirs in keys.items()}
+    unset = {ours: "auto" for ours, value in given.items() if value is None and keys[ours] in defaults}
+    values, wrong = cli.read_values(ModelConfig, given | unset, strict=True)
+    refuse(f"{path}: {keys[ours]} {mistake}" for ours, mistake in wrong.items())
     if architecture == "gpt2":
         values["gelu"] = "erf" if found.get("activation_function") == "gelu" else "tanh"
     elif (rope_type := found.get("rope_type", found.get("type", "default"))) == "llama3":
-        factors = {"original_max_position_embeddings": found["max_position_embeddings"]} | found
-        factors = files.decode(factors, Rope, str(path))
-        values["rope_scaling"] = ",".join(str(factors[key]).removesuffix(".0") for key in LLAMA3_ROPE)
+        factors = {"original_max_position_embeddings": values["seq_len"]} | found
+        values["rope_scaling"] = ",".join(str(factors.get(key)).removesuffix(".0") for key in LLAMA3_ROPE)
     elif rope_type != "default":
         raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
-    unset = {name: "auto" for name, value in values.items() if value is None}
-    return resolve_model(ModelConfig(architecture, **values | unset), 0)
+    model = resolve_model(ModelConfig(architecture, **values), 0)
+    _ = model.rope_factors  # which raises UserError
+    return model
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
@@ -161,22 +134,21 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
 def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
     """Their name for each of our parameters `ours`. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
     if config.architecture == "gpt2":
-        modules = {ours: f"transformer.{theirs}" for ours, theirs in GPT2_MODULES.items()}
-        block = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-        block |= {f"attn.{x}": "attn.c_attn" for x in "qkv"}
+        roots = {"embed": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h"}
+        roots = {module: f"transformer.{theirs}" for module, theirs in roots.items()}
+        parts = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+        parts |= {f"attn.{x}": "attn.c_attn" for x in "qkv"}
     else:
-        modules = {"embed": "model.embed_tokens", "norm": "model.norm", "blocks": "model.layers"}
-        block = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-        block |= {f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"} | {f"attn.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
-        block |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-    modules["head"], names = "lm_head", {}
+        roots = {"embed": "model.embed_tokens", "norm": "model.norm", "blocks": "model.layers"}
+        parts = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+        parts |= {f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"} | {f"attn.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
+        parts |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    roots["head"], names = "lm_head", {}
     for name in ours:
         module, _, leaf = name.rpartition(".")  # such as blocks.0.attn.q and weight
-        if module.startswith("blocks."):
-            _, layer, part = module.split(".", 2)
-            names[name] = f"{modules['blocks']}.{layer}.{block[part]}.{leaf}"
-        else:
-            names[name] = f"{modules[module]}.{leaf}"
+        root, *rest = module.split(".", 2)
+        inside = f"{rest[0]}.{parts[rest[1]]}." if rest else ""
+        names[name] = f"{roots[root]}.{inside}{leaf}"
     return names
 
 
@@ -194,7 +166,7 @@ def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float
 
 
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape our parameters, all or some, to theirs. q, k and v come together."""
+    """Rename and reshape our parameters, all or some, to theirs. q, k and v come together. Some are views that need a copy."""
     tensors = {}
     for name, theirs in tensor_names(state, config).items():
         value = state[name]
@@ -203,17 +175,19 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
             if not module.endswith(".q"):
                 continue
             value = torch.cat([state[f"{module[:-1]}{x}.{leaf}"] for x in "qkv"])
-        tensors[theirs] = value.t() if is_transposed(theirs, value.ndim) else value  # `Layout.write` makes it contiguous
+        tensors[theirs] = value.t() if is_transposed(theirs, value.ndim) else value
     return tensors
 
 
-def from_hf(tensors: dict[str, tensor_files.LazyTensor], config: ModelConfig) -> dict[str, tensor_files.LazyTensor]:
-    """Find our parameters in their `tensors`: the inverse of `to_hf`. Raises UserError.
+def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, LazyTensor]]:
+    """Open a Hugging Face model: its parameters by our names, to be read by rows. The inverse of `to_hf`. Raises UserError.
 
-    Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head are left out.
+    Names in the files may lack the leading `transformer.`, as in GPT-2's own. Buffers and a tied head are left out.
+    seq_len: a shorter context to cut the model to (learned positions lose their last rows).
     """
+    config, tensors = read_config(directory), tensor_files.open_tensors(directory, "model")
     shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
-    names, found = tensor_names(shapes, config), {}
+    names = tensor_names(shapes, config)
     root = names["embed.weight"].partition(".")[0] + "."
     if not any(name.startswith(root) for name in tensors):
         tensors = {name if name.startswith("lm_head.") else root + name: value for name, value in tensors.items()}
@@ -222,29 +196,8 @@ def from_hf(tensors: dict[str, tensor_files.LazyTensor], config: ModelConfig) ->
     unknown = sorted(name for name in tensors.keys() - set(names.values()) if not name.endswith(unused))
     if missing or unknown:
         problem = f"no {', '.join(missing[:3])}" if missing else f"unknown {', '.join(unknown[:3])}"
-        raise UserError(f"the weights are not those of config.json: {problem}")
-    for name, theirs in names.items():
-        shape, value, parts = shapes[name], tensors[theirs], 3 if "c_attn" in theirs else 1
-        transposed = is_transposed(theirs, len(value.shape))
-        if value.dtype not in FLOATS:
-            raise UserError(f"{theirs} is {value.dtype}; only weights in {', '.join(FLOATS)} are read")
-        if value.shape[:: -1 if transposed else 1] != (parts * shape[0], *shape[1:]):
-            raise UserError(f"{theirs} has the wrong shape: {list(value.shape)}; by config.json {name} has {list(shape)}")
-        first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if parts == 3 else 0
-        found[name] = dataclasses.replace(value, shape=shape, transposed=transposed, first=first)
-    return found
-
-
-def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, tensor_files.LazyTensor]]:
-    """Open a Hugging Face model: its parameters by our names, to be read by rows. Raises UserError.
-
-    seq_len: a shorter context to cut the model to (learned positions lose their last rows).
-    """
-    config = read_config(directory)
-    try:
-        found = from_hf(tensor_files.open_tensors(directory, "model"), config)
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from None
+        raise UserError(f"{directory}: the weights are not those of config.json: {problem}")
+    found = {name: rows_of(tensors[theirs], name, shapes[name]) for name, theirs in names.items()}
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
         if positions := found.get("positions.weight"):
@@ -252,9 +205,21 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     return config, found
 
 
-def read_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
+def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor:
+    """Our parameter `name` of `shape` in one of their tensors. Raises UserError if it does not fit."""
+    fused, transposed = "c_attn" in stored.name, is_transposed(stored.name, len(stored.shape))
+    if stored.dtype not in FLOATS:
+        raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; only weights in {', '.join(FLOATS)} are read")
+    if stored.shape[:: -1 if transposed else 1] != (shape[0] * (3 if fused else 1), *shape[1:]):
+        needed = f"by config.json {name} has {list(shape)}"
+        raise UserError(f"{stored.path}: {stored.name} has the wrong shape: {list(stored.shape)}; {needed}")
+    first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if fused else 0
+    return dataclasses.replace(stored, shape=shape, transposed=transposed, first=first)
+
+
+def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Read all parameters of a Hugging Face model, in float32. See `open_model`."""
-    config, found = open_model(directory, seq_len)
+    config, found = open_model(directory)
     return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
 
 
@@ -268,9 +233,11 @@ def write_model(
     max_shard_size: float = math.inf,
 ) -> None:
     """Write a Hugging Face model into `directory`, weights in files of `max_shard_size` bytes. See `write_description`."""
-    files_of_model = layout({name: tuple(value.shape) for name, value in state.items()}, config, max_shard_size, dtype.itemsize)
-    files_of_model.write(directory, to_hf(state, config), dtype)
-    files_of_model.write_index(directory)
+    divided = layout({name: tuple(value.shape) for name, value in state.items()}, config, max_shard_size, dtype.itemsize)
+    tensors = to_hf(state, config)
+    for file, names in divided.items():
+        tensor_files.write(directory / file, {name: tensors[name] for name in names}, dtype)
+    tensor_files.write_index(directory, "model", divided)
     write_description(directory, config, tokenizer, eot_token, dtype)
 
 
@@ -281,12 +248,11 @@ def write_description(
 
     tokenizer: a tokenizer.json, or None for a model without one. eot_token: None for tokens without an end-of-text.
     """
-    tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
+    tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
     tensor_files.write_json(directory / "generation_config.json", special)
     if tokenizer is None:
         return
-    (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     special = ("bos_token", "eos_token", "unk_token", "pad_token")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -295,14 +261,13 @@ def write_description(
         **(dict.fromkeys(special, token_text(tokenizer, eot_token)) if eot_token is not None else {}),
         "clean_up_tokenization_spaces": False,
     }
+    (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     tensor_files.write_json(directory / "tokenizer_config.json", settings)
 
 
 def vocabulary(tokenizer: Path) -> dict[int, str]:
     """The tokens of a tokenizer.json by id. Raises UserError."""
-    definition = files.read_json(tokenizer, Definition)
-    tokens = {i: text for text, i in definition.model.vocab.items()}
-    return tokens | {item["id"]: item["content"] for item in definition.added_tokens}
+    return {i: token for token, i in token_ids(tokenizer).items()}
 
 
 def token_text(tokenizer: Path, token: int) -> str:
@@ -313,7 +278,7 @@ def token_text(tokenizer: Path, token: int) -> str:
 
 
 def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
-    """Check that a model directory's tokenizer has the same token for every id of a dataset's. Raises UserError.
+    """Raise UserError unless a model directory's tokenizer has the same token for every id of a dataset's.
 
     Returns what could not be checked: one of them may have none.
     """
@@ -324,8 +289,7 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     theirs = vocabulary(path)
     for i, token in sorted(vocabulary(tokenizer).items()):
         if theirs.get(i) != token:
-            raise UserError(
-                f"the tokens were made with another tokenizer than that of {directory}: token {i} is {token!r} in {tokenizer} "
-                f"and {theirs.get(i)!r} there; prepare the text again with --tokenizer={path}"
-            )
+            differ = f"token {i} is {token!r} in {tokenizer} and {theirs.get(i)!r} there"
+            made = f"the tokens were made with another tokenizer than that of {directory}"
+            raise UserError(f"{made}: {differ}; prepare the text again with --tokenizer={path}")
     return []

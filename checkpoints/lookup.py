@@ -4,19 +4,22 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 import settings
 from checkpoints import huggingface
-from checkpoints.checkpoint import Origin, TrainState, load_state, while_others_wait
-from checkpoints.retention import MANIFEST, find_damage, newest, published
-from common import cli, files
-from common.errors import UserError, refuse
+from checkpoints.checkpoint import TrainState, load_state, while_others_wait
+from checkpoints.mirror import Mirror
+from checkpoints.retention import MANIFEST, find_damage, newest, published, step_of
+from common import cli
+from common.errors import UserError, refuse, say
 from data import Mixture
 from model import GPT, on_meta
 from parallel.world import World
 from settings import Config, ModelConfig
 
-# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees. Its weights, too, taken
-# by a new run with the optimizer's state, keep the first group.
+# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees. A new run that takes a
+# checkpoint with the optimizer's state keeps those of the weights.
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "prepare_command"}  # what may change without a note
@@ -37,6 +40,70 @@ def find(name: str) -> tuple[Path, list[str]]:
     return found, damaged
 
 
+def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
+    """The model directory of a run, a checkpoint, a Hugging Face directory or a hub id, and warnings. Raises UserError.
+
+    patterns: which files to download from the hub.
+    """
+    path = Path(name)
+    if any((path / file).exists() for file in (MANIFEST, "checkpoints", "metrics.jsonl")):
+        return find(name)
+    if (path / "config.json").exists():
+        return path, []
+    if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
+        nanogpt = "; tools/convert_nanogpt.py makes one of nanoGPT's checkpoint" if path.suffix in (".pt", ".pth") else ""
+        problem = f"is neither a run nor a model directory, which has a config.json{nanogpt}"
+        raise UserError(f"{name} {problem}{cli.similar_runs(name)}")
+    try:
+        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
+
+        return Path(snapshot_download(name, allow_patterns=list(patterns))), []
+    except Exception as error:  # a malformed name, no such model, no network, no disk: the way out is the same
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = f"is not a local directory and could not be fetched from the Hub: {reason}"
+        raise UserError(f"{name} {problem}{cli.similar_runs(name)}") from None
+
+
+def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[Path, GPT]:
+    """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`.
+
+    numerics: native or portable; auto: as it was trained, if that is known. dtype: of the products that are wanted.
+    """
+    directory, warnings = find_model(name)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    if numerics == "auto":
+        trained = (directory / "trainer_state.json").exists()
+        numerics = load_state(directory).config.numerics.numerics if trained else "native"
+    if numerics == "portable" and dtype not in ("auto", "float32"):
+        raise UserError(f"--numerics=portable computes in float32; leave --dtype={dtype} out, or use --numerics=native")
+    config, weights = read_model(directory)
+    model = on_meta(config, numerics=numerics).eval()
+    model.load_state_dict(weights, assign=True)
+    return directory, model
+
+
+def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """See `huggingface.read_model`. Raises UserError if config.json describes another model than the checkpoint has trained."""
+    config, weights = huggingface.read_model(directory)
+    if (directory / "trainer_state.json").exists():
+        trained = load_state(directory).config.model
+        same = dataclasses.replace(trained, dropout=config.dropout, init_from=config.init_from)
+        if trained.rope_factors == config.rope_factors:
+            same = dataclasses.replace(same, rope_scaling=config.rope_scaling)
+        pairs = {name: (getattr(config, name), value) for name, value in vars(same).items()}
+        refuse(
+            f"{directory}: config.json has {name} {found}, and the checkpoint was trained with {value}"
+            for name, (found, value) in pairs.items()
+            if found != value != "auto"
+        )
+    return config, weights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where training starts
+
+
 @dataclass(frozen=True)
 class Start:
     """Where a run begins: at a checkpoint, with the weights of a model, or from scratch."""
@@ -53,49 +120,69 @@ class Start:
         return self.checkpoint or self.pretrained
 
     def settle(self, config: Config) -> Config:
-        """`config` with what the start decides: the shape of the model, the checkpoint that it began from, and what stays."""
+        """`config` with what the start decides: the shape of the model, what the run began from, and what stays."""
         if config.model.init_from != "scratch":
             config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
-        if self.checkpoint is None:
-            return config
-        before = self.state.config
-        began_from = before.run.resume if self.continues else str(self.checkpoint)
-        if began_from not in ("auto", "off"):
-            config = settings.replace(config, resume=began_from)
-        if self.continues and self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
-            config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
+        if self.continues:
+            before = self.state.config
+            if before.run.resume not in ("auto", "off"):
+                config = settings.replace(config, resume=before.run.resume)
+            if Path(before.model.init_from).is_relative_to(config.model.init_from):
+                config = settings.replace(config, init_from=before.model.init_from)
+            if self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
+                config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
+        elif self.checkpoint:  # not the run, which may go on
+            config = settings.replace(config, resume=str(self.checkpoint))
+        elif self.pretrained and (self.pretrained / MANIFEST).exists():
+            config = settings.replace(config, init_from=str(self.pretrained))
         return config
 
 
-def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World) -> Start:
+def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror: Mirror | None) -> Start:
     """Where a run begins. The master looks for it, and all ranks open the same. Raises UserError."""
-    checkpoint, pretrained, notes = while_others_wait(world, lambda: search(run, resume, init_from, dataset))
-    state = load_state(checkpoint) if checkpoint else TrainState()
-    return Start(state, checkpoint, pretrained, checkpoint is not None and checkpoint.parent.parent == run, notes)
+    if mirror:
+        restore(run / "checkpoints", world, mirror)
+    return while_others_wait(world, lambda: search(run, resume, init_from, dataset))
 
 
-def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> tuple[Path | None, Path | None, list[str]]:
-    """The checkpoint that a run starts from, the model directory that gives its weights alone, and notes. Raises UserError."""
+def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
+    """Bring the newest checkpoint to every node from the `mirror`, unless its disk has it. All ranks call this."""
+
+    def find_newest() -> str:
+        here, _ = newest(checkpoints)
+        name = mirror.fetch(step_of(here) if here else -1) or (here.name if here else "")
+        if name and world.size > world.local_size:  # other nodes may need it
+            mirror.copy([checkpoints / name], 0, [])
+        return name
+
+    name = while_others_wait(world, find_newest)
+    if world.size > world.local_size:
+        missing = name and world.rank % world.local_size == 0 and not (checkpoints / name).exists()
+        while_others_wait(world, lambda: mirror.fetch(-1, [name]), mine=bool(missing))
+
+
+def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
+    """Where a run begins, with notes. Raises UserError."""
     if dataset.tokenizer and dataset.eot_token is not None:  # a save needs it, and the first one may be hours away
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
-    start, pretrained, notes = None, None, []
     if published(run / "checkpoints"):
         if resume == "off":
             raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
-        start, damaged = newest(run / "checkpoints")
-        if start is None:
+        path, damaged = newest(run / "checkpoints")
+        if path is None:
             refuse([f"no checkpoint in {run} is intact; delete it to start over", *damaged])
-        notes += [f"--resume={resume} is for a new run and is not read"] if resume != "auto" else []
-        return start, None, [*notes, *damaged, f"continuing from {start}"]
+        unread = [f"--resume={resume} is for a new run and is not read"] if resume != "auto" else []
+        return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, f"continuing from {path}"])
     if resume not in ("auto", "off"):
-        start, damaged = find(resume)
-        notes += [*damaged, f"starting from {start}"]
-    elif init_from != "scratch":
-        pretrained, damaged = find_model(init_from)
-        notes += [*damaged, f"starting with the weights of {pretrained}, whose shape overrides settings and flags"]
-    if start or pretrained:
-        notes += huggingface.check_tokenizer(start or pretrained, dataset.tokenizer)
-    return start, pretrained, notes
+        path, notes = find(resume)
+        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
+        return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
+    if init_from != "scratch":
+        path, notes = find_model(init_from)
+        shape = f"starting with the weights of {path}, whose shape overrides settings and flags"
+        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
+        return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])
+    return Start(TrainState())
 
 
 def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
@@ -103,7 +190,7 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
 
     dataset: its identity. A run keeps its model and its data; a new run from its checkpoint may change the data.
     """
-    state, own, done, run = start.state, start.continues, start.state.step, Path(config.run.out_dir, config.run.name)
+    state, own, done = start.state, start.continues, start.state.step
     now, before, was = cli.flat_values(config), settings.modernize(state.settings), state.config
     fixed = FIXED if own else OF_WEIGHTS
     changed = [name for name in now if name in before and now[name] != before[name]]
@@ -111,8 +198,6 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
     other_tokens = state.dataset not in ("", dataset)
     if own and other_tokens:
         refused.append(f"--tokens={now['tokens']} is not the same tokens in the same shares as {was.data.tokens} was")
-        if now["tokens"] == was.data.tokens and "," in was.data.tokens:  # shares were 1/2^24 once
-            refused.append(f"weights are now rounded to 1/4,096; --name=NEW --resume={run} continues with the rounded ones")
     skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
     skip = f"--skip_steps={config.data.skip_steps} changes what one of the {done} steps that are done saw"
     if own and skips_otherwise:
@@ -121,9 +206,9 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
     if config.train.steps < least:
         refused.append(f"--steps={config.train.steps}, and {done} steps are done; --steps must be at least {least}")
     if refused:
-        other_run = f"or start another run than {run} with --name=..."
+        other_run = f"start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
         way_out = other_run if own else "take only the weights with --init_from=PATH, or leave --resume out"
-        refuse([*refused, f"restore these settings, {way_out}"])
+        refuse([*refused, f"restore these settings, or {way_out}"])
     if done >= config.train.steps:
         return []
     silent = SILENT | ({"threads"} if config.parallel.strategy == "exact" else set())  # on which exact's bits do not depend
@@ -142,51 +227,3 @@ def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
         if batch < steps + len(passed):
             passed.append(batch)
     return passed
-
-
-def find_origin(run: Path, origin: Origin) -> Path:
-    """The directory whose weights a run began with, also if both were moved. Raises UserError where it is not there."""
-    directory = Path(origin["directory"])
-    beside = run.absolute().parent.joinpath(*directory.parts[-3:])  # NAME/checkpoints/step-...
-    for path in (directory, Path(origin["source"]), beside):
-        intact = not (path / MANIFEST).exists() or find_damage(path) is None
-        if intact and all((path / n).is_file() and files.sha256(path / n) == sha for n, sha in origin["sha256"].items()):
-            return path
-    problem = f"{run} began with weights that are gone or have changed since"
-    later = "a later step, which a checkpoint of this run's own comes before"
-    raise UserError(f"{problem}; put them back at {directory} or at {beside}, or take {later}")
-
-
-def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
-    """The model directory of a run, a checkpoint, a Hugging Face directory or a hub id, and warnings. Raises UserError.
-
-    patterns: which files to download from the hub.
-    """
-    path = Path(name)
-    if (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
-        return find(name)
-    if (path / "config.json").exists():
-        return path, []
-    if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-        nanogpt = "; tools/convert_nanogpt.py makes one of nanoGPT's checkpoint" if path.suffix in (".pt", ".pth") else ""
-        problem = f"is neither a run nor a model directory, which has a config.json{nanogpt}"
-        raise UserError(f"{name} {problem}{cli.similar_runs(name)}")
-    try:
-        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
-
-        return Path(snapshot_download(name, allow_patterns=list(patterns))), []
-    except Exception as error:  # a malformed name, no such model, no network, no disk: the way out is the same
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"is not a local directory and could not be fetched from the Hub: {reason}"
-        raise UserError(f"{name} {problem}{cli.similar_runs(name)}") from None
-
-
-def load_model(name: str) -> tuple[Path, GPT]:
-    """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`."""
-    directory, warnings = find_model(name)
-    for warning in warnings:
-        print(f"warning: {warning}", flush=True)
-    config, weights = huggingface.read_model(directory)
-    model = on_meta(config).eval()
-    model.load_state_dict(weights, assign=True)
-    return directory, model

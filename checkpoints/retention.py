@@ -5,7 +5,6 @@ neither read nor removed. A checkpoint counts only if this process has written o
 enough of these is removed. So what was just saved stays, whatever damaged and newer ones lie beside it.
 """
 
-import contextlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,6 @@ from common.errors import UserError
 from common.records import Count, FileName, Sha256
 
 MANIFEST = "manifest.json"
-FILES = {"config.json", "generation_config.json", "trainer_state.json"}  # in every checkpoint, besides its tensors
 NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
 FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # in manifest.json
 
@@ -38,7 +36,7 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 def record(path: Path) -> FileRecord:
-    """The record of a file."""
+    """The record of a file. Raises OSError where there is none."""
     return {"size": path.stat().st_size, "sha256": files.sha256(path)}
 
 
@@ -60,23 +58,18 @@ def find_damage(directory: Path) -> str | None:
     """What is wrong with a checkpoint. None if it has all its files, as its manifest says."""
     try:
         manifest = read_manifest(directory)
-        tensors = {path.name for stem in ("model", "optimizer") for path in tensor_files.files_of(directory, stem)}
-        if unlisted := (FILES | tensors) - manifest.keys():
-            return f"{MANIFEST} does not list {', '.join(sorted(unlisted))}"
-        for name, expected in manifest.items():
-            size = (directory / name).stat().st_size
-            if size != expected["size"]:
-                return f"{name} has {size} bytes instead of {expected['size']}"
         with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
-            digests = list(pool.map(files.sha256, [directory / name for name in manifest]))
-        for (name, expected), digest in zip(manifest.items(), digests, strict=True):
-            if digest != expected["sha256"]:
-                return f"{name} does not match its sha256"
-        return None
+            records = list(pool.map(record, [directory / name for name in manifest]))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, UserError) as error:
         return str(error)
+    for (name, expected), found in zip(manifest.items(), records, strict=True):
+        if found["size"] != expected["size"]:
+            return f"{name} has {found['size']} bytes instead of {expected['size']}"
+        if found != expected:
+            return f"{name} does not match its sha256"
+    return None
 
 
 def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
@@ -89,55 +82,45 @@ def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
-class Retention:
-    """Removes the checkpoints of a run that need not stay. One thread may call `saved` while another one calls the rest."""
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run keeps. `intact`: the checkpoints that this process has written or verified
 
-    def __init__(self, directory: Path, keep_last: int, keep_best: int):
-        self.directory, self.keep_last, self.keep_best = directory, keep_last, keep_best
-        self.intact: set[Path] = set()  # written and flushed by this process, or verified
 
-    @property
-    def newest(self) -> Path | None:
-        """The newest intact checkpoint."""
-        return max(self.intact, key=step_of, default=None)
+def prepare(checkpoints: Path, start: Path) -> set[Path]:
+    """Remove what a kill has left half written, and point `latest` at `start`, an intact checkpoint if it is there.
 
-    def begin(self, start: Path) -> None:
-        """Remove what a kill has left half written, and point `latest` at `start`, if there is one, which is intact.
+    Returns what is intact. Raises UserError where nothing can be saved.
+    """
+    try:
+        files.make_directory(checkpoints)
+        for path in checkpoints.glob(".*.tmp"):
+            files.remove(path)
+        files.publish_text(checkpoints / ".probe.tmp", "")
+        files.remove(checkpoints / ".probe.tmp")
+        if start.is_dir():
+            files.link(checkpoints / "latest", start)
+    except OSError as error:
+        problem = f"no checkpoint could be saved here: {error}; make it writable, or choose another --out_dir"
+        raise UserError(f"{checkpoints}: {problem}") from None
+    return {start} if start.is_dir() else set()
 
-        Raises UserError where nothing can be saved.
-        """
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for path in self.directory.glob(".*.tmp"):
-                files.remove(path)
-            files.publish_text(self.directory / ".probe.tmp", "")
-            files.remove(self.directory / ".probe.tmp")
-            if start.is_dir():
-                files.link(self.directory / "latest", start)
-                self.intact.add(start)
-        except OSError as error:
-            problem = f"no checkpoint could be saved here: {error}; make it writable, or choose another --out_dir"
-            raise UserError(f"{self.directory}: {problem}") from None
-        for parent in self.directory.absolute().parents:  # the names that lead here must last, too
-            with contextlib.suppress(OSError):  # of those that are not ours
-                files.sync(parent)
 
-    def saved(self, path: Path) -> None:
-        """Count `path`, just written and flushed, as intact. Verify older ones that must count, too."""
-        self.intact.add(path)
-        existing, count = published(self.directory), 0
-        while count < self.keep_last < count + len(existing):  # otherwise none has to go
-            path = existing.pop()
-            if path not in self.intact and find_damage(path) is None:
-                self.intact.add(path)
-            count += path in self.intact
+def verify(checkpoints: Path, intact: set[Path], keep_last: int) -> None:
+    """Verify as many of the newest checkpoints as must be `intact` before older ones go, and add those that are."""
+    existing, count = published(checkpoints), 0
+    while count < keep_last < count + len(existing):  # otherwise none has to go
+        path = existing.pop()
+        if path not in intact and find_damage(path) is None:
+            intact.add(path)
+        count += path in intact
 
-    def prune(self, best: list[Path]) -> None:
-        """Remove what is older than the last `keep_last` intact ones and not among the first of `best`. Raises OSError."""
-        existing = published(self.directory)
-        intact = [path for path in existing if path in self.intact]
-        if self.keep_last and len(intact) >= self.keep_last:
-            for path in existing[: existing.index(intact[-self.keep_last])]:
-                if path not in best[: self.keep_best]:
-                    files.retire(path)
-                    self.intact.discard(path)
+
+def prune(checkpoints: Path, intact: set[Path], keep_last: int, best: list[Path]) -> None:
+    """Remove what is older than the last `keep_last` (0: all) of the `intact` ones and not among `best`. Raises OSError."""
+    existing = published(checkpoints)
+    counted = [path for path in existing if path in intact]
+    if 0 < keep_last <= len(counted):
+        for path in existing[: existing.index(counted[-keep_last])]:
+            if path not in best:
+                files.retire(path)
+                intact.discard(path)

@@ -5,7 +5,6 @@ STEM.safetensors.index.json beside them, as Hugging Face's libraries name them.
 """
 
 import json
-from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
@@ -20,7 +19,9 @@ from common import files
 from common.errors import UserError
 from common.records import FileName
 
-# What is read of STEM.safetensors.index.json: the file of each tensor.
+Layout = dict[str, dict[str, int]]  # the files of a stem, and the bytes of each tensor in them
+INDEX = ".safetensors.index.json"
+# What is read of an index: the file of each tensor.
 Index = TypedDict("Index", {"weight_map": Annotated[dict[str, FileName], Meta(min_length=1)]})
 
 
@@ -44,53 +45,39 @@ class LazyTensor:
             return stored[:, rows].t() if self.transposed else stored[rows]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which files hold the tensors called `stem`."""
-
-    stem: str
-    sizes: dict[str, int]  # bytes of each tensor
-    tensors: dict[str, list[str]]  # names of the tensors in each file
-
-    def write(
-        self, directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype, only: Container[str] | None = None
-    ) -> list[Path]:
-        """Write the files, or `only` some of them, with `tensors` as `dtype`. The same tensors give the same bytes."""
-        paths, metadata = [], {"format": "pt"} if self.stem == "model" else None  # transformers asks a model for it
-        for file, names in self.tensors.items():
-            if only is None or file in only:
-                paths.append(directory / file)
-                paths[-1].touch()
-                mode = paths[-1].stat().st_mode  # by the umask; only the owner can read a file that save_file makes
-                save_file({name: tensors[name].detach().to(dtype).contiguous() for name in names}, paths[-1], metadata)
-                paths[-1].chmod(mode)
-        return paths
-
-    def write_index(self, directory: Path) -> None:
-        """Write the index, if there are several files."""
-        if len(self.tensors) > 1:
-            weight_map = {name: file for file, names in self.tensors.items() for name in names}
-            index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-            write_json(directory / index_name(self.stem), index)
-
-
 def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
     """Divide tensors of `sizes` [bytes] among files of at most `limit` bytes; a larger tensor gets a file of its own."""
-    groups, size = [[]], 0
+    groups = [{}]
     for name in sorted(sizes):
-        if groups[-1] and size + sizes[name] > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += sizes[name]
+        if groups[-1] and sum(groups[-1].values()) + sizes[name] > limit:
+            groups.append({})
+        groups[-1][name] = sizes[name]
     if len(groups) == 1:
-        return Layout(stem, sizes, {f"{stem}.safetensors": groups[0]})
-    return Layout(stem, sizes, {f"{stem}-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)})
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write a file with `tensors` as `dtype`. The same tensors give the same bytes."""
+    path.touch()
+    mode = path.stat().st_mode  # by the umask; only the owner can read a file that save_file makes
+    metadata = {"format": "pt"} if path.name.startswith("model") else None  # transformers requires it of a model
+    save_file({name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata)
+    path.chmod(mode)
+
+
+def write_index(directory: Path, stem: str, layout: Layout) -> None:
+    """Write the index, if there are several files."""
+    if len(layout) > 1:
+        size = sum(sum(sizes.values()) for sizes in layout.values())
+        weight_map = {name: file for file, sizes in layout.items() for name in sizes}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(directory / f"{stem}{INDEX}", index)
 
 
 def files_of(directory: Path, stem: str) -> list[Path]:
     """The files with the tensors called `stem`. Raises UserError where there are none."""
-    index, single = directory / index_name(stem), directory / f"{stem}.safetensors"
+    index, single = directory / f"{stem}{INDEX}", directory / f"{stem}.safetensors"
     if index.exists():
         return [directory / name for name in sorted(set(files.read_json(index, Index)["weight_map"].values()))]
     if single.exists():
@@ -111,11 +98,6 @@ def open_tensors(directory: Path, stem: str) -> dict[str, LazyTensor]:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: {error}") from None
     return found
-
-
-def index_name(stem: str) -> str:
-    """The file that says which file each tensor is in."""
-    return f"{stem}.safetensors.index.json"
 
 
 def write_json(path: Path, value: dict) -> None:

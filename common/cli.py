@@ -16,33 +16,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from common import files
 from common.errors import UserError, refuse
 
-# What a flag is called in nanoGPT, build-nanogpt and Hugging Face.
+# What flags are called in nanoGPT, build-nanogpt and Hugging Face.
 OTHER_NAMES = {
-    "lr": "learning_rate max_lr",
-    "steps": "max_iters max_steps lr_decay_iters",
-    "warmup_steps": "warmup_iters",
-    "grad_clip": "max_grad_norm",
-    "seq_len": "block_size max_seq_len",
-    "micro_batch_size": "batch_size per_device_train_batch_size",
-    "tokens_per_update": "gradient_accumulation_steps total_batch_size",
-    "eval_every": "eval_interval eval_steps",
-    "eval_tokens": "eval_iters",
-    "log_every": "log_interval logging_steps",
-    "tokens": "dataset",
-    "out_dir": "output_dir",
-    "schedule": "decay_lr lr_scheduler_type",
-    "save_every": "save_steps always_save_checkpoint",
-    "name": "run_name wandb_run_name",
-    "wandb": "wandb_log report_to",
-    "prompt": "start",
+    **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
+    **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),
+    **dict(block_size="seq_len", max_seq_len="seq_len", batch_size="micro_batch_size", run_name="name", start="prompt"),
+    **dict(per_device_train_batch_size="micro_batch_size", gradient_accumulation_steps="tokens_per_update"),
+    **dict(total_batch_size="tokens_per_update", eval_interval="eval_every", eval_steps="eval_every", eval_iters="eval_tokens"),
+    **dict(log_interval="log_every", logging_steps="log_every", save_steps="save_every", always_save_checkpoint="save_every"),
+    **dict(output_dir="out_dir", wandb_run_name="name", wandb_log="wandb", report_to="wandb"),
 }
 # Flags of nanoGPT, flags and values of earlier versions, and what replaces each.
 NO_FLAGS = {
-    "part": "datatrove prepares a corpus on many machines, and train.py reads its .ds files as they are",
-    "join": "datatrove prepares a corpus on many machines, and train.py reads its .ds files as they are",
+    **dict.fromkeys(
+        ("part", "join"), "datatrove prepares a corpus on many machines, and train.py reads its .ds files as they are"
+    ),
     "eval_only": "python evaluate.py runs/NAME does that",
     "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
     "csv": 'pandas.read_json("runs/NAME/metrics.jsonl", lines=True) reads what a run measured',
@@ -92,12 +82,12 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
 
     config, unknown = tyro.cli(
         cls,
-        args=flags_last([argument for argument in args if argument != "--debug"]),  # `user_errors` reads it
+        args=flags_last([word for word in args if word != "--debug"]),  # `user_errors` reads it
         prog=f"python {os.path.relpath(sys.argv[0])} {first}".rstrip(),
         default=default or tyro.MISSING_NONPROP,
         description=f"{description}\n\nAll commands take --debug, which prints the traceback of an error.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-        registry=texts_for_values(),
+        registry=values_as_text(),
         return_unknown_args=True,
         use_underscores=True,
     )
@@ -106,10 +96,11 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             name = word[2:].partition("=")[0].replace("-", "_")
             raise UserError(f"unknown flag --{name}{suggestion(name, flat_fields(cls))} (--help lists all flags)")
         raise UserError(f"unexpected {word}: a preset or a run comes before all flags, and a flag is --name=value")
-    values, wrong = read_values(cls, flat_values(config), strict=False)
-    if "run" in wrong:  # the one argument without --
-        raise UserError(f"name a run: {run_example()}")
-    refuse(f"--{name} {mistake}" for name, mistake in wrong.items())
+    given = flat_values(config)
+    if given.get("run") == "":  # the one argument without --
+        raise UserError(f"name a run, such as runs/NAME{similar_runs('runs')}")
+    values, wrong = read_values(cls, given, strict=False)
+    refuse(f"--{name.rstrip('_')} {mistake}" for name, mistake in wrong.items())  # --from is from_ in Python
     return replace(config, **values)
 
 
@@ -122,23 +113,22 @@ def flags_last(args: list[str]) -> list[str]:
     return others + flags
 
 
-def texts_for_values():
-    """tyro's rules for how to read and show a value. They hand on its text, for `read_values` says better what is wrong."""
+def values_as_text():
+    """Rules for tyro: it hands on the text of each value, because `read_values` says better what is wrong with one."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     rules = ConstructorRegistry()
 
     @rules.primitive_rule
     def rule(info):
-        if info.type not in SCALARS and get_origin(info.type) not in (Literal, Union):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=(0, 1),  # none where a flag stands alone, as in --plan
-            metavar=syntax(info.type),
-            instance_from_str=lambda texts: texts[0] if len(texts) == 1 else texts,
-            is_instance=lambda value: True,
-            str_from_instance=lambda value: [str(value).lower() if isinstance(value, bool) else str(value)],
-        )
+        if info.type in SCALARS or get_origin(info.type) in (Literal, Union):
+            return PrimitiveConstructorSpec(
+                nargs=(0, 1),  # none where a flag stands alone, as in --plan
+                metavar=syntax(info.type),
+                instance_from_str="".join,
+                is_instance=lambda value: True,
+                str_from_instance=lambda value: [str(value).lower() if isinstance(value, bool) else str(value)],
+            )
 
     return rules
 
@@ -166,15 +156,14 @@ def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, An
     kinds, found, wrong = flat_fields(cls), {}, {}
     for name, value in values.items():
         kind = kinds[name].type
+        if kind is bool and value == "" and not strict:  # the flag stands alone
+            value = "true"
         try:
-            found[name] = True if kind is bool and value == [] else msgspec.convert(value, kind, strict=strict)
+            found[name] = msgspec.convert(value, kind, strict=strict)
         except (msgspec.ValidationError, OverflowError) as error:
             outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
             allowed = limits(kind) + ", or auto" * syntax(kind).endswith("|auto") if outside else syntax(kind)
-            if value == []:
-                wrong[name] = f"needs a value: {allowed}"
-            else:
-                wrong[name] = f"must be {allowed}, not {value!r}" + (f"; {NO_FLAGS[value]}" if str(value) in NO_FLAGS else "")
+            wrong[name] = f"must be {allowed}, not {value!r}" + (f"; {NO_FLAGS[value]}" if str(value) in NO_FLAGS else "")
     return found, wrong
 
 
@@ -204,23 +193,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """What replaces the flag `name`, or the nearest one of `known`, as in `; perhaps you meant --lr`. Empty for nothing."""
     if name in NO_FLAGS:
         return f"; {NO_FLAGS[name]}"
-    others = {other: ours for ours, names in OTHER_NAMES.items() for other in names.split()}
-    names = {other: ours for other, ours in others.items() if ours in known} | {ours: ours for ours in known}
-    near = [name] if name in others else difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; perhaps you meant --{names[near[0]]}" if near and near[0] in names else ""
+    names = OTHER_NAMES | {ours: ours for ours in known}
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"; perhaps you meant --{names[near[0]]}" if near and names[near[0]] in known else ""
 
 
 def similar_runs(name: str) -> str:
     """`; perhaps you meant runs/mine` where there are runs in `name`, or beside it or in runs/ something of a similar name."""
     path = Path(name)
-    near = [str(found.parent) for found in sorted(path.glob("*/checkpoints"))]
-    for found in sorted({*Path("runs").glob("*/checkpoints"), *path.parent.glob("*/checkpoints")}):
-        near += [str(found.parent)] * bool(difflib.get_close_matches(path.name, [found.parent.name]))
+    runs = {found.parent for folder in (path, path.parent, Path("runs")) for found in folder.glob("*/checkpoints")}
+    near = [str(run) for run in sorted(runs) if run.parent == path or difflib.get_close_matches(path.name, [run.name])]
     return f"; perhaps you meant {' or '.join(near[:4])}" if near else ""
-
-
-def run_example() -> str:
-    """What to type for a command that needs a run, and which runs there are."""
-    runs = [str(path.parent) for path in sorted(Path("runs").glob("*/metrics.jsonl"))]
-    there = files.shortened(runs) if runs else "none yet; python train.py makes one"
-    return f"python {Path(sys.argv[0]).name} runs/NAME; there are {there}"

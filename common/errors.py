@@ -6,15 +6,13 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 EX_TEMPFAIL = 75  # the exit status of a run that was stopped; the same command continues it
-INTERRUPTED = 130  # the exit status after Ctrl-C, as a shell reports it
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,7 +38,7 @@ def user_errors():
     except (UserError, RunError) as error:
         message, status = f"error: {error}", 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
-        message, status = "interrupted", INTERRUPTED
+        message, status = "interrupted", 130  # as a shell reports it
     except ModuleNotFoundError as error:
         message = f"error: {error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there"
         status = 2
@@ -48,10 +46,10 @@ def user_errors():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         message, status = "", 1
     except OSError as error:
-        full = error.errno in FULL_DISK
-        if not full and error.filename is None:
+        status = 1 if error.errno in FULL_DISK else 2
+        if status == 2 and error.filename is None:
             raise
-        message, status = f"error: {error.filename or 'the disk'}: {error.strerror}", 1 if full else 2
+        message = f"error: {error.filename or 'the disk'}: {error.strerror}"
     if rank := os.environ.get("RANK", "0").strip("0"):
         # torchrun ends all ranks when the first one exits. Let the master be the first: it mostly has the same message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -97,18 +95,4 @@ def refuse(problems: Iterable[str]) -> None:
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """What `work()` returns or raises. Raises TimeoutError where it takes longer; its thread is then left behind."""
-    return in_background(work).result(seconds)
-
-
-def in_background(work: Callable[[], Any]) -> Future:
-    """The Future of `work()`, called in a thread that does not keep the process alive, as an executor's would."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+    return ThreadPoolExecutor(1).submit(work).result(seconds)

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from common.errors import UserError
 
 LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
@@ -66,9 +68,8 @@ def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
             remove(temporary)
             temporary.mkdir(parents=True)
         yield temporary
-        for file in temporary.iterdir():
+        for file in (*temporary.iterdir(), temporary):
             sync(file)
-        sync(temporary)
     except BaseException:
         remove(temporary)  # on a full disk its space is needed
         raise
@@ -78,13 +79,21 @@ def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
     sync(path.parent)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, if need be. Its name lasts then, and so do the names that lead to it."""
+    path.mkdir(parents=True, exist_ok=True)
+    for parent in path.absolute().parents:
+        with suppress(OSError):  # of those that are not ours
+            sync(parent)
+
+
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
     """Hold a directory for the block. It is made if need be, and removed if it is left empty.
 
     Raises UserError where another live process holds it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         if not lock(descriptor):
@@ -157,17 +166,14 @@ def sha256(path: Path) -> str:
 
 
 def read_bytes(path: Path, limit: int = LARGEST_TEXT) -> bytes:
-    """The content of a file of at most `limit` bytes. Raises UserError."""
-    try:
-        if (size := require_file(path).stat().st_size) > limit:
-            raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+    """The content of a file of at most `limit` bytes. Raises UserError, and OSError where it cannot be read."""
+    if (size := require_file(path).stat().st_size) > limit:
+        raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
+    return path.read_bytes()
 
 
 def read_text(path: Path, limit: int = LARGEST_TEXT) -> str:
-    """The content of a text file in UTF-8. Raises UserError."""
+    """The content of a text file in UTF-8. See `read_bytes`."""
     try:
         return read_bytes(path, limit).decode()
     except UnicodeDecodeError as error:
@@ -184,14 +190,10 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 def decode(value: Any, kind: type, name: str) -> Any:
     """`value` as `kind`: JSON in bytes, or what JSON was decoded to. Raises UserError, which begins with `name`."""
-    import msgspec  # here, because --help does not need it
-
     try:
         return msgspec.json.decode(value, type=kind) if isinstance(value, bytes) else msgspec.convert(value, kind)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # of what is nested too deeply
         raise UserError(f"{name}: {error}") from None
-    except RecursionError:
-        raise UserError(f"{name}: it is nested too deeply") from None
 
 
 def shortened(names: Iterable[str]) -> str:

@@ -22,6 +22,11 @@ from parallel.replicas import check_replicas
 from parallel.world import World
 
 STAGING_BYTES = 1 << 26  # of page-locked memory, through which checkpoints leave a GPU
+SCRATCH = {
+    "scratch_allreduce": ScratchAllReduce,
+    "scratch_reduce_scatter": ScratchReduceScatter,
+    "scratch_overlap": ScratchOverlap,
+}
 
 
 @dataclass
@@ -83,7 +88,8 @@ class Engine:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before, the same on all ranks."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         # Here an update waits for the GPU. The optimizer's work hides the launches of the next one.
-        norm = full_tensor(nn.utils.get_total_norm(gradients)).item() / self.scaler.get_scale()
+        norm = self.module.ops.total_norm(gradients)
+        norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
         if muon and self.world.size > 1 and not self.sharded:
             # Its step runs collectives, in which the others would wait for a rank that skipped it. Only a faulty rank has
@@ -205,16 +211,7 @@ def wrap(module: GPT, strategy: str, micro_batches: int, compiled: bool) -> nn.M
 
     micro_batches: of an update, over all ranks. compiled: let `exact` convert in compiled code.
     """
-    match strategy:
-        case "exact":
-            return Exact(module, micro_batches, compiled)
-        case "scratch_allreduce":
-            return ScratchAllReduce(module)
-        case "scratch_reduce_scatter":
-            return ScratchReduceScatter(module)
-        case "scratch_overlap":
-            return ScratchOverlap(module)
-    raise ValueError(f"no wrapper for --strategy={strategy}")
+    return Exact(module, micro_batches, compiled) if strategy == "exact" else SCRATCH[strategy](module)
 
 
 def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> optim.Orthogonalize:
@@ -254,8 +251,3 @@ def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor, which has some rows on each rank."""
     return hasattr(tensor, "full_tensor")
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard; all ranks must call it. A plain tensor is full already."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -36,7 +36,6 @@ class Exact(ScratchOverlap):
         super().__init__(module, bucket_bytes=bucket_bytes // 2)  # counted in float32, which takes half as much
         self.micro_batches = micro_batches
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
-        self.not_added = {parameter: [] for parameter in self.trainable}  # gradients that wait for the next micro-batch's
         self.largest = torch.zeros(len(self.trainable), device=self.trainable[0].device)  # |gradient| of each parameter
         self.largest_of = dict(zip(self.trainable, self.largest, strict=True))
         self.add, self.mean = add_fixed_point, mean_from_fixed_point
@@ -44,25 +43,16 @@ class Exact(ScratchOverlap):
             self.add, self.mean = (torch.compile(function, dynamic=True) for function in (self.add, self.mean))
         on_cpu = self.largest.device.type == "cpu"
         self.block = CPU_BLOCK if on_cpu and not compiled else max(p.numel() for p in self.trainable)
-        self.added_at_once = 2 if on_cpu and compiled else 1  # gradients; more would keep more in memory
         if self.world_size == 1:  # one rank converts and adds as well; otherwise it would round differently from two
             self.register_hooks()
 
     def move_into_bucket(self, parameter: nn.Parameter) -> None:
-        """Add the gradient to the integers in the bucket, and drop it.
-
-        Of the 20 bytes that one addition reads and writes, 16 are integers. So a CPU, whose memory is slow, waits for a second
-        micro-batch's gradient and adds both at once, unless this backward is the last one.
-        """
-        gradients = self.not_added[parameter]
+        """Add the gradient to the integers in the bucket, and drop it."""
         if parameter.grad is not None:
-            gradients.append(parameter.grad)
+            for total, gradient in self.blocks(parameter, parameter.grad):
+                self.add(total, gradient)
+                raise_largest(self.largest_of[parameter], gradient)
             parameter.grad = None
-        if len(gradients) == self.added_at_once or (gradients and self.sync_this_backward):
-            for total, *values in self.blocks(parameter, *gradients):
-                self.add(total, *values)
-                raise_largest(self.largest_of[parameter], *values)
-            gradients.clear()
 
     def start_full_buckets(self) -> None:
         if self.world_size > 1:
@@ -97,32 +87,30 @@ class Exact(ScratchOverlap):
                 parameter.grad.fill_(float("nan"))
         self.largest.zero_()
 
-    def blocks(self, parameter: nn.Parameter, *gradients: Tensor):
-        """The parameter's integers beside `gradients`, all flat, in blocks to be converted one at a time."""
+    def blocks(self, parameter: nn.Parameter, gradient: Tensor):
+        """The parameter's integers beside its `gradient`, both flat, in blocks to be converted one at a time."""
         total = self.bucket_of[parameter].gradients[parameter]
-        return zip(*(tensor.reshape(-1).split(self.block) for tensor in (total, *gradients)), strict=True)
+        return zip(*(tensor.reshape(-1).split(self.block) for tensor in (total, gradient)), strict=True)
 
 
 @torch.no_grad()
-def add_fixed_point(total: Tensor, *gradients: Tensor) -> None:
-    """Add float32 `gradients` [n] to int64 `total` [n] as multiples of 2^-50.
+def add_fixed_point(total: Tensor, gradient: Tensor) -> None:
+    """Add float32 `gradient` [n] to int64 `total` [n] as multiples of 2^-50.
 
     Scaling by a power of two is exact. Digits below 2^-50 are cut off.
     """
-    for gradient in gradients:
-        total.add_((gradient * SCALE).to(torch.int64))
+    total.add_((gradient * SCALE).to(torch.int64))
 
 
 @torch.no_grad()
-def raise_largest(largest: Tensor, *gradients: Tensor) -> None:
-    """Raise the scalar `largest` to the largest |value| of `gradients`; NaN stays.
+def raise_largest(largest: Tensor, gradient: Tensor) -> None:
+    """Raise the scalar `largest` to the largest |value| of `gradient`; NaN stays.
 
     Never compiled: the compiler lays the reduction out for the first gradient that it sees. If that is a small norm's, one
     thread block later reduces a whole embedding (pytorch/pytorch#155941).
     """
-    for gradient in gradients:
-        low, high = gradient.aminmax()
-        largest.copy_(torch.maximum(largest, torch.maximum(-low, high)))
+    low, high = gradient.aminmax()
+    largest.copy_(torch.maximum(largest, torch.maximum(-low, high)))
 
 
 def mean_from_fixed_point(total: Tensor, count: int, out: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import tokenizers
@@ -9,12 +10,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from checkpoints import huggingface, tensor_files
+from checkpoints import huggingface
 from checkpoints.checkpoint import write_manifest
 from checkpoints.lookup import find_model
 from common import cli
 from common.errors import UserError
-from conftest import randomized
+from conftest import execute, randomized
 from dataset import tokenizer
 from model import GPT
 from settings import ModelConfig, resolve_model
@@ -80,7 +81,7 @@ def test_what_we_write_we_read_bit_for_bit_whole_and_by_rows(written):
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     GPT(config).load_state_dict(state)
-    back = huggingface.from_hf(tensor_files.open_tensors(directory, "model"), config)
+    _, back = huggingface.open_model(directory)
     for rows in (slice(0, 5), slice(5, 9), slice(9, 10_000), slice(10_000, 10_001)):
         assert all(torch.equal(back[name][rows], value[rows]) for name, value in state.items())
 
@@ -177,10 +178,10 @@ def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path
 def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     model = build(shape)
     huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
-    config, state = huggingface.read_model(tmp_path, seq_len=5)
+    config, state = huggingface.open_model(tmp_path, seq_len=5)
     assert config == dataclasses.replace(model.config, seq_len=5)
     short = GPT(config).eval()
-    short.load_state_dict(state)
+    short.load_state_dict({name: stored[:] for name, stored in state.items()})
     torch.testing.assert_close(short(TOKENS[:, :5]), model(TOKENS[:, :5]))
 
 
@@ -242,3 +243,16 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not a local directory and could not be fetched from the Hub"):
         find_model("nobody/no-such-model-of-ours")
+
+
+def test_a_config_json_of_another_model_than_was_trained_is_refused(train):
+    train("eps", steps=1, architecture="llama", norm_eps=0.01)
+    checkpoint = train.latest("eps").resolve()
+    written = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(written | {"rms_norm_eps": 1e-5}))
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint)
+    for command in ("evaluate.py", "sample.py", "export.py"):
+        more = ["--out=never"] if command == "export.py" else []
+        done = execute([sys.executable, command, checkpoint, *more], status=2)
+        assert "config.json has norm_eps 1e-05, and the checkpoint was trained with 0.01" in done.stderr

@@ -48,8 +48,8 @@ def early(directory, known=None):
         ("common.files.sync", lambda path: None),
         ("checkpoints.checkpoint.write_manifest", early),
         (
-            "checkpoints.retention.Retention.prune",
-            lambda self, best: [files.retire(path) for path in retention.published(self.directory)[-1:]],
+            "checkpoints.retention.prune",
+            lambda checkpoints, *_: [files.retire(path) for path in retention.published(checkpoints)[-1:]],
         ),
     ],
 )

@@ -38,27 +38,27 @@ def test_fixed_point_sums_do_not_depend_on_order_and_are_close_to_float64():
     assert (mean - wanted.float()).abs().max() <= 2**-22
 
 
-def test_compiled_conversion_of_one_or_two_gradients_gives_the_same_integers():
+def test_compiled_conversion_gives_the_same_integers_in_any_order():
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(70_001, generator=generator) * 10.0 ** -(i % 9) for i in range(5)]
     gradients[2][:3] = torch.tensor([float("nan"), 1e-45, -1e-15])
 
-    def convert(add, mean, groups):
+    def convert(add, mean, order):
         total, largest, out = torch.zeros(70_001, dtype=torch.int64), torch.zeros(3), torch.empty(70_001)
-        for group in groups:
-            add(total, *(gradients[i] for i in group))
-            raise_largest(largest[1], *(gradients[i] for i in group))
+        for i in order:
+            add(total, gradients[i])
+            raise_largest(largest[1], gradients[i])
         sums = total.clone()
         mean(total, 5, out)
         assert not total.any()
         return sums[1:], largest.isnan(), out[1:]
 
-    wanted = convert(add_fixed_point, mean_from_fixed_point, [[0], [1], [2], [3], [4]])
+    wanted = convert(add_fixed_point, mean_from_fixed_point, range(5))
     assert wanted[0].any() and wanted[1].tolist() == [False, True, False]
     compiled = [torch.compile(function, dynamic=True) for function in (add_fixed_point, mean_from_fixed_point)]
     for functions in ((add_fixed_point, mean_from_fixed_point), compiled):
-        for groups in ([[0], [1], [2], [3], [4]], [[0, 1], [2, 3], [4]], [[4, 0], [3, 1], [2]]):
-            assert all(map(torch.equal, convert(*functions, groups), wanted))
+        for order in (range(5), (4, 0, 3, 1, 2)):
+            assert all(map(torch.equal, convert(*functions, order), wanted))
 
 
 @pytest.mark.parametrize(
@@ -226,19 +226,17 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, stra
 
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
     done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
-    assert "--max_skipped_steps=3" in done.stderr and "Traceback" not in done.stderr
+    assert "4 updates in a row had no finite gradient (--max_skipped_steps)" in done.stderr and "Traceback" not in done.stderr
     newest = train.latest("nan").resolve()
-    assert retention.find_damage(newest) is None and f"the newest checkpoint is {newest};" in done.stderr
+    assert retention.find_damage(newest) is None and f"checkpoints are in {newest.parent}" in done.stderr
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
-    flags = dict(resume=newest, steps=20, max_skipped_steps=0, save_every=0, eval_every=0, status=1)
-    assert "; there is no checkpoint yet;" in train.changed(POISONED.format(bad="True"), "other", **flags).stderr
 
 
 @pytest.mark.parametrize(
     "ranks, drifting, message",
     [
-        (3, 2, "of rank 2 is not that of the other 2 ranks"),
-        (2, 1, "is not the same on ranks [0] and [1]; no majority tells which is right"),
+        (3, 2, "is not the same on ranks [2] as on the other 2"),
+        (2, 1, "is not the same on ranks [0] as on the other 1"),
     ],
 )
 def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, ranks, drifting, message):

@@ -1,0 +1,155 @@
+"""Runs whose checkpoints are also in a store, which may fail: an S3 server on loopback, or another disk."""
+
+import contextlib
+import random
+import shutil
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import machine
+from checkpoints import retention
+from checkpoints.mirror import MANIFEST, Mirror
+from common.errors import RunError
+from conftest import damage
+from power_cut import Miniature
+from reports.log import Log
+from test_remote import s3  # noqa: F401 (a fixture)
+
+RUN = dict(schedule="constant", save_every=3, keep_last=2, keep_best=0, eval_every=0)
+
+
+def stored(url):
+    """The checkpoints in a store that have a manifest."""
+    system, root = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    return sorted(Path(path).parent.name for path in system.glob(f"{root}/*/{MANIFEST}"))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_whose_disk_is_lost_continues_from_its_mirror_with_the_same_bits(train, s3, ranks):  # noqa: F811
+    train("whole", ranks, steps=10, **RUN)
+    url = f"s3://bucket/runs/spot{ranks}"
+    spot = dict(RUN, mirror=url)
+    train("spot", ranks, steps=5, **spot)
+    assert stored(url) == ["step-00000003", "step-00000005"]
+    shutil.rmtree(train.runs / "spot")
+    done = train("spot", ranks, steps=10, **spot)
+    assert f"copying step-00000005 from {url}" in done.stdout and "continuing from" in done.stdout
+    assert train.files("spot") == train.files("whole")
+    assert train.metrics("spot", "loss") == train.metrics("whole", "loss")
+    assert stored(url) == ["step-00000009", "step-00000010"]
+
+
+def test_a_store_of_another_run_is_refused(train, tmp_path):
+    train("first", steps=2, mirror=tmp_path / "store")
+    done = train("second", steps=2, mirror=tmp_path / "store", status=1)
+    assert "has checkpoints of the run first, not of second; give each run a store of its own" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("nowhere://x", "--mirror=nowhere://x: Protocol not known: nowhere"),
+        ("s3://me:secret@host/run", "--mirror has a password in its URL"),
+    ],
+)
+def test_a_url_that_cannot_be_a_store_is_refused(train, url, said):
+    done = train("x", steps=1, mirror=url, status=2)
+    assert said in done.stderr and "secret" not in done.stderr and not (train.runs / "x").exists()
+
+
+def test_a_store_that_does_not_answer_ends_a_start_and_never_a_run(train, tmp_path):
+    (tmp_path / "store").write_text("a file where a directory should be")
+    done = train("blocked", steps=3, mirror=tmp_path / "store" / "run", status=1)
+    assert "cannot be read" in done.stderr
+
+
+class Flaky:
+    """A file system that fails at a rate of its calls, cuts contents short, or ends the process: what stores and kills do."""
+
+    def __init__(self, system, chance, rate):
+        self.system, self.chance, self.rate = system, chance, rate
+
+    def __getattr__(self, name):
+        work = getattr(self.system, name)
+        if name in ("put_file", "get_file", "pipe_file", "cat_file", "rm", "rm_file", "ls", "info"):
+            return lambda *args, **more: self.call(name, work, *args, **more)
+        return work
+
+    def call(self, name, work, *args, **more):
+        if self.chance.random() < self.rate:
+            kind = self.chance.choice(["error", "short", "kill"])
+            if kind == "short" and name == "get_file":
+                work(*args, **more)
+                Path(args[1]).write_bytes(Path(args[1]).read_bytes()[:-1])
+                return None
+            if kind == "short" and name == "put_file":
+                self.system.pipe_file(args[1], Path(args[0]).read_bytes()[:-1])
+                return None
+            raise KeyboardInterrupt if kind == "kill" else OSError("500 Internal Server Error")
+        return work(*args, **more)
+
+
+def test_nothing_announced_is_lost_whatever_instant_a_copy_ends_at(tmp_path, monkeypatch):
+    """200 times: a copy is cut at a random instant, the disk is lost or not, and the run continues from what is left."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    chance, url, disk = random.Random(7), f"file://{tmp_path / 'store'}", tmp_path / "run"
+    announced = lost = cut = 0
+    for _ in range(200):
+        log = Log(disk, True)
+        mirror = Mirror(url, log)
+        plain, mirror.system = mirror.system, Flaky(mirror.system, chance, 0.05)
+        here, _ = retention.newest(disk / "checkpoints")
+        with contextlib.suppress(KeyboardInterrupt, RunError):  # the start is repeated
+            mirror.fetch(retention.step_of(here) if here else -1)
+        here, _ = retention.newest(disk / "checkpoints")
+        mirror.system = plain
+        if here is None:  # as a start that is repeated until the store answers
+            mirror.fetch(-1)
+        run = Miniature(disk / "checkpoints", name="run")
+        assert run.state.step >= announced
+        run.save(run.state.step + 1)
+        mirror.system = Flaky(plain, chance, 0.03)
+        try:
+            mirror.copy(sorted(run.checkpoints.intact), 2, [])
+            announced = run.state.step
+            assert len(list((tmp_path / "store").iterdir())) <= 2
+        except (KeyboardInterrupt, OSError):
+            cut += 1
+        if chance.random() < 0.5:
+            shutil.rmtree(disk)
+            lost += 1
+    assert announced > 40 and lost > 60 and cut > 40
+
+
+def test_a_damaged_checkpoint_of_the_store_is_passed_over(train, tmp_path):
+    store = tmp_path / "store"
+    train("spot", steps=6, **RUN, mirror=store)
+    damage(store / "step-00000006" / "model.safetensors")
+    shutil.rmtree(train.runs / "spot")
+    done = train("spot", steps=6, **RUN, mirror=store)
+    assert "passed over" in done.stdout and "model.safetensors does not match its sha256" in done.stdout
+    assert machine.last_step(train.runs / "spot") == 6
+
+
+SLOW = """
+import time
+from checkpoints.mirror import Mirror
+def copy(self, *args, tries=[]):
+    tries.append(1)
+    if len(tries) < 3:
+        raise OSError("the store says 500")
+    original(self, *args)
+original, Mirror.copy = Mirror.copy, copy
+"""
+
+
+def test_a_store_that_fails_for_a_while_is_reported_once_and_catches_up(train, tmp_path):
+    train("plain", steps=6, **RUN)
+    done = train.changed(SLOW, "spot", steps=6, **RUN, mirror=tmp_path / "store")
+    assert done.stdout.count("could not be written, trying again while training goes on: the store says 500") == 1
+    assert "has caught up" in done.stdout and stored(str(tmp_path / "store")) == ["step-00000003", "step-00000006"]
+    assert train.files("spot") == train.files("plain")
