@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import audit
+import audit_page
 import drill
 import machine
 import same_run
@@ -79,3 +81,42 @@ def test_hard_kills_sees_a_damaged_checkpoint_a_lost_one_and_when_the_kill_fell(
     (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b'{"step": 4}')
     problems = drill.examine(tmp_path, 4)
     assert problems == [f"{name}: model.safetensors does not match its sha256" for name in ("step-00000003", "latest")]
+
+
+def test_audit_finds_that_a_run_of_ours_is_the_same_run(tmp_path):
+    output, result = run("audit", tmp_path, "audit", "lockstep", only="killed,saving,flipped,two")
+    row = result["trainers"]["lockstep"]
+    found = row["found"]
+    assert found["killed"]["from"] == found["saving"]["from"] == 16 and found["flipped"]["from"] == 8
+    for question in ("killed", "saving", "flipped", "two"):
+        assert found[question]["same"] == found[question]["of"] == 32 - found[question]["from"]
+        assert question == "two" or found[question]["difference"] == 0
+    assert "WORK/RUN" in row["command"][0] and str(tmp_path) not in json.dumps(row)
+
+
+def test_audit_sees_other_tokens_other_weights_and_failures():
+    class Examined:
+        reference = audit.Attempt(0, "", [["a"], ["b"], ["c"], ["d"]])
+
+        def difference(self, case):
+            return 0.5
+
+    def outcome(*updates, error=""):
+        attempt = audit.Attempt(0, error, [[update] for update in updates])
+        return audit_page.outcome(audit.Examination.compare(Examined(), "run", attempt))
+
+    assert outcome("a", "b", "c", "d") == "the same tokens, weights off by 5e-01"
+    assert outcome("c", "d") == "from 2: the same tokens, weights off by 5e-01"
+    assert "other tokens in 2 of 2 updates (the first of them has those of update 1)" in outcome("a", "b")
+    assert outcome(error="ValueError: no") == "fails: `ValueError: no`" and "no update" in outcome()
+    Examined.difference = lambda self, case: 0.0
+    assert outcome("c", "x") == "from 2: other tokens in 1 of 2 updates, same bits"
+    assert (
+        audit.failure("[rank0]: a.B: c\n[rank0]: ValueError: bad /some/place/file\nx.ChildFailedError:\n")
+        == "ValueError: bad file"
+    )
+
+
+def test_the_page_of_the_audit_is_what_its_script_makes():
+    rows = json.loads((machine.ROOT / "bench" / "results" / "audit.json").read_text())["trainers"]
+    assert audit_page.PAGE.read_text() == audit_page.page(rows)

@@ -1,0 +1,93 @@
+"""Write docs/audit.md from the rows of audit.json: python bench/audit_page.py --out=bench/results"""
+
+import json
+from pathlib import Path
+
+import audit_trainers
+import machine  # puts the project's folder on the path
+from common.files import publish_text
+
+PAGE = machine.ROOT / "docs" / "audit.md"
+HEAD = {
+    "twice": "the same command twice",
+    "killed": "SIGKILL, resumed",
+    "terminated": "SIGTERM, resumed",
+    "saving": "killed while it saves, resumed",
+    "flipped": "a flipped bit in the newest checkpoint",
+    "two": "on 2 ranks",
+    "three": "on 3 ranks",
+    "moved": "SIGKILL on 1 rank, resumed on 2",
+}
+RANKS = ("two", "three", "moved")
+PREFACE = """# The same examination for every trainer
+
+`bench/audit.py` starts each trainer by its own command on a CPU, stops it, resumes it by its own way, and compares what every
+update has seen and the final weights, with those of an undisturbed run on one rank. A run has 32 updates of 12 sequences of 32
+tokens, and a checkpoint every 8. Everything that a command does not set is the trainer's default. No file of a trainer is
+changed. The weights are those of a tiny model after a few updates, so their differences compare only within a row.
+
+- **The same tokens**: each update embeds the same sequences, in any order, on all ranks together. On W ranks the batch stays 12
+  sequences; transformers' Trainer gets 6 / W accumulation steps for that, the others do it themselves.
+- **Killed while it saves**: the process ends in the middle of the largest file of the checkpoint of update 24.
+- **A trainer's own commands** run in its checkout. PYTHON is its interpreter, WORK a folder, and RUN that of the run.
+- **Fails**: its own resume, from the newest checkpoint. Where a trainer keeps older ones, its user can still name one.
+
+`python bench/audit_page.py --out=bench/results` writes this page from [audit.json](../bench/results/audit.json).
+"""
+
+
+def main(config: machine.Out) -> int:
+    """The command."""
+    publish_text(PAGE, page(json.loads(Path(config.out, "audit.json").read_text())["trainers"]))
+    return 0
+
+
+def page(rows: dict) -> str:
+    """The table, and below it what was run for each trainer."""
+    rows = {name: rows[name] for name in audit_trainers.TRAINERS if name in rows}
+    lines = [PREFACE, "| " + " | ".join(["", *HEAD.values()]) + " |", "|---" * (len(HEAD) + 1) + "|"]
+    lines += [f"| **{row['title']}** | " + " | ".join(cells(row["found"])) + " |" for row in rows.values()]
+    for name, row in rows.items():
+        kind = audit_trainers.TRAINERS[name]
+        flags = " --path=PATH --python=PYTHON" if kind.repository else " --python=PYTHON" if kind.interpreter else ""
+        versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
+        lines += [f"\n## {row['title']}\n", f"`python bench/audit.py {name}{flags}` on {row['date']}, {row['cpu']}."]
+        lines += [f"Commit {row['commit']} with {versions}." if kind.repository else f"With {versions}."]
+        if "without" in row["found"]:
+            where = "a CPU" if kind.always_on_cpu else "several ranks of a CPU"
+            lines += ["", f"It does not start on {where}: `{row['found']['without']}`. {kind.on_cpu_note}"]
+        lines += ["", "```sh", *dict.fromkeys(row["command"]), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def cells(found: dict) -> list[str]:
+    """The cells of a trainer's row."""
+    if "error" in found:
+        return [outcome(found)] + ["-"] * (len(HEAD) - 1)
+    shown = {question: outcome(answer) for question, answer in found.items() if isinstance(answer, dict)}
+    if "terminated" in found:
+        saved = found["terminated"].get("from", 0) >= found["terminated"]["at"]
+        shown["terminated"] = f"{'saves' if saved else 'saves nothing'}; {shown['terminated']}"
+    if "flipped" in found:
+        noticed = "error" in found["flipped"] or found["flipped"]["from"] < found["killed"]["from"]
+        shown["flipped"] = f"{'noticed' if noticed else 'loaded'}; {shown['flipped']}"
+    if "error" in found.get("two", {}):  # then several ranks were not examined
+        shown |= {question: shown[question].replace("fails", "does not start here") for question in found if question in RANKS}
+    return [shown.get(question, "not asked") for question in HEAD]
+
+
+def outcome(found: dict) -> str:
+    """What came of a run, in words: where it began, its tokens and its weights."""
+    if "error" in found:
+        return f"fails: `{found['error'][:90].replace('|', ' ')}`"
+    other, difference = found["of"] - found["same"], found["difference"]
+    tokens = f"other tokens in {other} of {found['of']} updates" if other else "the same tokens"
+    tokens += f" (the first of them has those of update {found['again']})" if found["again"] else ""
+    weights = (
+        "weights of other shapes" if difference is None else f"weights off by {difference:.0e}" if difference else "same bits"
+    )
+    return f"from {found['from']}: {tokens}, {weights}" if found["from"] else f"{tokens}, {weights}"
+
+
+if __name__ == "__main__":
+    machine.command_line(__doc__, machine.Out, main)
