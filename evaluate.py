@@ -24,6 +24,8 @@ class EvaluateConfig:
     """Windows at a time (0: about 8192 tokens)."""
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    numerics: Literal["auto", "native", "portable"] = "auto"
+    """portable: the same bits on any processor; auto: as the model was trained."""
 
 
 if __name__ == "__main__":
@@ -62,7 +64,7 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
             loss = model(batch[:, :-1], batch[:, 1:])
         if turn < len(mine):
             sums[at] = loss.to(sums.dtype) * len(groups[at])
-    return world.sum_over_ranks(sums).sum().item() / windows
+    return math.fsum(world.sum_over_ranks(sums).tolist()) / windows
 
 
 def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
@@ -74,22 +76,22 @@ def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
 
 def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset, with the attention that it was trained with. Raises UserError."""
-    directory, model = lookup.load_model(config.run)
+    directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
     trained = trained_on(directory)
-    if not (config.tokens or trained):
+    if not (config.tokens or trained.tokens):
         raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
     mixture = data.open_mixture(config.tokens or trained.tokens, model.config.vocab_size)
-    model.document_token = mixture.document_token(trained.attend if trained else "window")
+    model.document_token = mixture.document_token(trained.attend)
     if mixture.vocab_size > model.config.vocab_size:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, the model of {model.config.vocab_size}")
     if config.seq_len > model.config.seq_len:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
-    notes = huggingface.check_tokenizer(directory, mixture.tokenizer)
+    lines = huggingface.check_tokenizer(directory, mixture.tokenizer)
     rank, world_size, local_rank, _ = host.read_ranks()
     world = connect(rank, world_size, device.prepare_device(config.device, local_rank))
-    lines = notes if config.tokens else []  # a run without a tokenizer is evaluated on its own tokens
     model.to(world.device)
-    autocast = partial(device.autocast, world.device, device.choose_dtype(config.dtype, world.device))
+    dtype = "float32" if model.numerics == "portable" else device.choose_dtype(config.dtype, world.device)
+    autocast = partial(device.autocast, world.device, dtype)
     seq_len = config.seq_len or model.config.seq_len
     micro_batch_size, losses = config.micro_batch_size or max(1, 8192 // seq_len), []
     for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
@@ -99,20 +101,20 @@ def main(config: EvaluateConfig) -> None:
         lines.append(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
     if len(losses) > 1:
         lines += [f"{directory} on {mixture}", describe(*list(mixture.validation(losses).values())[:2])]
-    for line in lines if world.is_master else ():
-        say(line)
+    if world.is_master:
+        say("\n".join(lines))
 
 
-def describe(loss: float, bits: float | None) -> str:
-    """A loss in nats per token in all its units."""
-    perplexity = math.inf if loss > 709 else math.exp(loss)  # math.exp raises an error where it would be infinite
-    return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")
-
-
-def trained_on(directory: Path) -> DataConfig | None:
-    """The settings of the data that a checkpoint or an export was trained on. None: it does not say. Raises UserError."""
+def trained_on(directory: Path) -> DataConfig:
+    """The data settings of a run's checkpoint or of an export; of another model, without tokens. Raises UserError."""
     if (directory / "config.toml").exists():
         return settings.read_preset(directory / "config.toml").data
     if (directory / "trainer_state.json").exists():
         return checkpoint.load_state(directory).config.data
-    return None
+    return DataConfig(tokens="")
+
+
+def describe(loss: float, bits: float | None) -> str:
+    """A loss in nats per token in all its units."""
+    perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # may be infinite
+    return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")

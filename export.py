@@ -5,13 +5,12 @@ generation_config.json, the run's settings as config.toml, and a model card (REA
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal
 
 import tyro
 
 import command
 from common import cli
-from common.records import Count
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,14 @@ import torch
 import data
 import settings
 from checkpoints import checkpoint, huggingface, lookup
-from checkpoints.checkpoint import Origin, TrainState
+from checkpoints.checkpoint import TrainState
 from common import errors, files
 from common.errors import UserError, say
 from dataset.tokens import read_metadata
-from reports.log import LOSSES, read_records
+from reports.log import read_records
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-GenerationConfig = TypedDict("GenerationConfig", {"eos_token_id": Count | None})  # what is read of generation_config.json
+LOSSES = {"val_loss": "validation loss, nats per token", "val_bpb": "bits per byte", "loss": "training loss, nats per token"}
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -54,32 +53,25 @@ tags:
 - lockstep
 ---
 
-# {name}
+# {config.run.name}
 
-A language model of {parameters:,} parameters ({architecture}), trained with Lockstep for {step:,} steps on {tokens:,} tokens,
-{origin}. The weights are in {dtype}.
+A language model of {parameters:,} parameters ({config.model.architecture}), trained with Lockstep for {state.step:,} steps on
+{state.tokens:,} tokens, {origin}. The weights are in {dtype}.
 
 {losses}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
-tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
-```
 
 ## Data
 
 {datasets}
 
-Their sha256, as checkpoints record it, is `{identity}`.
+Their sha256, as checkpoints record it, is `{state.dataset}`.
 
 ## The run
 
 It ran on {ranks} ({versions}). This command repeats it, with the tokens in the same place:
 
 ```sh
-{command}
+{launcher} train.py config.toml --name={config.run.name}-again
 ```
 
 {repeats}
@@ -99,8 +91,8 @@ def main(config: ExportConfig) -> None:
         source, warnings = lookup.find(config.run)
         for warning in warnings:
             say(f"warning: {warning}")
-        state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
-        eot_token = files.read_json(source / "generation_config.json", GenerationConfig)["eos_token_id"]
+        state, (model, weights) = checkpoint.load_state(source), lookup.read_model(source)
+        eot_token = files.read_json(source / "generation_config.json")["eos_token_id"]
         with files.publish_directory(out) as directory:
             dtype = getattr(torch, config.dtype)
             tokenizer = source / "tokenizer.json" if (source / "tokenizer.json").exists() else None
@@ -122,57 +114,46 @@ def push(directory: Path, repository: str) -> str:
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=directory)
         return url
     except Exception as error:  # a malformed name, no right to write, no network: the way out is the same
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--push={repository}: {reason}; `hf auth login` gives this machine a token for uploads") from None
+        way_out = "`hf auth login` gives this machine a token for uploads"
+        raise UserError(f"--push={repository}: {errors.explain(error)}; {way_out}") from None
 
 
 def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
-    """The model card of a checkpoint."""
-    run, last, training, ranks = source.parent.parent, state.history[-1], state.config, state.history[-1]["world_size"]
+    """The model card of a checkpoint. Raises UserError."""
+    run, last, config, ranks = source.parent.parent, state.history[-1], state.config, state.history[-1]["world_size"]
+    began = settings.from_record(state.history[0]["settings"], str(source))
+    start = began.model.init_from if began.run.resume in ("auto", "off") else began.run.resume
     launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
-    number = "any" if training.parallel.strategy == "exact" else "the same"
+    number = "any" if config.parallel.strategy == "exact" else "the same"
     repeats = f"The weights are the same bit for bit on {number} number of ranks, with these versions and such hardware."
     if len(state.history) > 1:
         steps = ", ".join(str(era["step"]) for era in state.history[1:])
         repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command has the last ones only."
     return CARD.format(
-        name=training.run.name,
+        config=config,
+        state=state,
         parameters=parameters,
-        architecture=training.model.architecture,
-        step=state.step,
-        tokens=state.tokens,
-        origin=", before that ".join(map(describe_origin, reversed(state.origins))) or "from scratch",
+        origin="from scratch" if start == "scratch" else f"starting from `{start}`",
         dtype=dtype,
         losses=losses(run / "metrics.jsonl", state.step),
-        datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(training.data.tokens)),
-        identity=state.dataset,
+        datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(config.data.tokens)),
         ranks=errors.plural(ranks, "rank"),
         versions=", ".join(f"{name} {version}" for name, version in last["versions"].items()),
-        command=f"{launcher} train.py config.toml --name={training.run.name}-again",
+        launcher=launcher,
         repeats=repeats,
         run=run,
     )
 
 
-def describe_origin(origin: Origin) -> str:
-    """Where the weights of a run came from, in words."""
-    step = f" at step {origin['step']:,}" if "step" in origin else ""
-    digests = ", ".join(f"`{name}` `{digest}`" for name, digest in origin["sha256"].items())
-    return f"starting from `{origin['source']}`{step} (sha256 of {digests})"
-
-
 def losses(metrics: Path, step: int) -> str:
     """A table of the last losses up to `step`, as the run recorded them, and of the lowest."""
-    found = {}
-    for _, record in read_records(metrics) if metrics.exists() else []:
-        if record and record["step"] <= step:
-            found |= {key: (record[key], record["step"]) for key in LOSSES if key in record}
-            if "val_loss" in record:
-                found["best"] = min(found.get("best", found["val_loss"]), found["val_loss"])
-    names = dict(val_loss="validation loss, nats per token", val_bpb="validation, bits per byte")
-    names |= dict(best="lowest validation loss so far", loss="training loss, nats per token")
-    rows = [f"| {name} | {found[key][0]:.4f} | {found[key][1]:,} |" for key, name in names.items() if key in found]
-    return "\n".join(["| measured in training | value | at step |", "|---|---|---|", *rows])
+    records = [record for _, record in read_records(metrics) if record and record["step"] <= step] if metrics.exists() else []
+    rows = ["| measured in training | value | at step |", "|---|---|---|"]
+    for key, name in LOSSES.items():
+        if measured := [(record[key], record["step"]) for record in records if key in record]:
+            shown = {name: measured[-1]} | ({"lowest validation loss so far": min(measured)} if key == "val_loss" else {})
+            rows += [f"| {name} | {value:.4f} | {at:,} |" for name, (value, at) in shown.items()]
+    return "\n".join(rows)
 
 
 def describe_dataset(directory: Path) -> str:
@@ -180,8 +161,6 @@ def describe_dataset(directory: Path) -> str:
     if not (directory / "dataset.json").exists():
         return f"- `{directory}`"
     metadata = read_metadata(directory)
-    tokens = {split: sum(row["tokens"] for row in metadata["shards"] if row["split"] == split) for split in ("train", "val")}
-    sources = [row["path"] for row in metadata["source"]]
-    shown = ", ".join(sources[:5]) + (f", {len(sources) - 5} more" if len(sources) > 5 else "")
-    counts = f"{tokens['train']:,} training and {tokens['val']:,} validation tokens"
-    return f"- `{directory}`: {counts}, tokenizer {metadata['tokenizer']['name']}, of {shown}"
+    train, val = (sum(row["tokens"] for row in metadata["shards"] if row["split"] == split) for split in ("train", "val"))
+    counts = f"{train:,} training and {val:,} validation tokens, tokenizer {metadata['tokenizer']['name']}"
+    return f"- `{directory}`: {counts}, of {files.shortened(row['path'] for row in metadata['source'])}"

@@ -19,7 +19,7 @@ class PlotConfig:
     out: str = "curves.png"
     """Picture to write. The suffix chooses png, svg or pdf."""
     x: Literal["auto", "step", "tokens", "time"] = "auto"
-    """What the curves are drawn over. time: that of the updates alone, without evaluations, saves and pauses.
+    """What the curves are drawn over. time: the updates alone, without evaluations, saves and pauses.
     auto: tokens if the runs have different global batches, else steps."""
 
 
@@ -35,7 +35,7 @@ from reports import compare, curves
 def main(config: PlotConfig) -> None:
     """Draw, and print a table of several runs. Raises UserError."""
     if not config.runs:
-        raise UserError(f"name at least one run: {cli.run_example()}")
+        raise UserError(f"name at least one run, such as runs/NAME{cli.similar_runs('runs')}")
     cli.require_local("out", config.out, "copy the picture there")
     runs = [Path(run) for run in config.runs]
     x = compare.choose_x(runs) if config.x == "auto" else config.x

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -42,8 +43,7 @@ class RunConfig:
     seed: Seed = 1337
     """Seeds initialization, data order and dropout."""
     resume: str = "auto"
-    """auto: continue from the run's newest whole checkpoint; off: start over, refused where checkpoints exist;
-    PATH: start a new run from another run or checkpoint directory."""
+    """auto: continue from the newest intact checkpoint; off: start over; PATH: a new run from another run or checkpoint."""
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 after this many minutes (0: no limit)."""
     depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
@@ -53,8 +53,7 @@ class RunConfig:
 @dataclass(frozen=True)
 class DataConfig:
     tokens: str = "tokens/python"
-    """Dataset directory made by prepare_data.py, or a directory of llm.c, nanoGPT or build-nanogpt token files.
-    A mixture names several and their weights, as in tokens/web:0.8,tokens/code:0.2 (in a preset also as a list)."""
+    """A directory of tokens, or several and their weights, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
     skip_steps: str = ""
@@ -62,7 +61,7 @@ class DataConfig:
     attend: Literal["window", "document"] = "window"
     """Which tokens of its window a token sees: all earlier ones, or only those of its own document."""
     prepare_command: str = ""
-    """The command that makes the dataset. It is printed where the dataset is missing."""
+    """The command that makes the dataset, printed where the dataset is missing."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ class ModelConfig:
     rope_theta: Annotated[float, Meta(gt=0, le=10**12)] = 10000.0
     """Base of the rotary frequencies (not for gpt2)."""
     rope_scaling: str = "none"
-    """none, or Llama 3's scaling of the rotary frequencies, as in 8,1,4,8192:
-    factor, low_freq_factor, high_freq_factor and original context."""
+    """none, or Llama 3's factor, low_freq_factor, high_freq_factor and original context, as in 8,1,4,8192."""
     gelu: Literal["tanh", "erf"] = "tanh"
     """tanh: GPT-2's approximation of GELU; erf: GELU itself, which nanoGPT computes (gpt2)."""
     norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
@@ -104,8 +102,13 @@ class ModelConfig:
             factors = tuple(float(number) for number in self.rope_scaling.split(",") if self.rope_scaling != "none")
             if not factors or len(factors) == 4 and 0 < min(factors) <= max(factors) < math.inf and factors[1] < factors[2]:
                 return factors
-        example = "such as Llama 3.1's 8,1,4,8192"
-        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or four numbers greater than 0, {example}")
+        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or like Llama 3.1's 8,1,4,8192, greater than 0")
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    numerics: Literal["native", "portable"] = "native"
+    """portable: the same bits on any processor, with any number of threads and any version of torch, in float32; slower."""
 
 
 @dataclass(frozen=True)
@@ -143,27 +146,27 @@ class TrainConfig:
     """Sequences in one forward pass of one rank; auto fits it to memory."""
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; the weights are kept in float32. auto: bfloat16 where that is fast.
-    On CUDA float32 products are in TF32, which has a mantissa of 10 bits."""
+    """Precision of the matrix products; the weights stay in float32. auto: bfloat16 where that is fast.
+    On CUDA, float32 products are in TF32, which has a mantissa of 10 bits."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: on where it saves time and a compiler works."""
     fp8: bool = False
-    """Multiply in float8 in the blocks, by torchao. It pays on a Hopper GPU or newer, from a billion parameters on."""
+    """Multiply in float8 in the blocks (torchao). It pays on a Hopper GPU or newer, from a billion parameters on."""
     activation_checkpointing: bool = False
-    """Keep only the input of each block for backward and compute the rest again: much less memory, a third more work."""
+    """Keep only each block's input for backward and recompute the rest: much less memory, a third more work."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
     """CPU threads of each rank. auto: cores // local ranks, and 1 under --strategy=exact."""
     deterministic: bool = True
-    """Use only kernels of CUDA that give the same bits every time. On a CPU the model needs no others."""
+    """Use only CUDA kernels that give the same bits every time. On a CPU all do."""
     max_skipped_steps: Count = 30
-    """End the run after this many updates in a row whose gradient is not finite and which were therefore skipped."""
+    """End the run after more than this many updates in a row skipped for a gradient that is not finite."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     strategy: Literal["ddp", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"] = "ddp"
     """ddp: torch's DistributedDataParallel; fsdp: weights, gradients and optimizer state sharded over the ranks;
-    exact: bit-identical for any number of ranks; scratch_*: the data parallelism of parallel/from_scratch.py."""
+    exact: the same bits on any number of ranks; scratch_*: the lessons of parallel/from_scratch.py."""
     replicate: Ranks = 1
     """Copies of the weights under fsdp. A group of ranks, such as a node, shares each copy (1: all ranks share one)."""
     check_replicas_every: Count = 0
@@ -194,6 +197,9 @@ class CheckpointConfig:
     """Largest file of weights or of optimizer state. A larger tensor has a file of its own."""
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
+    mirror: str = ""
+    """A store that gets a copy of each checkpoint, such as s3://bucket/run: any URL of fsspec. A start on an empty disk
+    continues from there."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +217,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -222,13 +229,12 @@ class Config:
     def skipped_batches(self) -> tuple[int, ...]:
         """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises UserError."""
         parts = [part.partition("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             ranges = [range(int(first) - 1, int(last if dash else first)) for first, dash, last in parts]
-            sizes = [batches.stop - batches.start for batches in ranges]  # of one that runs backwards, 0 or less
-            if min(sizes, default=1) > 0 and sum(sizes) <= MOST_SKIPPED and all(batches.start >= 0 for batches in ranges):
+            if all(0 <= batches.start < batches.stop for batches in ranges) and sum(map(len, ranges)) <= MOST_SKIPPED:
                 return tuple(sorted({batch for batches in ranges for batch in batches}))
-        wanted = f"steps from 1 on and ranges of them, such as 812-815,990, at most {MOST_SKIPPED:,} in all"
-        raise UserError(f"--skip_steps={self.data.skip_steps} must be {wanted}")
+        allowed = f"steps from 1 on and ranges of them, such as 812-815,990, at most {MOST_SKIPPED:,} in all"
+        raise UserError(f"--skip_steps={self.data.skip_steps} must be {allowed}")
 
     @property
     def sequences_per_update(self) -> int:
@@ -247,8 +253,7 @@ class PlanConfig:
     """Say what the run will need (memory, time, money, traffic) and exit. It needs no GPU, no data and no other rank."""
     plan_world_size: Ranks = 8
     """GPUs of the planned run."""
-    plan_gpu: Literal["a100", "h100", "h200", "b200", "4090", "cpu"] = "h100"
-    """cpu: this machine."""
+    plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
     plan_mfu: Annotated[float, Meta(gt=0, le=1)] | Auto = "auto"
     """Model FLOPs utilization to plan with, at most 1. auto: a usual one."""
     dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
@@ -297,9 +302,9 @@ def given(flags: list[str]) -> set[str]:
 
 def read_preset(path: Path) -> Config:
     """The `Config` in a TOML file, whose tables are headings. Raises UserError."""
-    if path.is_dir() or not path.exists():
-        presets = sorted(path.glob("*.toml")) or [Path("config", p.name) for p in sorted((HERE / "config").glob("*.toml"))]
-        raise UserError(f"no preset {path}; there are {', '.join(map(str, presets))}")
+    if not path.is_file():
+        presets = sorted(str(preset.relative_to(HERE)) for preset in HERE.glob("config/*.toml"))
+        raise UserError(f"no preset {path}; there are {', '.join(presets)}")
     try:
         content = tomllib.loads(files.read_text(path, 1 << 20))
     except (ValueError, RecursionError) as error:
@@ -318,8 +323,7 @@ def read_preset(path: Path) -> Config:
 
 def from_record(values: dict[str, Any], where: str) -> Config:
     """The `Config` whose settings a run has recorded as `values`. Unknown ones are left out. Raises UserError."""
-    flags = flat_fields(Config)
-    known = {name: value for name, value in (BEFORE | values).items() if name in flags}
+    known = {name: value for name, value in (BEFORE | values).items() if name in flat_fields(Config)}
     if known.get("strategy") == "zero1":  # of an older run; ddp has the same bits
         known["strategy"] = "ddp"
     config = convert(known, f"{where}: settings.")
@@ -347,6 +351,8 @@ def check(config: Config) -> None:
     run, tokens = config.run, config.data.tokens
     if run.name in (".", "..") or "/" in run.name:
         raise UserError(f"--name={run.name} must be a plain directory name; --out_dir says where the directory is")
+    if "@" in urlsplit(config.checkpoint.mirror).netloc:
+        raise UserError("--mirror has a password in its URL, which logs would show; the store's own settings can have it")
     cli.require_local("out_dir", run.out_dir, "python export.py makes a copy of a model to publish")
     cli.require_local("tokens", tokens, "python prepare_data.py URL --out=tokens/NAME makes a dataset of a text")
 
@@ -360,8 +366,8 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
         "d_ff": 4 * model.n_embd if model.architecture == "gpt2" else math.ceil(8 / 3 * model.n_embd / 64) * 64,
     }
     model = with_chosen(model, chosen)
-    if model.vocab_size < (least := dataset_vocab_size):
-        raise UserError(f"--vocab_size={model.vocab_size} is less than the dataset's {least}; leave it out to fit it")
+    if model.vocab_size < dataset_vocab_size:
+        raise UserError(f"--vocab_size={model.vocab_size} is less than the dataset's {dataset_vocab_size}; leave it out")
     return model
 
 

@@ -8,7 +8,7 @@
 The same command again continues the run. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 cannot go on.
 """
 
-# Read from top to bottom: what is made, the loop, one update, and then the rest in the order of its use.
+# Read from top to bottom: what is made, the loop, one update, and two helpers of the loop.
 
 import command
 from planning import plan
@@ -35,10 +35,11 @@ import settings
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Checkpoints, TrainState
 from checkpoints.lookup import Start
+from checkpoints.mirror import Mirror
 from common import cli, files
-from common.errors import EX_TEMPFAIL, RunError
+from common.errors import EX_TEMPFAIL, RunError, UserError
 from evaluate import evaluate
-from hardware.device import DTYPES, keep_freed_memory, prepare_device
+from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_device
 from hardware.footprint import flops_per_token
 from kernels import activate_attention_kernel
 from model import GPT, initial_weights, on_meta
@@ -47,13 +48,13 @@ from parallel.world import Stop, World, connect
 from planning import choices, startup
 from reports.log import Log, duration, require_wandb_key
 from reports.progress import Progress, due
-from sample import Sampler
+from sample import write_sample
 from settings import Config
 
 
 @dataclass
 class Run:
-    """What an update and the loop work with. `build` makes it, and takes weights and state from a checkpoint."""
+    """What an update and the loop work with. `build` makes it, with the weights and the state of a checkpoint."""
 
     config: Config  # as resolved
     world: World
@@ -65,7 +66,6 @@ class Run:
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
-    sampler: Sampler | None = None
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
     val_loss: float = math.nan  # of the last evaluation
 
@@ -78,6 +78,8 @@ def main(config: Config) -> int:
         status = 1  # until train returns
         try:
             status = train(run)
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"rank {world.rank} ran {startup.out_of_memory(run.config)}") from error
         finally:
             run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is worth finishing
             run.log.close(status)
@@ -92,7 +94,7 @@ def join(config: Config) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine: it takes the GPU of this number
 
     exact, threads = config.parallel.strategy == "exact", config.train.threads
-    if exact and threads == "auto":
+    if exact and threads == "auto" and config.numerics.numerics == "native":
         threads = 1  # the sums inside a rank depend on its threads
     # FSDP takes and frees memory in pieces of many sizes. Where the C library kept them all, a rank of fsdp needed twice the
     # memory, nearly as much as one of ddp.
@@ -103,12 +105,15 @@ def join(config: Config) -> World:
 
 
 def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, Start, Log]:
-    """Open the data, find out whether the run is new or continues, give every `auto` a value, and say so. Raises UserError."""
+    """Open the data, find where the run starts, give every `auto` a value, and say what will run. Raises UserError."""
     dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
+    if config.eval.sample_every and not dataset.tokenizer:
+        raise UserError(f"--sample_every needs a tokenizer.json beside the tokens, and {dataset} has none")
     log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
-    start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world)
+    mirror = Mirror(config.checkpoint.mirror, log) if config.checkpoint.mirror else None
+    start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
     config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), start.state.settings)
     notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity), *startup.check(config, world)]
     if start.state.step < config.train.steps:
@@ -119,25 +124,35 @@ def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, S
 
 
 def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
-    """Make everything that training needs. Nothing is written before everything is checked."""
+    """Make everything that training needs, then open the run's directory. Nothing is written before everything is checked."""
     began, state = time.monotonic(), start.state
-    sampler = Sampler(config.eval.sample_every, state.step, dataset, config.run.seed, config.micro_batches)
     run = build(config, world, dataset, start)
     if start.weights and state.step < config.train.steps:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
-    run.log, run.sampler = log, sampler
-    peak_speed = startup.peak_flops(world, config.train.dtype) / flops_per_token(config.model)
-    run.progress = Progress(log, config.train, config.optim, config.log.log_every, peak_speed)
-    run.state.begin(cli.flat_values(config), dataset.identity, world, start.continues, start.weights)
-    open_files(run, start.continues)
+    run.log = log
+    peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
+    run.progress = Progress(log, config.train, config.log.log_every, peak_speed)
+    state.begin(cli.flat_values(config), dataset.identity, world, start.continues)
+    run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, dataset, log)
+    if world.is_master and config.log.wandb == "online":
+        require_wandb_key()
+    evaluation = world.broadcast(log.begin(state.step))
+    run.checkpoints.begin(state.step)
+    if evaluation:
+        run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
+        run.checkpoints.evaluated(state, run.val_loss)
+    if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
+        files.publish_text(log.directory / "config.toml", settings.dumps(config))
+    facts = cli.flat_values(config) | {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
+    state.wandb_run_id = log.start_trackers(config.log, facts, state.step, state.wandb_run_id if start.continues else "")
     return run
 
 
 def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> Run:
     """Make what an update needs, with the weights and the state that it starts from."""
     state = start.state
-    module = on_meta(config.model, dataset.document_token(config.data.attend))
+    module = on_meta(config.model, dataset.document_token(config.data.attend), config.numerics.numerics)
     if start.weights:  # of a checkpoint, which is also a Hugging Face directory, or of another model
         weights = huggingface.open_model(start.weights, config.model.seq_len)[1].items()
     else:
@@ -157,7 +172,7 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     module: on the meta device, without memory, until each rank takes its part of the `weights`.
     """
     train, strategy, device = config.train, config.parallel.strategy, world.device
-    activate_attention_kernel(config.model, DTYPES[train.dtype], device)
+    activate_attention_kernel(config.model, train.micro_batch_size, DTYPES[train.dtype], device)
     if train.fp8:
         use_float8(module, device)
     if train.compile == "on":
@@ -183,31 +198,12 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     return Engine(module, model, optimizers, world, train.dtype, accumulation_steps, train.compile == "on")
 
 
-def open_files(run: Run, continues: bool) -> None:
-    """Open the run's directory: metrics.jsonl, checkpoints, config.toml and wandb's run."""
-    config, world, state, log = run.config, run.world, run.state, run.log
-    run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, run.dataset, log)
-    if world.is_master and config.log.wandb == "online":
-        require_wandb_key()
-    evaluation = world.broadcast(log.begin(state.step))
-    run.checkpoints.begin(state.step)
-    if evaluation:
-        run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
-        run.checkpoints.evaluated(state, run.val_loss)
-    if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
-        files.publish_text(log.directory / "config.toml", settings.dumps(config))
-    facts = cli.flat_values(config) | {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-    state.wandb_run_id = log.start_trackers(config.log, facts, state.step, state.wandb_run_id if continues else "")
-
-
 def train(run: Run) -> int:
     """Update until the last step; save, evaluate and report on the way. Returns the exit status."""
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
     steps, loss = config.train.steps, 0.0
     if state.step == steps and run.evaluated_at == steps:
-        run.progress.check_finite(state, run.val_loss)
-        log.say(f"{log.directory} is complete at step {steps}; --steps=N goes further")
-        run.progress.tell_next(run.dataset)
+        run.progress.done(state, run.dataset, run.val_loss)
         return 0
     mine = world.share(config.micro_batches)
     # The tokens depend on (step, micro-batch) alone, so there is no position in the data to save.
@@ -224,29 +220,29 @@ def train(run: Run) -> int:
             break
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
-        run.sampler.show(engine, state.step, log)
         if last:
             break
         stop.ask()
         began, waited = time.perf_counter(), prefetcher.wait_seconds
         loss, grad_norm = update(run, prefetcher)
-        run.progress.updated(state, loss, grad_norm, time.perf_counter() - began, prefetcher.wait_seconds - waited)
-        if run.progress.skipped_in_a_row > config.train.max_skipped_steps:
-            give_up(run)
+        seconds, waited = time.perf_counter() - began, prefetcher.wait_seconds - waited
+        run.progress.updated(state, loss, grad_norm, engine.optimizers.lr, seconds, waited)
+        if due(config.eval.sample_every, state.step):
+            seed = data.dropout_seed(config.run.seed, state.step, config.micro_batches)  # one that no micro-batch has
+            log.sample(state.step, write_sample(engine, run.dataset, seed))
     prefetcher.close()
     run.checkpoints.finish(state, final=True)
     if stopping:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
         return EX_TEMPFAIL
-    run.progress.check_finite(state, run.val_loss, loss)
-    run.progress.done(state, run.dataset)
+    run.progress.done(state, run.dataset, run.val_loss, loss)
     return 0
 
 
 def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.engine.optimizers, run.state
-    optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim))
+    optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim, engine.module.ops.cosine))
     # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
     # same order on any number of ranks.
     losses = run.world.zeros(config.micro_batches)
@@ -263,8 +259,8 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
         # over the ranks: parallel/from_scratch.py shows how.
         engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
-    # Start copying the mean loss to the host. `clip` waits for the GPU anyway, so `.item()` below does not wait again.
-    mean_loss = run.world.sum_over_ranks(losses).mean().to("cpu", non_blocking=True)
+    # Start copying the losses to the host. `clip` waits for the GPU anyway, so `.tolist()` below does not wait again.
+    losses = run.world.sum_over_ranks(losses).to("cpu", non_blocking=True)
     grad_norm = engine.clip(config.optim.grad_clip)
     if math.isfinite(grad_norm):  # all ranks see the same norm, so all step or none does
         optimizers.step()
@@ -273,11 +269,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     state.skipped += not math.isfinite(grad_norm)
     state.step += 1
     state.tokens += config.train.tokens_per_update
-    return mean_loss.item(), grad_norm
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Helpers, in the order of their use
+    return math.fsum(losses.tolist()) / len(losses), grad_norm  # fsum rounds once, whatever the order
 
 
 def warm_up(run: Run) -> None:
@@ -302,13 +294,3 @@ def validate(run: Run) -> None:
     run.evaluated_at, run.val_loss = state.step, validation["val_loss"]
     run.checkpoints.evaluated(state, run.val_loss)
     run.progress.evaluated(state, validation, time.monotonic() - began)
-
-
-def give_up(run: Run) -> None:
-    """Raise RunError, because too many updates were left out in a row."""
-    limit, count = run.config.train.max_skipped_steps, run.progress.skipped_in_a_row
-    run.checkpoints.finish(run.state)
-    newest = run.world.broadcast(run.checkpoints.retention.newest)  # the others do not know which saves went well
-    kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
-    found = f"{count} updates in a row had no finite gradient (--max_skipped_steps={limit})"
-    raise RunError(f"{found}; {kept}; lower --lr, or try --dtype=float32")

@@ -2,18 +2,17 @@
 
 import json
 import math
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-from common import cli, files
+from common import cli
 from common.errors import UserError
 from reports.curves import read
 from reports.log import duration
-from settings import REMOVED, LogConfig
+from settings import LogConfig, read_preset
 
 # Settings in which runs differ without being different.
-SILENT = {"name", "out_dir", "resume", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig), *REMOVED}
+SILENT = {"name", "out_dir", "resume", "mirror", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig)}
 # Settings that follow from others where they are not set.
 DERIVED = {"n_kv_head", "head_dim", "d_ff", "warmup_steps", "min_lr", "micro_batch_size", "dtype", "muon_dtype", "compile"}
 MISSING = "-"
@@ -22,16 +21,12 @@ MISSING = "-"
 def settings_of(run: Path) -> dict[str, str]:
     """The settings of a run by flag name, as its config.toml says; none if it has no such file. Raises UserError."""
     path = run / "config.toml"
-    try:
-        tables = tomllib.loads(files.read_text(path)) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not TOML: {error}") from None
-    settings = {name: value for table in tables.values() if isinstance(table, dict) for name, value in table.items()}
-    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in settings.items()}
+    settings = cli.flat_values(read_preset(path)) if path.exists() else {}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
 
 
 def differences(runs: list[Path]) -> list[dict[str, str]]:
-    """For each run, the settings that differ in `runs`, by flag name, without those that follow from others."""
+    """For each run, the settings in which `runs` differ, by flag name, without those that follow from others."""
     found = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for settings in found for name in settings if name not in SILENT)
     columns = {name: [settings.get(name, MISSING) for settings in found] for name in sorted(names, key=DERIVED.__contains__)}

@@ -14,20 +14,17 @@ from common.errors import UserError
 from reports.log import Record, duration, read_records
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
-PANELS = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens per second"}
-DECADES = 30  # a gradient norm whose largest value is this many times its smallest is drawn on a logarithmic axis
-STYLES = {  # of what is drawn, by its name in the legend
-    "training": dict(linewidth=1.7),
-    "validation": dict(linestyle="", marker="o", markersize=6, markeredgecolor="white"),
-    "predicted": dict(linewidth=1, linestyle=":"),
-}
+PANELS = dict(
+    loss="loss (dots: validation)", lr="learning rate", grad_norm="gradient norm", tokens_per_second="tokens per second"
+)
+DECADES = 30  # a gradient norm whose largest value is this many times its smallest gets a logarithmic axis
 
 Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # what is read of ladder.py's prediction.json
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The records of a metrics.jsonl, divided into those of training and those of evaluations."""
+    """The records of a metrics.jsonl: those of updates and those of evaluations."""
 
     name: str
     training: list[Record]
@@ -43,11 +40,10 @@ class Curves:
         speeds = [record.get("tokens_per_second") or math.nan for record in records]
         if not records or (x == "time" and np.isnan(speeds).all()):
             raise UserError(f"{self.name} has not logged {'tokens_per_second' if records else 'tokens'} yet; --x=step works")
-        places = tokens
         if x == "time":  # a first update has no speed of its own
             speeds = np.where(np.isnan(speeds), np.nanmedian(speeds), speeds)
-            places = np.cumsum(np.diff(tokens, prepend=tokens[0]) / speeds)
-        return np.interp(steps, [record["step"] for record in records], places).tolist()
+            tokens = np.cumsum(np.diff(tokens, prepend=tokens[0]) / speeds)
+        return np.interp(steps, [record["step"] for record in records], tokens).tolist()
 
     def points(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
         """The places on the axis `x` and the values of everything finite that was logged as `key`."""
@@ -78,19 +74,19 @@ def read(run: Path) -> Curves:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centred running median over 5 % of the values (at most 201). It neither lags nor follows a single spike."""
+    """Centered running median over 5 % of the values (at most 201). It neither lags nor follows a single spike."""
     reach = min(len(values) // 40, 100)
     halves = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [median(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
 
 
 def draw(runs: list[Path], out: Path, x: str = "step") -> None:
-    """Draw the curves of `runs` in four panels, one colour for each run, and publish the picture. Raises UserError."""
+    """Draw the curves of `runs` in four panels, one color for each run, and publish the picture. Raises UserError."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
-    drawn = list(zip(map(read, runs), cycle(COLORS), strict=False))  # for each run: its curves, its colour
+    drawn = list(zip(map(read, runs), cycle(COLORS), strict=False))  # the curves and the color of each run
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
     axes = dict(zip(PANELS, figure.subplots(2, 2, sharex=True).flat, strict=True))
     for key, axis in axes.items():
@@ -108,23 +104,24 @@ def draw(runs: list[Path], out: Path, x: str = "step") -> None:
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short if x != "time" else lambda seconds, _position: duration(seconds))
 
-    lines, names = [], [run.name for run, _ in drawn]
-    for (run, color), name in zip(drawn, names if len(set(names)) == len(runs) else map(str, runs), strict=True):
-        label = name + "".join(f", validation {loss:.3f}" for loss in run.points("val_loss")[1][-1:])
+    lines, names = [], {run.name for run, _ in drawn}
+    for (run, color), path in zip(drawn, runs, strict=True):
+        label = run.name if len(names) == len(runs) else str(path)
+        label += "".join(f", validation {loss:.3f}" for loss in run.points("val_loss")[1][-1:])
         lines.append(Line2D([], [], color=color, linewidth=3, label=label))
     columns = max(1, 92 // (max(len(line.get_label()) for line in lines) + 5))
     figure.legend(handles=lines, loc="outside upper center", ncols=columns, frameon=False, fontsize=12)
-    save(figure, Path(out))
+    save(figure, out)
 
 
 def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
-    """Draw one value of every run: a thin line as logged, and a thick smoothed one (the learning rate needs no smoothing)."""
+    """Draw one value of every run: a thin line as logged, a thick one smoothed (but for the learning rate)."""
     for run, color in drawn:
         places, y = run.points(key, x)
         if key != "lr":
             axis.plot(places, y, color=color, linewidth=0.8, alpha=0.3)
             y = smooth(y)
-        axis.plot(places, y, color=color, marker="o" if len(y) == 1 else None, **STYLES["training"])
+        axis.plot(places, y, color=color, linewidth=1.7, marker="o" if len(y) == 1 else None)
     axis.set_title(PANELS[key], loc="left", fontsize=12, color="0.15")
     axis.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
     axis.grid(color="0.91", linewidth=0.8)
@@ -135,27 +132,21 @@ def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
-    """Draw validation losses as dots, and the predicted loss; say what is what beside the title."""
-    from matplotlib.lines import Line2D
-
+    """Draw validation losses as dots and a predicted one as a band, and cut off the steep fall of the first tenth."""
     shown = []
     for run, color in drawn:
         places, y = run.points("val_loss", x)
-        axis.plot(places, y, color=color, zorder=3, **STYLES["validation"])
+        axis.plot(places, y, "o", color=color, markersize=6, markeredgecolor="white", zorder=3)
         steps, logged = run.points("loss")
         shown += y + [loss for step, loss in zip(steps, logged, strict=True) if 10 * step > steps[-1]]
         if run.prediction:
-            low, high = (run.prediction["val_loss"] + sign * run.prediction["margin"] for sign in (-1, 1))
-            axis.axhspan(low, high, color=color, alpha=0.12, linewidth=0)
-            axis.axhline((low + high) / 2, color=color, **STYLES["predicted"])
-            shown += [low, high]
-    if len(set(shown)) > 1:  # cut off the steep fall of the first tenth, so that the rest can be told apart
+            loss, margin = run.prediction["val_loss"], run.prediction["margin"]
+            axis.axhspan(loss - margin, loss + margin, color=color, alpha=0.12, linewidth=0)
+            axis.axhline(loss, color=color, linewidth=1, linestyle=":")
+            shown += [loss - margin, loss + margin]
+    if len(set(shown)) > 1:
         height = max(shown) - min(shown)
         axis.set_ylim(min(shown) - 0.06 * height, max(shown) + 0.06 * height)
-    there = [name for name in STYLES if name != "predicted" or any(run.prediction for run, _ in drawn)]
-    handles = [Line2D([], [], color="0.35", label=name, **STYLES[name]) for name in there]
-    place = dict(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=len(handles))
-    axis.legend(handles=handles, frameon=False, fontsize=9.5, handlelength=1, handletextpad=0.5, columnspacing=1, **place)
 
 
 def save(figure, out: Path) -> None:

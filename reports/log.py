@@ -182,17 +182,10 @@ def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], r
     """Start a run of wandb, or continue the one with the id `run_id`. Raises UserError where wandb refuses."""
     import wandb
 
+    place = dict(project=options.wandb_project, name=directory.name, dir=directory, mode=options.wandb)
+    quiet = wandb.Settings(console="off", quiet=True)
     try:
-        run = wandb.init(
-            project=options.wandb_project,
-            name=directory.name,
-            dir=directory,
-            config=settings,
-            mode=options.wandb,
-            id=run_id or None,
-            resume="allow",
-            settings=wandb.Settings(console="off", quiet=True),
-        )
+        run = wandb.init(**place, config=settings, id=run_id or None, resume="allow", settings=quiet)
     except wandb.Error as error:
         raise UserError(f"--wandb={options.wandb}: {error}; --wandb=offline needs no account") from None
     run.define_metric("*", step_metric="step")
@@ -204,11 +197,11 @@ def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], r
 def add_to_board(board, record: dict[str, Any]) -> None:
     """Add a record to a TensorBoard."""
     step, at = record["step"], record["time"]
-    counted = {"tokens"} if "val_loss" in record else set()  # the record of the update has them, too
-    for name in record.keys() - {"step", "time", "sample"} - counted:
-        board.add_scalar(name, record[name], step, at)
-    if "sample" in record:  # Markdown, in which four spaces keep text as it is
-        board.add_text("sample", textwrap.indent(record["sample"], "    "), step, at)
+    for name, value in record.items():
+        if name == "sample":  # Markdown, in which four spaces keep text as it is
+            board.add_text(name, textwrap.indent(value, "    "), step, at)
+        elif name not in ("step", "time") and not (name == "tokens" and "val_loss" in record):  # that of the update is there
+            board.add_scalar(name, value, step, at)
 
 
 def duration(seconds: float) -> str:

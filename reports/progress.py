@@ -9,10 +9,9 @@ import torch
 
 from common.errors import RunError, plural
 from hardware import device
-from optim import learning_rate
 from reports import curves
 from reports.log import Log, duration
-from settings import OptimConfig, TrainConfig
+from settings import TrainConfig
 
 DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 
@@ -20,8 +19,8 @@ DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
 class Progress:
     """Reports the updates and evaluations of a run. peak_speed: tokens a second at the peak rate of all ranks (MFU 1)."""
 
-    def __init__(self, log: Log, train: TrainConfig, optim: OptimConfig, log_every: int, peak_speed: float):
-        self.log, self.train, self.optim, self.log_every, self.peak_speed = log, train, optim, log_every, peak_speed
+    def __init__(self, log: Log, train: TrainConfig, log_every: int, peak_speed: float):
+        self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
         self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
         # Since the last report. The first update is left out: it allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
@@ -29,8 +28,8 @@ class Progress:
         self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
         self.drawn_at = time.monotonic()
 
-    def updated(self, state, loss: float, grad_norm: float, seconds: float, waited: float) -> None:
-        """Count an update of `seconds`, `waited` of them for data, and report it if it is due. state: after the update."""
+    def updated(self, state, loss: float, grad_norm: float, lr: float, seconds: float, waited: float) -> None:
+        """Count an update of `seconds`, `waited` of them for data, and report it if it is due. Raises RunError."""
         self.updates += 1
         if self.updates:
             self.seconds += seconds
@@ -39,12 +38,15 @@ class Progress:
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
             self.log.warn(f"step {state.step}: the gradient is not finite, update skipped ({count})")
+        if self.skipped_in_a_row > self.train.max_skipped_steps:
+            found = f"{self.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps)"
+            raise RunError(f"{found}; lower --lr, or try --dtype=float32; checkpoints are in {self.log.directory}/checkpoints")
         self.watch(state.step, loss)
         if due(self.log_every, state.step) or state.step in (1, self.train.steps):
-            self.report(state, loss, grad_norm)
+            self.report(state, loss, grad_norm, lr)
 
     def watch(self, step: int, loss: float) -> None:
-        """Warn once when the losses go far above what this start of the run has seen: the exit status will not tell."""
+        """Warn when the losses go far above the lowest so far: the exit status will not show it."""
         self.losses.append(loss if math.isfinite(loss) else math.inf)
         recent, was_high = median(self.losses), self.is_high  # a single spike is not in the median
         self.lowest = min(self.lowest, recent)
@@ -53,10 +55,9 @@ class Progress:
             remedy = "if it stays high, begin another run from an earlier checkpoint (--resume=PATH) with a lower --lr"
             self.log.warn(f"step {step}: the loss rose from {self.lowest:.4g} to {recent:.4g}; {remedy}")
 
-    def report(self, state, loss: float, grad_norm: float) -> None:
+    def report(self, state, loss: float, grad_norm: float, lr: float) -> None:
         """Log the last update, and the speed since the last report."""
         step, steps, speed = state.step, self.train.steps, self.speed()
-        lr = learning_rate(step - 1, steps, self.optim)
         record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
         memory = round(device.peak_memory_gb(torch.device(self.train.device)), 3)
         self.log.metrics(record | {"memory_gb": memory, "skipped": state.skipped or None})
@@ -84,34 +85,30 @@ class Progress:
 
     def evaluated(self, state, validation: dict, seconds: float) -> None:
         """Log an evaluation that took `seconds`, and redraw the curves. validation: see `data.Mixture.validation`."""
-        if not self.log.is_master:
-            return
         self.log.metrics({"step": state.step, "tokens": state.tokens, **validation})
-        line = f"step {state.step:>6}/{self.train.steps}  validation loss {validation['val_loss']:.4f}"
-        line += f"  {validation['val_bpb']:.4f} bits per byte" if validation["val_bpb"] else ""
+        bits = f"  {validation['val_bpb']:.4f} bits per byte" if validation["val_bpb"] else ""
+        line = f"step {state.step:>6}/{self.train.steps}  validation loss {validation['val_loss']:.4f}{bits}"
         self.log.say(f"{line}  evaluated in {duration(seconds)}")
-        if state.step >= self.train.steps or time.monotonic() - self.drawn_at > DRAW_SECONDS:
+        is_due = state.step >= self.train.steps or time.monotonic() - self.drawn_at > DRAW_SECONDS
+        if self.log.is_master and is_due:
             with self.log.surviving("drawing curves.png"):
                 curves.draw([self.log.directory], self.log.directory / "curves.png")
             self.drawn_at = time.monotonic()
 
-    def check_finite(self, state, *losses: float) -> None:
-        """Raise RunError unless the last `losses` of a complete run are finite."""
+    def done(self, state, dataset, *losses: float) -> None:
+        """Say what a complete run has reached, and what to do next. Raises RunError unless its last `losses` are finite."""
+        run = self.log.directory
         if not all(map(math.isfinite, losses)):
+            way_out = "start another run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
             raise RunError(
-                f"{self.log.directory} ended at step {state.step} with a loss that is not finite: the weights are of no use; "
-                "start another run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
+                f"{run} ended at step {state.step} with a loss that is not finite: the weights are useless; {way_out}"
             )
-
-    def done(self, state, dataset) -> None:
-        """Say what a run has reached that is complete now, and what to do next."""
         best = f", best checkpoint: validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
-        self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {self.log.directory}")
-        self.tell_next(dataset)
-
-    def tell_next(self, dataset) -> None:
-        """Say what to do with a complete run: sample from it, if its `dataset` has a tokenizer."""
-        command = f"sample.py {self.log.directory}" if dataset.tokenizer else f"evaluate.py {self.log.directory}"
+        if self.updates < 0:
+            self.log.say(f"{run} is complete at step {state.step}; --steps=N goes further")
+        else:
+            self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {run}")
+        command = f"sample.py {run}" if dataset.tokenizer else f"evaluate.py {run}"
         if dataset.tokenizer and dataset.eot_token is None:  # the model knows no start of a document
             command += ' --prompt="..."'
         self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")

@@ -225,7 +225,7 @@ def nothing_is_left():
 def fake_checkpoint(checkpoints, step):
     """Publish a checkpoint of a few bytes that is intact by its manifest."""
     with publish_directory(retention.step_directory(checkpoints, step)) as directory:
-        for name in (*retention.FILES, "model.safetensors", "optimizer.safetensors"):
+        for name in ("trainer_state.json", "model.safetensors", "optimizer.safetensors"):
             (directory / name).write_text(json.dumps({"step": step}))
         retention.write_manifest(directory)
     return retention.step_directory(checkpoints, step)

@@ -9,7 +9,20 @@ from conftest import ROOT, execute
 
 # Folders, and files of the root, from the ground up. What is in one may import what is in those before it, and its neighbours.
 ORDER = [
-    *("common", "settings", "hardware", "command", "dataset", "data", "kernels", "model", "optim", "reports", "parallel"),
+    *(
+        "common",
+        "settings",
+        "hardware",
+        "command",
+        "dataset",
+        "data",
+        "kernels",
+        "portable",
+        "model",
+        "optim",
+        "reports",
+        "parallel",
+    ),
     *("checkpoints", "planning", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay", "ladder"),
 ]
 PATHS = [path.relative_to(ROOT) for place in ORDER for path in [*ROOT.glob(f"{place}.py"), *sorted(ROOT.glob(f"{place}/*.py"))]]

@@ -54,7 +54,7 @@ def test_the_command_draws_several_runs(tmp_path):
 
 def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figure_of):
     runs = [write_run(tmp_path / name) for name in ("small", "large")]
-    panels = {"loss", "learning rate", "gradient norm", "tokens per second"}
+    panels = {"loss (dots: validation)", "learning rate", "gradient norm", "tokens per second"}
     assert {"small, validation 1.500", "large, validation 1.500", "step"} | panels <= words(figure_of(*runs))
     assert "small, validation 1.500" in words(figure_of(runs[0]))
 
@@ -139,7 +139,7 @@ def test_the_table_has_datasets_and_lacks_what_is_not_known(train, tokens, tmp_p
     assert heading.split()[:4] == ["run", "--tokens", "steps", "tokens"] and len(rows) == 3
     assert any(row.split()[1] == str(tmp_path / "other") for row in rows) and any(row.split()[1] == "-" for row in rows)
     (runs[2] / "config.toml").write_text("x = \n")
-    with pytest.raises(UserError, match="is not TOML"):
+    with pytest.raises(UserError, match="is not a preset in TOML"):
         compare.table(runs)
 
 

@@ -20,14 +20,12 @@ import settings
 from common import cli, errors
 from common.errors import UserError
 from conftest import ROOT, execute
-from planning import rules
+from planning import plan, rules
 
 
 def load(*args):
     """The settings of a command line, once every rule has passed them."""
-    command = settings.load_command(list(args), "test")
-    rules.check_command(command)
-    return command.config
+    return plan.read_command(list(args), "test")
 
 
 def test_flags_win_over_the_preset_and_the_preset_over_the_defaults(tmp_path):
@@ -187,7 +185,7 @@ def test_a_refused_command_says_what_would_work_on_any_terminal():
     assert refused.stdout == ""
     assert refused.stderr.splitlines() == [
         "error: --seed must be INTEGER, not 'x\\xe9'",
-        "       --lr needs a value: NUMBER",
+        "       --lr must be NUMBER, not ''",
         "       --steps must be INTEGER, not 'many'",
         "       --wandb must be off|offline|online, not 'on'",
     ]
