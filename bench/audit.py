@@ -2,10 +2,10 @@
 
 python bench/audit.py lockstep|exact|nanogpt|trainer|litgpt|... [--path=CHECKOUT] [--python=INTERPRETER]
 
-A tiny model is trained on the CPU for 32 updates of 12 sequences, with a checkpoint every 8, by the trainer's own command:
-twice; killed and resumed by its own way; stopped by SIGTERM; killed while it writes a checkpoint; with a flipped bit in a
-checkpoint; on two and three ranks; resumed on two. bench/probe records the sequences of each update and stops the run. The
-trainer's files are not changed. Adds a row to audit.json, of which bench/audit_page.py makes docs/audit.md.
+The trainer's own command trains a tiny model on the CPU, for 32 updates of 12 sequences, with a checkpoint every 8. It runs
+twice; killed and resumed; stopped by SIGTERM; killed while writing a checkpoint; with a flipped bit in a checkpoint; on two and
+three ranks; resumed on two. bench/probe records the sequences of each update and stops the run. No file of the trainer is
+changed. Adds a row to audit.json, from which bench/audit_page.py makes docs/audit.md.
 """
 
 import json
@@ -36,27 +36,27 @@ class AuditConfig(machine.Out):
     path: str = ""
     """The checkout of the trainer."""
     python: str = sys.executable
-    """An interpreter that has what the trainer needs."""
+    """A Python interpreter with the trainer's dependencies."""
     text: str = ""
-    """Text to train on; without it, made words."""
+    """Text to train on (empty: made-up words)."""
     seed: int = 0
-    """Of the updates after which the runs are stopped."""
+    """Seed for the updates after which the runs are stopped."""
     only: str = ""
     """Only these questions, such as twice,killed."""
 
 
 @dataclass
 class Attempt:
-    """What one start of a trainer has done."""
+    """What happened when a trainer was started once."""
 
     status: int
     error: str
     updates: list[list[str]]
-    """Of each update the hashes of its sequences, sorted, from all ranks."""
+    """For each update, the sorted hashes of its sequences on all ranks."""
 
 
 class Examination:
-    """One trainer, its runs in `work`, and what was found."""
+    """One trainer, its runs in `work`, and the findings."""
 
     def __init__(self, trainer: Trainer, work: Path, seed: int):
         self.trainer, self.work, self.number = trainer, work, 0
@@ -65,7 +65,7 @@ class Examination:
         self.reference = self.on_ranks("once", 1)
 
     def start(self, case: str, ranks: int = 1, resume: bool = False, **probe) -> Attempt:
-        """Start the trainer on the run of a case, and wait. probe: what bench/probe shall do."""
+        """Start the trainer on the run of a case, and wait. probe: instructions for bench/probe."""
         self.number += 1
         notes, run = self.work / f"notes-{self.number}", self.work / case
         notes.mkdir(), run.mkdir(exist_ok=True)
@@ -93,16 +93,16 @@ class Examination:
         return Attempt(process.returncode, error, updates)
 
     def log(self, name: str, text: str) -> None:
-        """Keep the output of an attempt in the folder AUDIT_LOGS, if that is set."""
+        """Save the output of an attempt to the folder AUDIT_LOGS, if that is set."""
         if folder := os.environ.get("AUDIT_LOGS"):
             Path(folder, f"{name}.log").write_text(text)
 
     def compare(self, case: str, attempt: Attempt) -> dict:
-        """How an attempt that should have ended the run differs from the undisturbed run on one rank."""
+        """How an attempt that should have finished the run differs from the undisturbed run on one rank."""
         if attempt.error or not attempt.updates:
             return {"error": attempt.error or f"no update, status {attempt.status}"}
         began, wanted = len(self.reference.updates) - len(attempt.updates), self.reference.updates
-        if began < 0:  # it saw more than the undisturbed run, so it began at the first update
+        if began < 0:  # it saw more updates than the undisturbed run, so it began at the first one
             began, attempt.updates = 0, attempt.updates[: len(wanted)]
         same = sum(a == b for a, b in zip(attempt.updates, wanted[began:], strict=True))
         again = wanted.index(attempt.updates[0]) + 1 if began and attempt.updates[0] in wanted[:began] else None
@@ -110,7 +110,7 @@ class Examination:
         return found | {"difference": self.difference(case)}
 
     def difference(self, case: str) -> float | None:
-        """The largest difference of the final weights from those of the undisturbed run; 0 means the same bits."""
+        """The largest difference between the final weights and the undisturbed run's; 0 means the same bits."""
         self.weights = self.weights or self.trainer.final_weights(self.work / "once")
         ours, theirs = self.trainer.final_weights(self.work / case), self.weights
         if ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in ours):
@@ -128,20 +128,20 @@ class Examination:
         return self.compare("twice", self.start("twice"))
 
     def killed(self) -> dict:
-        """SIGKILL after a random update, then its own way to resume."""
+        """SIGKILL after a random update, then the trainer's own resume."""
         at = self.chance.randrange(2 * SAVE + 1, 3 * SAVE)
         self.start("stopped", stop=f"{signal.SIGKILL:d}:{at}")
         self.copy("stopped", "killed")
         return {"at": at} | self.compare("killed", self.start("killed", resume=True))
 
     def terminated(self) -> dict:
-        """SIGTERM after a random update, then its own way to resume."""
+        """SIGTERM after a random update, then the trainer's own resume."""
         at = self.chance.randrange(2 * SAVE + 1, 3 * SAVE)
         status = self.start("terminated", stop=f"{signal.SIGTERM:d}:{at}").status
         return {"at": at, "status": status} | self.compare("terminated", self.start("terminated", resume=True))
 
     def saving(self) -> dict:
-        """Killed in the middle of the largest file of a checkpoint, then its own way to resume."""
+        """Killed in the middle of a checkpoint's largest file, then the trainer's own resume."""
         self.copy("stopped", "saving")
         size = max(path.stat().st_size for path in files(self.trainer.checkpoints(self.work / "saving")[-1]))
         cut = self.start("saving", resume=True, cut=size // 2)
@@ -150,14 +150,14 @@ class Examination:
         return self.compare("saving", self.start("saving", resume=True))
 
     def flipped(self) -> dict:
-        """One bit in the middle of the weights of the newest checkpoint flipped, then its own way to resume."""
+        """One bit in the middle of the newest checkpoint's weights flipped, then the trainer's own resume."""
         self.copy("stopped", "flipped")
         run = self.work / "flipped"
         flip(self.trainer.checkpoints(run)[-1], self.trainer.final_weights(run))
         return self.compare("flipped", self.start("flipped", resume=True))
 
     def moved(self) -> dict:
-        """A run of one rank, killed, continues on two."""
+        """A run on one rank, killed, then continued on two."""
         self.copy("stopped", "moved")
         return self.compare("moved", self.on_ranks("moved", 2, resume=True))
 
@@ -170,7 +170,7 @@ class Examination:
         return self.compare("three", self.on_ranks("three", 3))
 
     def on_ranks(self, case: str, ranks: int, **more) -> Attempt:
-        """Start on several ranks; once more with CUDA put on the CPU if the trainer asks for CUDA there."""
+        """Start on several ranks. If the trainer insists on CUDA there, start again with CUDA mapped to the CPU."""
         attempt = self.start(case, ranks, **more)
         if attempt.error and not attempt.updates and self.trainer.on_cpu and not self.on_cpu:
             self.found["without"] = attempt.error
@@ -179,7 +179,7 @@ class Examination:
         return attempt
 
 
-QUESTIONS = ("killed", "twice", "terminated", "saving", "flipped", "two", "three", "moved")  # killed makes a run for others
+QUESTIONS = ("killed", "twice", "terminated", "saving", "flipped", "two", "three", "moved")  # others reuse the run of `killed`
 
 
 def files(path: Path) -> list[Path]:
@@ -196,12 +196,12 @@ def flip(checkpoint: Path, weights: dict) -> None:
             content[at + weight.numel() // 2 * 4 + 2] ^= 0x10
             path.write_bytes(content)
             return
-    raise RunError(f"no file of {checkpoint.name} has the weights as they are")
+    raise RunError(f"no file of {checkpoint.name} contains the weights verbatim")
 
 
 def failure(output: str) -> str:
-    """The line of an output that says why it failed, without paths."""
-    others = ("ChildFailedError", "Connection closed by peer")  # what one rank's failure is to its launcher and to other ranks
+    """The line of an output that says why the command failed, without paths."""
+    others = ("ChildFailedError", "Connection closed by peer")  # how the launcher and other ranks report one rank's failure
     lines = [line for line in FAILURE.findall(output) if not any(other in line for other in others)] or re.findall(
         r".*\w.*", output
     )[-1:]
@@ -233,7 +233,7 @@ def audit(name: str, config: AuditConfig) -> int:
 
 
 def text_of(path: str) -> str:
-    """The text to train on: that of a file, or 2,000 paragraphs of made words, the frequent ones short."""
+    """The text to train on: a file's, or 2,000 paragraphs of made-up words, the frequent ones short."""
     if path:
         return Path(path).read_text()
     chance = random.Random(0)
@@ -242,7 +242,7 @@ def text_of(path: str) -> str:
 
 
 def shown(trainer: Trainer, resume: bool) -> str:
-    """The command of a trainer as a reader would type it, without the paths of this machine."""
+    """A trainer's command as a reader would type it, without this machine's paths."""
     parts = [str(part) for part in trainer.command(trainer.work / "RUN", 1, resume)]
     command = shlex.join(["PYTHON" if trainer.repository else "python", *parts[1:]])
     return command.replace(str(trainer.work), "WORK").replace(f"{trainer.path}/", "")

@@ -1,4 +1,4 @@
-"""How the user of each trainer starts a tiny run, continues it and finds its weights. audit.py examines them."""
+"""How each trainer's user starts a tiny run, continues it and finds its weights. audit.py examines these trainers."""
 
 import json
 import pickle
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import machine  # puts the project's folder on the path
 
-STEPS, SAVE = 32, 8  # updates of a run, and from one checkpoint to the next
+STEPS, SAVE = 32, 8  # updates per run, and per checkpoint
 LENGTH, MICRO, BATCH = 32, 2, 12  # tokens of a sequence, sequences of a micro-batch and of an update
 
 
 class Trainer:
-    """A trainer on this machine. Its adapters say what differs."""
+    """A trainer on this machine. Subclasses say what differs."""
 
     title = repository = proof = ""
-    interpreter = False  # it needs one of its own, but no checkout
+    interpreter = False  # whether it needs its own interpreter, but no checkout
     packages, variables = (), {}
     on_cpu, on_cpu_note, always_on_cpu = "", "", False  # what bench/probe changes: on several ranks, or always
-    pattern = ""  # of the checkpoints in a run; their names sort by age
-    weights = "model"  # what holds the weights in a checkpoint's file
+    pattern = ""  # glob of the checkpoints in a run; their names sort by age
+    weights = "model"  # the key of the weights in a checkpoint's file
 
     def __init__(self, path: Path, python: str, work: Path, text: str):
         self.path, self.python, self.work, self.text, self.folder = path, python, work, text, path
@@ -29,17 +29,17 @@ class Trainer:
         """Make the data."""
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
-        """The command that trains the run in the folder `run` to its end."""
+        """The command that trains the run in folder `run` to its end."""
         raise NotImplementedError
 
     def launcher(self, ranks: int, always: bool = False) -> list:
-        """The beginning of a command: the trainer's python, and torchrun for more than one rank."""
+        """How a command starts: the trainer's python, plus torchrun for more than one rank."""
         return [self.python, *machine.launcher(max(ranks, 2))[1:-1], f"--nproc_per_node={ranks}"][
             : None if ranks > 1 or always else 1
         ]
 
     def checkpoints(self, run: Path) -> list[Path]:
-        """The checkpoints of a run, the newest last."""
+        """The checkpoints of a run, newest last."""
         return sorted(path for path in run.glob(self.pattern) if not path.is_symlink())
 
     def weights_file(self, checkpoint: Path) -> Path:
@@ -51,7 +51,7 @@ class Trainer:
         return tensors(self.weights_file(self.checkpoints(run)[-1]), self.weights)
 
     def gathered(self, folder: Path, code: str) -> dict:
-        """The tensors of a checkpoint in torch's distributed format, which `code` copies from argv[1] to a file, argv[2]."""
+        """The tensors of a checkpoint in torch's distributed format. `code` copies them from argv[1] to the file argv[2]."""
         command, target = [self.python, "-c", code, str(folder)], self.work / "gathered.pt"
         environment = machine.environment(PYTHONPATH=":".join(self.packages))
         subprocess.run([*command, str(target)], env=environment, check=True, capture_output=True)
@@ -63,7 +63,7 @@ class Trainer:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
     def versions(self) -> dict:
-        """The versions of python and of what matters here, as the trainer's interpreter has them."""
+        """The versions of python and of the relevant packages in the trainer's interpreter."""
         names = ("torch", "transformers", "accelerate", "lightning", "litdata", "torchtitan", "ai2-olmo-core")
         code = f"import json, platform, importlib.metadata as m; have = {{d.name: d.version for d in m.distributions()}}; \
 print(json.dumps({{'python': platform.python_version()}} | {{n: have[n] for n in {names!r} if n in have}}))"
@@ -106,7 +106,7 @@ class Exact(Lockstep):
 class NanoGPT(Trainer):
     title = repository = "karpathy/nanoGPT"
     proof, pattern, on_cpu = "configurator.py", "ckpt.pt", "cuda"
-    on_cpu_note = "bench/probe then let CUDA and nccl mean the CPU and gloo."
+    on_cpu_note = "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
 
     def prepare(self) -> None:
         import numpy as np
@@ -151,8 +151,8 @@ class LitGPT(Trainer):
     proof, pattern, variables = "litgpt/pretrain.py", "step-*", {"TORCHDYNAMO_DISABLE": "1"}
     on_cpu, on_cpu_note = (
         "fsdp",
-        "bench/probe then let FSDP mean DDP on the CPU: the tokens are litgpt's own. It counts a rank's \
-iterations, so after half of the run on one rank it takes the run for complete on two.",
+        "For these runs, bench/probe replaces FSDP with DDP on the CPU; the data loading is litgpt's own. litgpt counts the "
+        "iterations of one rank, so a run half done on one rank looks complete on two.",
     )
 
     def prepare(self) -> None:
@@ -191,7 +191,7 @@ class TorchTitan(Trainer):
     variables, always_on_cpu = {"TORCHDYNAMO_DISABLE": "1"}, True
     on_cpu, on_cpu_note = (
         "accelerator",
-        "bench/probe then let its accelerator be the CPU, with another attention of the same mask. "
+        "For these runs, bench/probe makes the CPU its accelerator, with another attention of the same mask. "
         "Several ranks need more than gloo.",
     )
 
@@ -236,7 +236,7 @@ dcp_to_torch_save(*sys.argv[1:])"""
 class OLMoCore(Trainer):
     title = repository = "allenai/OLMo-core"
     proof, pattern = "src/examples/llm/train.py", "step*"
-    on_cpu, on_cpu_note = "gloo", "bench/probe then let nccl mean gloo."
+    on_cpu, on_cpu_note = "gloo", "For these runs, bench/probe maps nccl to gloo."
     variables, always_on_cpu = {"TORCHDYNAMO_DISABLE": "1"}, True
 
     def prepare(self) -> None:
@@ -273,7 +273,7 @@ with tempfile.TemporaryDirectory() as folder:
 class NanoChat(Trainer):
     title = repository = "karpathy/nanochat"
     proof, pattern, weights = "scripts/base_train.py", "model_*.pt", ""
-    on_cpu, on_cpu_note = "cuda", "bench/probe then let CUDA and nccl mean the CPU and gloo."
+    on_cpu, on_cpu_note = "cuda", "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
 
     def prepare(self) -> None:
         """Make its tables of documents, and its tokenizer by its own script."""

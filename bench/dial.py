@@ -1,12 +1,13 @@
-"""Where does the best learning rate lie, and does the dial find it? python bench/dial.py [--parts=depth,batch]
+"""Which learning rate is best, and does the dial find it? python bench/dial.py [--parts=depth,batch]
 
-Trains small models on real text with rates a factor of 2 apart, on both sides until the best one is inside, and then with the
-two halfway to its neighbours: over depth and width together with three seeds, over the batch, and for other architectures.
-"tokens" is the batch at an equal number of tokens, "length" are runs as long as the dial makes them, with its batch, warmup and
-weight decay, "text" is depth and width once more with one seed, for other --tokens. Every run is an ordinary run of train.py in
---runs, which are kept: the same command again continues, and what is finished is not repeated. Another text needs --runs of its
-own. Writes dial.json, or dial_PARTS.json for other --parts, and a .png for "depth" and "text": loss over rate in
-units of the dial's, a curve for each depth.
+Trains small models on real text, with rates a factor of 2 apart, until the best one is between two others. Then it tries the
+two rates halfway to its neighbors. Parts: "depth" scales depth and width together, with three seeds; "batch" the batch; others
+the architecture. "tokens" varies the batch at an equal number of tokens. "length" trains for as long as the dial says, with its
+batch, warmup and weight decay. "text" repeats "depth" with one seed on other --tokens, which need a separate --runs.
+
+Every run is an ordinary run of train.py in --runs. Runs are kept: the same command continues, without repeating finished ones.
+Writes dial.json, or dial_PARTS.json for other --parts. "depth" and "text" also get a .png: loss over rate relative to the
+dial's, one curve per depth.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ HEAD = 48  # width of a head
 
 @dataclass(frozen=True)
 class Curve:
-    """What the runs of a curve of loss over rate share."""
+    """The settings that all runs of one curve of loss over rate share."""
 
     optimizer: str
     depth: int
@@ -41,7 +42,7 @@ class Curve:
     batch: int = 2048
     seeds: tuple[int, ...] = (1,)
     architecture: str = "qwen3"
-    own: bool = False  # whether the warmup and the weight decay are the dial's
+    own: bool = False  # whether to use the dial's warmup and weight decay
 
     def flags(self, vocab_size: int) -> dict:
         """The flags of train.py, with the dial's rate."""
@@ -54,7 +55,7 @@ class Curve:
         return BASE | shape | rate | dict(tokens_per_update=self.batch, steps=steps, optimizer=self.optimizer)
 
     def nanochat(self) -> float:
-        """The rate by nanochat's formulas, from where it is the dial's."""
+        """The rate by nanochat's formulas, scaled to equal the dial's at one point."""
         width = (PER_DEPTH * self.depth / dial.WIDTH) ** (-0.5 if self.optimizer == "adamw" else 0)
         return dial.TUNED[self.optimizer].lr * width * (self.batch / dial.RATE_BATCH) ** 0.5
 
@@ -80,13 +81,13 @@ class DialConfig(machine.Options):
     parts: str = "depth,batch,architecture"
     """Which curves."""
     runs: str = "runs/dial"
-    """Where the runs are kept."""
+    """Directory of the runs."""
     jobs: int = 2
-    """Runs at a time, on a core each."""
+    """Runs at a time, one core each."""
 
 
 def main(config: DialConfig) -> None:
-    """Train what is not yet trained; print, draw, write."""
+    """Train what is not trained yet, then print, draw and write the results."""
     machine.prepare_tokens(config.tokens)
     vocab_size = json.loads((machine.ROOT / config.tokens / "dataset.json").read_text())["vocab_size"]
     wanted = {curve: part for part in config.parts.split(",") for curve in PARTS[part]}
@@ -106,7 +107,7 @@ def main(config: DialConfig) -> None:
 
 
 def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
-    """Losses by rate, from three rates on until the best is inside; the best rate, and the losses there and at the dial's."""
+    """Add rates until the best is inside. Returns losses by rate, the best rate, and the losses there and at the dial's."""
     flags = curve.flags(vocab_size)
     middle = 1e-3 * 2 ** round(math.log2(flags["lr"] / 1e-3))
     losses = {}
@@ -143,13 +144,13 @@ def train(config: DialConfig, curve: Curve, flags: dict) -> float:
 
 
 def factors_of(rows: list[dict]) -> dict:
-    """Over the depths: the factor between the best rates; and the same in units of the dial's rates, and of nanochat's."""
+    """The spread of the best rates over the depths, as a factor: absolute, relative to the dial's, and to nanochat's."""
     ratios = {rule: [row["best_rate"] / row.get(rule, 1.0) for row in rows] for rule in ("constant", "dial", "nanochat")}
     return {rule: round(max(values) / min(values), 3) for rule, values in ratios.items()}
 
 
 def draw(rows: list[dict], out: Path) -> None:
-    """Loss over rate in units of the dial's, a panel for each optimizer, a curve for each depth."""
+    """Draw loss over rate relative to the dial's: a panel per optimizer, a curve per depth."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")

@@ -1,9 +1,9 @@
-"""A disk that fails: the operations of a program on files, counted, recorded, made to fail, and cut off by a loss of power.
+"""A failing disk: count and record a program's file operations, make them fail, or cut the power at any of them.
 
-`Disk` stands under Python's own calls (open, fsync, rename, ...) for one directory. What a loss of power may leave is derived
-from the record, as ALICE does (Pillai et al., OSDI 2014), and recovery is run from each such state, as CrashMonkey does
-(Mohan et al., OSDI 2018). The file system assumed is the weakest that POSIX allows. The content of a file lasts once the file
-was flushed; a name lasts once its directory was. Until then either may be there without the other, in any order.
+`Disk` intercepts Python's own calls (open, fsync, rename, ...) for one directory. From the record it derives what a power cut
+may leave, as ALICE does (Pillai et al., OSDI 2014). Recovery then runs from each such state, as in CrashMonkey (Mohan et al.,
+OSDI 2018). The assumed file system is the weakest that POSIX allows: content survives once its file is flushed, a name once its
+directory is. Until then either may exist without the other, in any order.
 """
 
 import builtins
@@ -24,7 +24,7 @@ Tree = dict | bytes | str  # a directory by name, the content of a file, or the 
 CALLS = {"open": "open", "fsync": "flush", "rename": "rename", "replace": "rename", "unlink": "unlink", "rmdir": "unlink"}
 CALLS |= {"mkdir": "mkdir", "symlink": "link", "stat": "stat", "lstat": "stat", "scandir": "list", "listdir": "list"}
 CHANGES = {"create", "write", "flush", "rename", "unlink", "link", "mkdir"}
-# What an operation may answer: errors, a write that stops halfway, or a disk that takes no change from here on.
+# How an operation may fail: with an error, as a write that stops halfway, or on a disk that is read-only from here on.
 FAULTS = {
     "EIO": {*CALLS.values(), "create", "write"},
     "ENOSPC": {"create", "write", "mkdir", "link"},
@@ -34,13 +34,13 @@ FAULTS = {
 
 
 class Fault(NamedTuple):
-    number: int  # of the operation, counted from 1
-    kind: str  # of FAULTS
+    number: int  # which operation fails, counted from 1
+    kind: str  # a key of FAULTS
 
 
 class Entry(NamedTuple):
     directory: int
-    names: dict[str, int | None]  # which it gets (a node) or loses (None), all at once
+    names: dict[str, int | None]  # names that it gains (their node) or loses (None), all at once
 
 
 class Data(NamedTuple):
@@ -53,29 +53,29 @@ class Flush(NamedTuple):
 
 
 class Disk(contextlib.ExitStack):
-    """The directory `root` while a program works on it. `kinds` are its operations, and `ops` is the record of its changes.
+    """The directory `root` while a program works on it. `kinds` lists its operations; `ops` records its changes.
 
-    The record is made by looking at the directory before each change. With a fault there is none.
+    Changes are found by looking at the directory before each operation. With a fault, nothing is recorded.
     """
 
     def __init__(self, root: Path, fault: Fault | None = None):
         super().__init__()
         self.root, self.fault, self.kinds, self.ops = os.path.abspath(root), fault, [], []
         self.is_looking, self.new_nodes = False, itertools.count()
-        self.nodes = {}  # of each inode that is there
+        self.nodes = {}  # node numbers of existing inodes
         self.names, self.content = {}, {}  # of each directory; of each file or link
-        self.promises = {}  # what the program has told somebody is saved, by the operations before
+        self.promises = {}  # what the program has announced as saved, by the number of operations before it
         self.record()
-        self.before = len(self.ops)  # what was there lasts
+        self.before = len(self.ops)  # whatever was there already survives
 
     def __enter__(self):
-        """Stand under the calls of this process."""
+        """Intercept the calls of this process."""
         for name, kind in CALLS.items():
             self.enter_context(mock.patch.object(os, name, self._stand_in(getattr(os, name), kind)))
         opened = self._stand_in(open, "open")
         for module in (builtins, io):
             self.enter_context(mock.patch.object(module, "open", opened))
-        real = tensor_files.save_file  # safetensors writes by itself, without Python's calls
+        real = tensor_files.save_file  # safetensors writes directly, without Python's calls
 
         def save_file(tensors, path, metadata=None):
             real(tensors, path, metadata)
@@ -85,12 +85,12 @@ class Disk(contextlib.ExitStack):
         return self
 
     def promise(self, value) -> None:
-        """Record what the program has told somebody."""
+        """Record what the program has announced."""
         self.record()
         self.promises[len(self.ops)] = value
 
     def _stand_in(self, real, kind: str):
-        """What stands in for a call of Python's. `real` does the work."""
+        """A replacement for one of Python's calls. `real` does the work."""
 
         def call(*args, **more):
             path = self._path(args[kind == "link"] if args else ".", more.get("dir_fd"))
@@ -118,7 +118,7 @@ class Disk(contextlib.ExitStack):
         return call
 
     def _path(self, path, dir_fd: int | None) -> str:
-        """The absolute path of what a call is about."""
+        """The absolute path that a call refers to."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         elif dir_fd is not None:
@@ -126,7 +126,7 @@ class Disk(contextlib.ExitStack):
         return os.path.abspath(path)
 
     def _count(self, kind: str, path: str) -> None:
-        """Count an operation. Raises OSError where it is to fail."""
+        """Count an operation. Raises OSError if it is meant to fail."""
         self.kinds.append(kind)
         if kind in CHANGES:
             self.record()
@@ -139,7 +139,7 @@ class Disk(contextlib.ExitStack):
             raise OSError(code, os.strerror(code), path)
 
     def record(self) -> None:
-        """Add what has changed since the last time to the record."""
+        """Record what has changed since the last call."""
         if self.fault:
             return
         nodes, names, content = {}, {}, {}
@@ -168,10 +168,10 @@ class Disk(contextlib.ExitStack):
 
 
 def crash_states(disk: Disk) -> Iterator[tuple[str, int, Tree, object]]:
-    """What a loss of power may leave: how, after how many operations, the tree, and the last promise made by then.
+    """What a power cut may leave. Yields how, after how many operations, the tree, and the last promise made by then.
 
-    Of what does not last yet at that moment: all is there, a beginning of it in order, nothing, all but one operation, only one
-    operation, or all with one file torn in half or full of zeros.
+    Of the operations that are not flushed yet, these may survive: all, the first few in order, none, all but one, or only one.
+    Or all survive, with one file torn in half or full of zeros.
     """
     disk.record()
     promised = None
@@ -196,7 +196,7 @@ def crash_states(disk: Disk) -> Iterator[tuple[str, int, Tree, object]]:
 
 
 def _tree(disk: Disk, indices: Iterable[int], torn: dict[int, bytes]) -> Tree:
-    """The directory after these operations and no others."""
+    """The directory after only these operations."""
     names, content = {}, {}
     for i in indices:
         op = disk.ops[i]
@@ -215,7 +215,7 @@ def _tree(disk: Disk, indices: Iterable[int], torn: dict[int, bytes]) -> Tree:
 
 
 def plant(tree: Tree, path: Path) -> None:
-    """Make what `tree` says at `path`."""
+    """Create `tree` at `path`."""
     if isinstance(tree, bytes):
         path.write_bytes(tree)
     elif isinstance(tree, str):

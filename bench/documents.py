@@ -1,4 +1,4 @@
-"""What does attention within documents bring, and what does it cost?
+"""What does attention within documents gain, and what does it cost?
 
 python bench/documents.py loss|time [--flag=value ...]
 """
@@ -29,7 +29,7 @@ ATTEND = ("window", "document")
 @dataclass(frozen=True)
 class LossConfig(machine.Out):
     wikitext: str = ""
-    """A file of WikiText, whose articles and paragraphs are taken, too."""
+    """A WikiText file whose articles and paragraphs are used too."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class TimeConfig(machine.Out):
 
 
 def losses(config: LossConfig) -> None:
-    """The validation loss with --attend=window and --attend=document, for three seeds, on short documents and on long ones.
+    """Compare validation losses of --attend=window and --attend=document, with three seeds, on short and on long documents.
 
-    Each loss is with the attention that its run was trained with. Writes documents_loss.json.
+    Each run is evaluated with the attention it was trained with. Writes documents_loss.json.
     """
     found, differences = {}, {}
     with machine.workspace() as folder:
@@ -63,7 +63,7 @@ def losses(config: LossConfig) -> None:
 
 
 def times(config: TimeConfig) -> None:
-    """The time of an update with --attend=window and --attend=document, for several context lengths, in turns.
+    """Time updates with --attend=window and --attend=document in turns, for several context lengths.
 
     Writes documents_time.json.
     """
@@ -84,7 +84,7 @@ def times(config: TimeConfig) -> None:
 
 
 def texts(folder: Path, wikitext: str) -> dict[str, str]:
-    """Short documents and long ones, as sources for `prepare`, by name: of Python's library, and of WikiText if it is given."""
+    """Sources for `prepare` by name, with short and long documents: Python's library, and WikiText if given."""
     sources = {"functions of Python": functions(folder), "files of Python": ""}
     if wikitext:
         text = Path(wikitext).read_text().split("\n")
@@ -96,7 +96,7 @@ def texts(folder: Path, wikitext: str) -> dict[str, str]:
 
 
 def functions(folder: Path) -> str:
-    """Write each function and class of the standard library as a document of a JSON-lines file. Returns its path."""
+    """Write each function and class of the standard library as a document to a JSON-lines file. Returns its path."""
 
     def parts() -> Iterator[str]:
         for source in embedded_corpus():
@@ -112,13 +112,13 @@ def functions(folder: Path) -> str:
 
 
 def write_documents(path: Path, texts: Iterable[str]) -> str:
-    """Write a JSON-lines file of the texts that are more than white space. Returns its path."""
+    """Write all texts that are not blank to a JSON-lines file. Returns its path."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()))
     return str(path)
 
 
 def prepare(out: Path, source: str = "") -> None:
-    """Make a dataset of `source`, or of the embedded corpus."""
+    """Make a dataset from `source`, or from the embedded corpus."""
     machine.timed(["prepare_data.py", *filter(None, [source]), f"--out={out}", "--tokenizer=train:4096"])
 
 

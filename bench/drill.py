@@ -1,4 +1,4 @@
-"""Runs killed and resumed on purpose, again and again: what is left each time, and does the run end with the same bits?
+"""Kill and resume runs again and again: what is left each time, and does the run end with the same bits?
 
 python bench/drill.py kills|resume [--flag=value ...]
 """
@@ -24,8 +24,8 @@ from settings import ParallelConfig
 
 STRATEGIES = get_args(cli.flat_fields(ParallelConfig)["strategy"].type)
 CHECKPOINTS_PER_ATTEMPT = 4  # at most; this limits the steps of the whole run
-# A step of a tiny model is shorter than a save, so that many kills fall into one. 6 micro-batches, which 1, 2, 3 and 6 ranks
-# share equally, and an optimizer that every strategy supports.
+# A step of a tiny model is shorter than a save, so that many kills hit a save. 6 micro-batches, which 1, 2, 3 and 6 ranks share
+# equally, and an optimizer that every strategy supports.
 KILLS = machine.TINY | dict(dropout=0.1, tokens_per_update=192, optimizer="adamw", lr=1e-3, save_every=1)
 KILLS |= dict(eval_every=100, eval_tokens=2048)
 # 120 micro-batches, which 3, 4, 5 and 8 ranks can share equally.
@@ -38,9 +38,9 @@ OF_DDP |= {"several buckets, Muon, bfloat16": SEVERAL_BUCKETS | dict(optimizer="
 
 
 def train(ranks: int, run: Path, flags: dict, **limits) -> list[int]:
-    """Train in forks of this process, which need not import anything. `run` is the directory of the run.
+    """Train in forks of this process, which import nothing. `run` is the run's directory.
 
-    Returns their wait statuses, see `forks.run_forks`. What they print is in RUN.out and RUN.err.
+    Returns their wait statuses (see `forks.run_forks`). Their output is in RUN.out and RUN.err.
     """
     training = settings.load(machine.arguments(**flags, out_dir=run.parent, name=run.name)[1:], "")
 
@@ -53,7 +53,7 @@ def train(ranks: int, run: Path, flags: dict, **limits) -> list[int]:
 
 
 def train_to_the_end(ranks: int, run: Path, flags: dict) -> dict[str, str]:
-    """Train. Returns the sha256 of what the run has left. Raises RunError if it fails."""
+    """Train to the end. Returns the sha256 of the run's files. Raises RunError if it fails."""
     if any(statuses := train(ranks, run, flags)):
         raise RunError(f"{run.name} on {ranks} ranks with {flags}: {forks.failure(run, statuses)}")
     return machine.digests(run)
@@ -66,9 +66,9 @@ class KillsConfig(machine.Options):
     ranks: int = 1
     """Under exact the most ranks: each attempt has a random number of them."""
     max_shard_bytes: int = 10**9
-    """With 20000 the tensors are in 28 files, which the ranks write together under fsdp."""
+    """With 20000, tensors are split over 28 files, which the ranks write together under fsdp."""
     mirror: str = ""
-    """An empty store. Every other kill then loses the disk, too."""
+    """An empty store. Every other kill then also loses the disk."""
 
 
 def kills(config: KillsConfig) -> int:
@@ -76,10 +76,10 @@ def kills(config: KillsConfig) -> int:
 
     python bench/drill.py kills --kills=125 --strategy=fsdp --ranks=3
 
-    After each kill every published checkpoint is compared with its manifest, and the run is started again. The last attempt,
-    an ordinary `python train.py`, runs to the end, and its files are compared with those of an undisturbed run. Writes
-    hard_kills.json, or hard_kills_STRATEGY[_sharded]_RANKS.json. The exit status is 0 only if every state was usable and both
-    runs are the same. About ten minutes for 200 kills on two cores.
+    After each kill, every published checkpoint is compared with its manifest, and the run is started again. The last attempt,
+    an ordinary `python train.py`, runs to the end, and its files are compared with an undisturbed run. Writes hard_kills.json,
+    or hard_kills_STRATEGY[_sharded]_RANKS.json. The exit status is 0 only if every state was usable and both runs are the same.
+    Takes about ten minutes for 200 kills on two cores.
     """
     if min(config.kills, config.ranks) < 1:
         raise UserError("--kills and --ranks must be at least 1")
@@ -100,7 +100,7 @@ def kills(config: KillsConfig) -> int:
 
 
 def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
-    """Start the run and kill it, `kills` times. Returns what was found after each kill."""
+    """Start the run and kill it, `kills` times. Returns the findings after each kill."""
     from tqdm import tqdm
 
     checkpoints, chance, moments, unusable = run / "checkpoints", random.Random(0), Counter(), []
@@ -119,7 +119,7 @@ def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
 
 
 def random_instant(checkpoints: Path, before: int, chance: random.Random):
-    """A function that is true from a random instant on, while an attempt starts at step `before`, or in its steps or saves."""
+    """A function that turns true at a random instant of an attempt from step `before`: while it starts, steps or saves."""
     count = chance.randrange(CHECKPOINTS_PER_ATTEMPT)  # 0: while it starts
     delay, due = chance.random() * (0.1 if count else 0.7), float("inf")
 
@@ -140,7 +140,7 @@ def newest_step(checkpoints: Path) -> int:
 
 
 def killed_while(checkpoints: Path) -> str:
-    """What the run was doing to its checkpoints when it was killed, judged by what it has left."""
+    """What the run was doing to its checkpoints when it was killed, judging by what it left."""
     names = os.listdir(checkpoints) if checkpoints.exists() else []
     newest, latest = newest_step(checkpoints), checkpoints / "latest"
     if any(name.startswith(".step-") and not name.endswith(".old.tmp") for name in names):
@@ -151,7 +151,7 @@ def killed_while(checkpoints: Path) -> str:
 
 
 def examine(checkpoints: Path, step_before: int) -> list[str]:
-    """What is unusable in the state that a kill has left. An empty list means that the run loses no checkpoint."""
+    """What is unusable in the state that a kill left. An empty list means that no checkpoint is lost."""
     from checkpoints import retention
 
     links = [path for path in (checkpoints / "latest", checkpoints / "best") if path.is_symlink()]
@@ -166,13 +166,13 @@ def examine(checkpoints: Path, step_before: int) -> list[str]:
 
 
 def compare(a: Path, b: Path) -> dict[str, bool]:
-    """Whether each file is the same in two runs, bit for bit (the metrics without times)."""
+    """Whether each file is the same in two runs, bit for bit (metrics without times)."""
     files = [machine.digests(run) | {"metrics.jsonl": machine.unmeasured(machine.metrics(run))} for run in (a, b)]
     return {name: files[0][name] == files[1].get(name) for name in files[0]}
 
 
 def report_kills(result: dict) -> int:
-    """Print what was found and the verdict. Returns the exit status."""
+    """Print the findings and the verdict. Returns the exit status."""
     for moment, count in Counter(result["killed_while"]).most_common():
         print(f"{count:5d} kills: {moment}")
     for state in result["unusable"]:
@@ -193,9 +193,9 @@ class ResumeConfig(machine.Options):
 def resume(config: ResumeConfig) -> int:
     """Is a run that was stopped and resumed the same as an undisturbed one? On 3, 4, 5 and 8 ranks, under every strategy.
 
-    Trains each case three times: undisturbed, undisturbed again, and stopped halfway and resumed. Two ranks would show little,
+    Trains each case three times: undisturbed, undisturbed again, and stopped halfway and resumed. Two ranks would prove little,
     because a + b and b + a have the same bits. Writes resume.json. The exit status is 0 only if weights and optimizer state are
-    the same, bit for bit, in every case.
+    equal, bit for bit, in every case.
     """
     machine.prepare_tokens(config.tokens)
     forks.prepare_to_fork()

@@ -1,6 +1,6 @@
-"""Forks of this process, which need not import anything: ranks that train, and functions that return what they measured.
+"""Forks of this process, which import nothing again: ranks that train, and functions that return measurements.
 
-A fork can be killed, and lacks the threads of its parent: `prepare_to_fork` imports what training imports without starting one.
+A fork can be killed, but lacks its parent's threads. So `prepare_to_fork` imports what training needs without starting threads.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from hardware.host import prepare_torch
 
 
 def prepare_to_fork() -> None:
-    """Import what training imports, once, for all forks of this process, without starting a thread: a fork would lack it."""
+    """Import what training needs, once for all forks, without starting a thread, which a fork would lack."""
     prepare_torch()
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     import matplotlib.figure  # noqa: F401
@@ -36,14 +36,14 @@ def prepare_to_fork() -> None:
     import train  # noqa: F401
 
     tqdm.monitor_interval = 0
-    gc.freeze()  # a collection in a fork would go through all that was imported, and so copy its pages
+    gc.freeze()  # a collection in a fork would touch everything imported, and so copy its pages
 
 
 def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:
-    """Fork this process once for each rank. A fork calls `work` and exits with the status that it returns.
+    """Fork this process once per rank. A fork calls `work` and exits with the status that it returns.
 
-    Returns their process ids. The environment variables of the forks are those that torchrun would set.
-    new_group: make the forks a process group of their own.
+    Returns their process ids. The forks get the environment variables that torchrun would set.
+    new_group: put the forks in a new process group.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,7 +52,7 @@ def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> 
     for rank in range(ranks):
         pid = os.fork()
         leader = pids[0] if pids else pid
-        if new_group:  # the fork and its parent both do it, because either may be the first
+        if new_group:  # both the fork and its parent do this, because either may come first
             with contextlib.suppress(OSError):
                 os.setpgid(pid, leader)
         if pid == 0:
@@ -80,9 +80,9 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
 
 
 def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = math.inf, enough=lambda: False) -> list[int]:
-    """Let `ranks` forks `work` until all have ended, or there is `enough`, or `limit` seconds are over; then kill the others.
+    """Let `ranks` forks `work` until all have ended, `enough()` is true or `limit` seconds are over. Then kill the others.
 
-    Returns their wait statuses: signal.SIGKILL of those that still ran. What they print is added to OUTPUT.out and OUTPUT.err.
+    Returns their wait statuses, signal.SIGKILL for those killed. Their output is appended to OUTPUT.out and OUTPUT.err.
     """
 
     def work_quietly() -> int:
@@ -90,7 +90,7 @@ def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = 
             os.dup2(os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         return work()
 
-    def has_ended(pid: int) -> bool:  # it can still be waited for
+    def has_ended(pid: int) -> bool:  # without reaping it
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     pids, deadline = fork_ranks(ranks, work_quietly, new_group=True), time.monotonic() + limit
@@ -105,7 +105,7 @@ def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = 
 
 
 def in_forks(function: Callable, *arguments, folder: Path, ranks: int = 1, limit: float = math.inf) -> list:
-    """What `function(*arguments)` returns in each of `ranks` forks, as JSON keeps it. Raises RunError."""
+    """What `function(*arguments)` returns in each of `ranks` forks, passed as JSON. Raises RunError."""
 
     def work() -> int:
         (folder / f"returned{os.environ.get('RANK', 0)}").write_text(json.dumps(function(*arguments)))
@@ -117,7 +117,7 @@ def in_forks(function: Callable, *arguments, folder: Path, ranks: int = 1, limit
 
 
 def failure(output: Path, statuses: list[int], limit: float = math.inf) -> RunError:
-    """The error of forks that did not do their work, with the last line that they wrote."""
+    """The error for forks that failed, with the last line they wrote."""
     texts = [Path(f"{output}.{stream}") for stream in ("err", "out")]
     lines = [line for path in texts if path.exists() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     ended = "was not done" if all(status == signal.SIGKILL for status in statuses) else "failed"
@@ -125,6 +125,6 @@ def failure(output: Path, statuses: list[int], limit: float = math.inf) -> RunEr
 
 
 def in_fresh_process(function: Callable, *arguments):
-    """`function(*arguments)` in a new interpreter, where no other module or setting disturbs it."""
+    """Call `function(*arguments)` in a new interpreter, free of other modules and settings."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

@@ -1,11 +1,11 @@
-"""Is it the same run on every machine that can be had here?
+"""Is it the same run on every kind of machine that we can imitate here?
 
 python bench/machines.py --python=../torch-2.11/bin/python,"qemu-aarch64-static -L arm arm/usr/bin/python3.11"
 
-Makes the run of `make same` as it is, held to AVX2 and to SSE, with 1, 2 and 3 threads, on 1, 2 and 3 ranks, killed six times,
-and with other Pythons. Each machine makes its own tokens, and after the Llama of `make same` short runs of a GPT-2 and a Qwen3.
-Prints the sha256 of each machine's Llama and writes machines.json. The exit status is 0 only if all tokens, weights, optimizer
-states and metrics are the same.
+Repeats the run of `make same`: unchanged, limited to AVX2 and to SSE, with 1, 2 and 3 threads, on 1, 2 and 3 ranks, killed six
+times, and with other Pythons. Each "machine" prepares its own tokens, and also trains a GPT-2 and a Qwen3 briefly. Prints the
+sha256 of each Llama and writes machines.json. The exit status is 0 only if all tokens, weights, optimizer states and metrics
+are the same.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ MODELS = {
 @dataclass(frozen=True)
 class MachinesConfig(machine.Out):
     python: str = ""
-    """Other Pythons that have torch and what else train.py imports, separated by commas: paths, or commands that run one."""
+    """Other Pythons that can run train.py, separated by commas: paths, or commands that start one."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def main(config: MachinesConfig) -> int:
 
 
 def machines(pythons: list[str]) -> list[Machine]:
-    """The machines, this one as it is first."""
+    """The machines, starting with this one unchanged."""
     found = [Machine("as it is")]
     if platform.machine() in ("x86_64", "AMD64"):
         found += [Machine("held to AVX2", variables=machine.AVX2), Machine("held to SSE", variables=SSE)]
@@ -78,7 +78,7 @@ def machines(pythons: list[str]) -> list[Machine]:
 
 
 def measure(one: Machine, folder: Path) -> dict:
-    """What a machine is, and the sha256 of what it makes."""
+    """A description of a machine, and the sha256 of what it makes."""
     folder.mkdir()
     text, tokens = folder / "text.txt", folder / "tokens"
     text.write_bytes(same.text().encode())
@@ -91,7 +91,7 @@ def measure(one: Machine, folder: Path) -> dict:
 
 
 def run(one: Machine, arguments: list, ranks: int = 1) -> str:
-    """What `python ARGUMENTS` prints. Raises RunError if it fails."""
+    """Return what `python ARGUMENTS` prints. Raises RunError if it fails."""
     command = [*shlex.split(one.python), *machine.launcher(ranks)[1:], *arguments]
     variables = machine.environment(OMP_NUM_THREADS="1", **one.variables)
     done = subprocess.run(command, cwd=machine.ROOT, env=variables, capture_output=True, text=True)

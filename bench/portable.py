@@ -1,4 +1,4 @@
-"""What --numerics=portable costs, whether it learns the same, and what each of its methods is for.
+"""What --numerics=portable costs, whether it learns as well, and why each of its methods is needed.
 
 python bench/portable.py speed|loss|mutations [--flag=value ...]
 """
@@ -28,10 +28,10 @@ class SpeedConfig(machine.Options):
 
 
 def speed(config: SpeedConfig) -> None:
-    """How many times native float32's processor time does an update take? On one rank and one thread, in turns.
+    """Compare the processor time of an update with native float32, on one rank and one thread, in turns.
 
-    The laptop preset, and nanoGPT's 10.65 M model with 16 sequences an update. The processor's clock counts only what this
-    process computes, but other programs still slow it, because they share memory and caches. Writes portable_speed.json.
+    Uses the laptop preset, and nanoGPT's 10.65 M model with 16 sequences per update. Processor time counts only this process,
+    but other programs still slow it down by sharing memory and caches. Writes portable_speed.json.
     """
     machine.prepare_tokens(config.tokens)
     host.prepare_torch()
@@ -50,7 +50,7 @@ def speed(config: SpeedConfig) -> None:
 
 
 def updater(flags: dict, numerics: str, folder: Path, rounds: int):
-    """A function that makes the next update of a run and returns its seconds of processor time."""
+    """A function that makes a run's next update and returns its processor time in seconds."""
     import settings
     import train
 
@@ -74,7 +74,7 @@ class LossConfig(machine.Options):
 
 
 def loss(config: LossConfig) -> None:
-    """Does a run learn the same? Trains a preset with both numerics and a few seeds. Writes portable_loss.json."""
+    """Does a run learn as well? Trains a preset with both numerics and a few seeds. Writes portable_loss.json."""
     machine.prepare_tokens(config.tokens)
     rows = []
     with machine.workspace() as folder:
@@ -91,13 +91,13 @@ def loss(config: LossConfig) -> None:
 @dataclass(frozen=True)
 class MutationsConfig(machine.Out):
     other: str = ""
-    """The python of an environment with another version of torch."""
+    """The Python of an environment with another version of torch."""
 
 
 def mutations(config: MutationsConfig) -> int:
-    """Is each method needed? Replaces one at a time by torch's own operation, and shows where the bits then change.
+    """Is each method needed? Replaces one at a time with torch's own operation, and shows where the bits change.
 
-    Three small models are trained for three updates, at all instructions of this processor, at AVX2, at SSE, with two threads,
+    Trains three small models for three updates: with all instructions of this processor, with AVX2, with SSE, with two threads,
     with --micro_batch_size=2, and (--other) with another torch. Returns 1 if the bits change without any replacement. Writes
     portable_mutations.json.
     """
@@ -113,7 +113,7 @@ def mutations(config: MutationsConfig) -> int:
 
 
 def digest_in(mutation: str, variables: dict[str, str]) -> str:
-    """What `digest` prints in a process of its own with these environment variables."""
+    """Return what `digest` prints in a separate process with these environment variables."""
     command = [variables.pop("PYTHON", sys.executable), __file__, "digest", f"--mutation={mutation}"]
     env = machine.environment(OMP_WAIT_POLICY="PASSIVE") | variables
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -171,11 +171,11 @@ def digest(config: DigestConfig) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Replacements. Each takes the module `portable`, which it changes, and torch.
+# Replacements. Each takes the module `portable`, which it modifies, and torch.
 
 
 def replace(**functions):
-    """A replacement of functions of `portable`. Each is made by a function of torch."""
+    """A replacement for functions of `portable`, each built from torch by the function given."""
 
     def change(portable, torch):
         for name, make in functions.items():
@@ -190,7 +190,7 @@ def products(portable, torch) -> None:
 
 
 def products_in_float64(portable, torch) -> None:
-    """Products in float64 of numbers that were not rounded to a grid."""
+    """Products in float64, without rounding to a grid."""
     portable.factor = lambda x, dim: x.double()
 
 
@@ -201,12 +201,12 @@ def lookups(portable, torch) -> None:
 
 
 def softmax(portable, torch) -> None:
-    """The denominator of softmax in float64, not on a grid."""
+    """The denominator of softmax in float64, without a grid."""
     portable.Softmax.forward = staticmethod(plain_softmax)
 
 
 def plain_softmax(ctx, x):
-    """`portable.Softmax.forward` by torch."""
+    """`portable.Softmax.forward` with torch's softmax."""
     import torch
 
     x.copy_(torch.softmax(x, -1))
@@ -216,14 +216,14 @@ def plain_softmax(ctx, x):
 
 
 def fused_adamw(portable, torch) -> None:
-    """AdamW by torch's fused kernel."""
+    """AdamW with torch's fused kernel."""
     import kernels
 
     portable.adamw = kernels.adamw
 
 
 def one_by_one(portable, torch) -> None:
-    """Nothing: `digest` takes the size of a micro-batch."""
+    """Change nothing: `digest` handles the micro-batch size."""
 
 
 MUTATIONS = {

@@ -1,12 +1,12 @@
-"""Is anything lost if any one operation on files fails, or the power at any moment? `python bench/power_cut.py`
+"""Is anything lost if one file operation fails, or if the power fails at any moment? `python bench/power_cut.py`
 
-Saves, prunes and resumes the checkpoints of a tiny model, prepares a dataset and exports a model, on a disk (disk.py) where one
-operation after the other fails in every way that it can. Then cuts the power after each operation, and starts again
-from all that the disk may hold then. After each case:
+Saves, prunes and resumes the checkpoints of a tiny model, prepares a dataset and exports a model. They work on a disk (disk.py)
+where each operation in turn fails in every possible way. Then the power is cut after each operation, and everything restarts
+from each state that the disk may hold. After each case:
 
-- checkpoints: one is intact that is not older than the last one announced as saved, and the run goes on and saves.
+- checkpoints: one is intact and at least as new as the last one announced as saved. The run continues and saves.
 - a dataset: the same command makes it, byte for byte.
-- an export: it is there as a whole or not at all, and where it was announced it is there.
+- an export: it is complete or absent, and complete if it was announced.
 
 The exit status is 0 only if this holds in every case.
 """
@@ -43,7 +43,7 @@ DATASET = SimpleNamespace(identity="0" * 64, tokenizer=None, eot_token=0)
 MODEL = settings.replace(Config(), architecture="gpt2", vocab_size=8, n_layer=1, n_head=1, n_embd=2, seq_len=4)
 MODEL = settings.replace(Config(), **cli.flat_values(settings.resolve_model(MODEL.model, 8)))
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # flushing takes no time there
-EXPECTED = (UserError, RunError)  # how a command ends that cannot go on, without a traceback
+EXPECTED = (UserError, RunError)  # how a command that cannot continue ends, without a traceback
 
 
 class Miniature:
@@ -72,7 +72,7 @@ class Miniature:
         self.checkpoints.begin(self.state.step)
 
     def save(self, step: int, val_loss: float = math.nan) -> bool:
-        """Save as at `step`, and evaluate. Returns whether it is announced as saved."""
+        """Save as if at `step`, and evaluate. Returns whether the checkpoint is announced as saved."""
         self.state.step, before = step, len(self.warnings)
         self.checkpoints.save(self.state, now=True)
         self.checkpoints.finish(self.state)
@@ -82,12 +82,12 @@ class Miniature:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is done to a directory: `prepare` makes it, `act` works there and tells what is saved, `problems` judges what is left.
+# Scenarios: `prepare` makes a directory, `act` works there and reports what is saved, `problems` judges what is left.
 
 
 @dataclass(frozen=True)
 class Saves:
-    """A run with checkpoints, some of them damaged, that continues and saves, losses of its evaluations in between."""
+    """A run that continues from checkpoints, some of them damaged, and saves, with evaluations in between."""
 
     name: str
     intact: tuple[int, ...] = ()
@@ -130,7 +130,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that makes a directory, after `begin`. Repeating it makes the same directory, too."""
+    """A command that makes a directory, after `begin`. Repeating it makes the same directory."""
 
     name: str
     begin: Callable[[Path], None]
@@ -147,7 +147,7 @@ class Command:
     def problems(self, root: Path, promised: bool) -> list[str]:
         if promised and not (root / "made").exists():
             return [f"the directory of {self.name} was saved, and is not there"]
-        with contextlib.suppress(UserError):  # an export that is there is not made again
+        with contextlib.suppress(UserError):  # an existing export is not made again
             self.make(root, "made")
         return [] if content(root / "made") == content(root / "expected") else [f"{self.name} is another one"]
 
@@ -171,7 +171,7 @@ def export_to(root: Path, name: str) -> None:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """What is in a directory, by name, apart from hidden names."""
+    """The contents of a directory by name, ignoring hidden names."""
     files = [path for path in directory.rglob("*") if path.is_file() and path.name[0] != "."]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
@@ -193,7 +193,7 @@ SCENARIOS = [
 
 
 class Cases:
-    """Runs a scenario again and again in one directory, whose path stays the same."""
+    """Runs a scenario again and again in one directory."""
 
     def __init__(self, scenario, root: Path):
         self.scenario, self.root, self.start = scenario, root, root.with_name("start")
@@ -204,7 +204,7 @@ class Cases:
         root.rename(self.start)
 
     def act(self, fault: Fault | None = None) -> tuple[Disk, object, str]:
-        """The scenario once, from its beginning. Returns the record, the last promise and the traceback that it ended with."""
+        """Run the scenario once from its start. Returns the record, the last promise and the traceback, if any."""
         shutil.rmtree(self.root, ignore_errors=True)
         shutil.copytree(self.start, self.root, symlinks=True)
         traceback = ""
@@ -213,12 +213,12 @@ class Cases:
                 self.scenario.act(self.root, record.promise)
             except EXPECTED:
                 pass
-            except Exception as error:  # but one with the name of a file is a message, by errors.user_errors
+            except Exception as error:  # except that errors.user_errors turns one with a file name into a message
                 traceback = repr(error) if getattr(error, "filename", None) is None else ""
         return record, [None, *record.promises.values()][-1], traceback
 
     def judge(self, case: str, promised) -> None:
-        """Count a case, and note it where something is lost."""
+        """Count a case, and note it if something is lost."""
         self.count["cases"] += 1
         try:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -228,7 +228,7 @@ class Cases:
         self.broken += [f"{case}: {problem}" for problem in problems]
 
     def fail_each(self, every: int = 1) -> None:
-        """Let every operation (or every so many) fail in each way that it can."""
+        """Make every operation (or one in `every`) fail in each possible way."""
         whole, promised, traceback = self.act()
         self.judge("undisturbed", promised)
         if promised is None or traceback:
@@ -243,7 +243,7 @@ class Cases:
                 self.judge(case, promised)
 
     def cut_each(self, every: int = 1) -> None:
-        """Cut the power after every operation, and go on from each different state (or one in so many) that may be left."""
+        """Cut the power after every operation, and continue from each different state (or one in `every`) that may be left."""
         whole, _, _ = self.act()
         seen = set()
         for how, end, tree, promised in disk.crash_states(whole):

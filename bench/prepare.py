@@ -1,8 +1,8 @@
 """How fast is prepare_data.py? `python bench/prepare.py [--build_nanogpt=PATH]`
 
-Measures it from the command to the finished dataset, beside tiktoken alone, on all cores and with the text in memory already,
-and beside build-nanogpt's process pool (fineweb.py). All take turns, use one tokenizer and read one parquet file: the files of
-the embedded corpus, shuffled and repeated. Writes prepare.json.
+Measures the whole command, from start to finished dataset. It is compared with tiktoken alone, on all cores with the text
+already in memory, and with build-nanogpt's process pool (fineweb.py). All take turns, use one tokenizer, and read one parquet
+file: the files of the embedded corpus, shuffled and repeated. Writes prepare.json.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def main(config: PrepareConfig) -> None:
 
 
 def make_text(path: Path, megabytes: int) -> int:
-    """Write the embedded corpus as a column of texts, repeatedly, each time in another order. Returns the size in bytes."""
+    """Write the embedded corpus as a column of texts, repeated in different orders. Returns its size in bytes."""
     import pyarrow
     import pyarrow.parquet
 
@@ -92,7 +92,7 @@ def read(path: Path, tokenizer: Path) -> tuple[list[str], object]:
 
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
-    """Seconds that tiktoken takes to encode the texts on all cores. They are in memory already."""
+    """Seconds that tiktoken takes to encode the texts, already in memory, on all cores."""
     documents, encoding = read(path, tokenizer)
     began = time.perf_counter()
     if method == "encode_ordinary_batch":
@@ -105,7 +105,7 @@ def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> float:
 
 
 def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> float:
-    """Seconds that build-nanogpt's fineweb.py takes, unchanged, with these texts and this tokenizer in place of its own."""
+    """Seconds that build-nanogpt's unchanged fineweb.py takes with these texts and this tokenizer."""
     import multiprocessing
 
     import tiktoken

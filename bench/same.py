@@ -1,9 +1,9 @@
 """Is a run the same on this machine as on every other? `make same`, or `python bench/same.py`: a minute on two cores.
 
 Writes a text, prepares its tokens, and trains a small Llama with --numerics=portable, on two ranks and then on one. The sha256
-of the weights must be the expected one, whatever the processor, the number of threads and the versions. bench/same.sha256 has
-it, and before it those of the files made on the way, so that the first one that differs is named. After this command,
-`sha256sum --check bench/same.sha256` checks the same files. Exit status: 0 the same, 1 not.
+of the weights must be the expected one, whatever the processor, the number of threads and the versions. bench/same.sha256 lists
+it after the files made on the way, so that the first difference is named. After this command, `sha256sum --check
+bench/same.sha256` checks the same files. Exit status: 0 if they are the same, else 1.
 """
 
 import platform
@@ -48,13 +48,13 @@ def main() -> int:
 
 
 def text() -> str:
-    """All 5,005 sentences of a number, an adjective, an animal and a verb, each once, as 7, 5, 11 and 13 share no divisor."""
+    """5,005 different sentences of number, adjective, animal and verb: the list lengths 7, 5, 11 and 13 share no divisor."""
     order = (n * 1237 % 5005 for n in range(5005))
     return "".join(" ".join(words[n % len(words)] for words in WORDS) + ".\n" for n in order)
 
 
 def start(makes: str, command: list[str]) -> None:
-    """Run `python COMMAND`, which makes a directory, from its beginning to its end. Raises RunError if it fails."""
+    """Run `python COMMAND`, which makes a directory, from the start. Raises RunError if it fails."""
     shutil.rmtree(machine.ROOT / makes, ignore_errors=True)
     variables = machine.environment(OMP_NUM_THREADS="1")  # torchrun would set it with a warning; a run sets its own threads
     if status := subprocess.run([sys.executable, *command], cwd=machine.ROOT, env=variables).returncode:
@@ -62,12 +62,12 @@ def start(makes: str, command: list[str]) -> None:
 
 
 def expected() -> dict[str, str]:
-    """The expected sha256 of each file, by its path, in the order in which they are made."""
+    """The expected sha256 of each file by path, in the order the files are made."""
     return {path: digest for digest, path in (line.split() for line in EXPECTED.read_text().splitlines())}
 
 
 def where() -> str:
-    """The processor, the instructions that torch uses, and the versions of what computes."""
+    """The processor, the instruction set that torch uses, and the versions of Python, torch and numpy."""
     import numpy
     import torch
 
@@ -76,7 +76,7 @@ def where() -> str:
 
 
 def verdict(found: dict[str, str], wanted: dict[str, str]) -> str:
-    """The last lines: the sha256 of the weights that this machine got, the expected one, and whether they are the same."""
+    """The last lines: the sha256 of this machine's weights, the expected one, and whether they are equal."""
     *_, last = wanted
     lines = f"this machine  {found[last]}\nexpected      {wanted[last]}\n"
     if different := [path for path in wanted if found[path] != wanted[path]]:

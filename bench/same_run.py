@@ -1,10 +1,10 @@
-"""Is it the same run on any number of ranks, and also if it is killed again and again?
+"""Is it the same run on any number of ranks, even if it is killed again and again?
 
 python bench/same_run.py
 
-Trains one run on 1, 2, 3 and 4 ranks. Trains it once more with kills, after each of which it continues on another number of
-ranks. Draws all losses into same_run.png and prints the sha256 of every run's final files. The exit status is 0 only if all
-runs under --strategy=exact are the same, bit for bit. About ten minutes on two cores.
+Trains one run on 1, 2, 3 and 4 ranks. Then trains it once more with kills, continuing each time on a different number of ranks.
+Draws all losses to same_run.png and prints the sha256 of every run's final files. The exit status is 0 only if all runs under
+--strategy=exact are equal, bit for bit. Takes about ten minutes on two cores.
 """
 
 import random
@@ -30,7 +30,7 @@ class SameRunConfig(machine.Options):
     steps: int = 200
     max_ranks: int = 4
     kills: int = 6
-    """How often the disturbed run is killed. Each time it continues on another number of ranks."""
+    """How often the disturbed run is killed. Each time it continues on a different number of ranks."""
 
 
 def main(config: SameRunConfig) -> int:
@@ -68,7 +68,7 @@ def train(config: SameRunConfig, strategy: str, ranks: int | None, runs: Path) -
 
 
 def kill_and_continue(config: SameRunConfig, run: Path, flags: dict) -> list[dict]:
-    """Train with `kills` hard kills spread over the run. After each it continues on another number of ranks."""
+    """Train with `kills` hard kills spread over the run, continuing each time on a different number of ranks."""
     chance, ranks, attempts = random.Random(0), 1, []
     for i in range(config.kills + 1):
         ranks = chance.choice([n for n in range(1, config.max_ranks + 1) if n != ranks])
@@ -96,12 +96,12 @@ def losses(row: dict) -> list[float]:
 
 
 def drift(row: dict, alone: dict) -> list[float]:
-    """The distance of each loss from that on one rank."""
+    """The distance of each loss from the loss on one rank."""
     return [abs(a - b) for a, b in zip(losses(row), losses(alone), strict=True)]
 
 
 def draw(groups: dict[str, list[dict]], out: Path) -> None:
-    """Draw a column for each strategy: the losses of all runs, and below them their distance from those on one rank."""
+    """Draw a column per strategy: the losses of all runs, and below, their distance from the run on one rank."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(groups), 5.6), dpi=160, layout="constrained")
@@ -109,7 +109,7 @@ def draw(groups: dict[str, list[dict]], out: Path) -> None:
     for (strategy, rows), (upper, lower) in zip(groups.items(), axes.T, strict=True):
         for i, row in enumerate(rows):
             steps, color = range(1, len(losses(row)) + 1), curves.COLORS[i % len(curves.COLORS)]
-            width = 1 + 1.1 * (len(rows) - 1 - i)  # no line hides another
+            width = 1 + 1.1 * (len(rows) - 1 - i)  # so that lines do not hide each other
             upper.plot(steps, losses(row), color=color, linewidth=width, label=row["run"])
             lower.plot(steps, drift(row, rows[0]), color=color, linewidth=1.4)
         kills = [attempt["last_step"] for attempt in rows[-1]["attempts"][:-1] if attempt["last_step"]]
@@ -127,7 +127,7 @@ def draw(groups: dict[str, list[dict]], out: Path) -> None:
 
 
 def verdict(rows: list[dict]) -> str:
-    """How many different weights the runs of a strategy have."""
+    """How many different weights the runs of a strategy end with."""
     different = len({row[FILES[0]] for row in rows})
     return f"{len(rows)} runs, " + ("one sha256" if all_the_same(rows) else f"{different} different sha256")
 

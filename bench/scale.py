@@ -1,7 +1,8 @@
 """Which tokens do thousands of ranks see? `python bench/scale.py`
 
-Every rank's share of an update on 8 to 16,384 ranks, from a stream of 15 trillion tokens: are the shares disjoint and complete
-and the same tokens for every number of ranks? And the time of one rank. Half a minute on one core. Writes scale.json.
+Computes every rank's share of an update, on 8 to 16,384 ranks, from a stream of 15 trillion tokens. Are the shares disjoint and
+complete, and are the tokens the same for any number of ranks? Also times one rank. Half a minute on one core. Writes
+scale.json.
 """
 
 import statistics
@@ -41,7 +42,7 @@ def main(config: machine.Out) -> None:
 
 
 def make_sparse(directory: Path, tokens: int) -> None:
-    """Write shards of zeros as large as can be: llm.c's header, then a hole. Each takes one block of disk."""
+    """Write the largest possible shards, of zeros: llm.c's header, then a hole. Each takes one disk block."""
     directory.mkdir()
     header = np.zeros(256, dtype="<i4")
     full, rest = divmod(tokens, LARGEST_SHARD)
@@ -53,7 +54,7 @@ def make_sparse(directory: Path, tokens: int) -> None:
 
 
 def shares_are_right(batches, size: int, step: int) -> bool:
-    """Whether the ranks' shares of an update are disjoint and together the update, in the order of one rank."""
+    """Whether the ranks' shares of an update are disjoint, and together are the update in the order of one rank."""
     import torch
 
     from parallel.world import World
@@ -69,7 +70,7 @@ def shares_are_right(batches, size: int, step: int) -> bool:
 
 
 def microseconds(batches, size: int, in_epoch: int) -> dict:
-    """Of a rank's micro-batch: of the first one at a new place of the run, and of another one there."""
+    """Time to compute a rank's micro-batch: the first at a new place in the run, and a later one there."""
     new, again = [], []
     for step in np.random.default_rng(0).integers(in_epoch, size=50).tolist():
         data.permuted_block.cache_clear()

@@ -31,7 +31,7 @@ from machine import in_turns, ratio, run_until, spread, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65
-TARGET_LOSS = 1.8857  # that our run must reach, in nats a character
+TARGET_LOSS = 1.8857  # our run must reach this, in nats per character
 README_RUN = shlex.split(
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
     "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
@@ -44,13 +44,13 @@ class Comparison(machine.Out):
     """A checkout of nanoGPT."""
     rounds: int = 3
     processor: machine.Processor = "native"
-    """Hold the processor to the instructions of a lesser one."""
+    """Limit the processor to the instructions of a lesser one."""
 
 
 def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
     """Copy a checkout to `folder` and let its data/shakespeare_char/prepare.py prepare `text` there."""
     if not (Path(checkout) / "data/shakespeare_char/prepare.py").exists():
-        raise UserError(f"--nanogpt={checkout} is no checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
+        raise UserError(f"--nanogpt={checkout} is not a checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
     shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
     data = folder / "data/shakespeare_char"
     (data / "input.txt").write_text(text)
@@ -67,11 +67,10 @@ class StepsConfig(Comparison):
 def steps(config: StepsConfig) -> None:
     """How fast is a step, compared with nanoGPT and with the machine? python bench/speed.py steps --nanogpt=PATH
 
-    Trains nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and ours of the same
-    architecture on the same tokens, in turns, each by its own train.py, compiled and not. (nanoGPT's README turns compiling off
-    on a CPU.) Reads the milliseconds of a step that the programs report. Also measures the matrix products of such a step
-    alone, to tell how near our step comes to them. Ours is in the precision that --dtype=auto chooses. Writes
-    tokens_per_second.json.
+    Trains nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and our own of the same
+    architecture, on the same tokens. They take turns, each with its own train.py, compiled and not. (nanoGPT's README turns
+    compiling off on a CPU.) Reads the step times that the programs report. Also times the matrix products of such a step alone,
+    to show how close our step comes to them. Ours uses the precision that --dtype=auto chooses. Writes tokens_per_second.json.
     """
     machine.act_as(config.processor)
     dtype = in_fresh_process(chosen_dtype)
@@ -119,7 +118,7 @@ def nanogpt_steps(checkout: Path, steps: int, flags: list[str]) -> list[float]:
 
 
 def chosen_dtype() -> str:
-    """What --dtype=auto is here."""
+    """What --dtype=auto chooses here."""
     import torch
 
     from hardware import device
@@ -128,7 +127,7 @@ def chosen_dtype() -> str:
 
 
 def products_alone(dtype: str) -> float:
-    """Tokens/s of the products of a step with the weights and nothing else: outputs, gradients of inputs and of weights."""
+    """Tokens/s of a step's products with the weights alone: outputs, gradients of inputs and of weights."""
     host.prepare_torch()
     import torch
 
@@ -152,8 +151,8 @@ class LossConfig(Comparison):
 def loss(config: LossConfig) -> None:
     """How fast does training reach a loss? python bench/speed.py loss --nanogpt=PATH --text=input.txt
 
-    Times nanoGPT's README run for a CPU and our config/shakespeare_char.toml in turns, on the same text, from the command to
-    the end. Then compares their losses in nats a character on the whole validation split, which is the last tenth of the text.
+    Times nanoGPT's README run for a CPU and our config/shakespeare_char.toml in turns, on the same text, from start to end of
+    the command. Then compares their losses, in nats per character, on the whole validation split (the last tenth of the text).
     Writes time_to_loss.json.
     """
     machine.act_as(config.processor)

@@ -1,4 +1,4 @@
-"""What torch does on a device: its operations, and the bytes of the tensors that are alive."""
+"""Watch torch on a device: its operations, and the bytes of live tensors."""
 
 import functools
 import weakref
@@ -14,10 +14,11 @@ WAITING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::uniq
 
 
 class Watch(TorchDispatchMode):
-    """A context that counts operations by `names`, and the bytes `alive` on devices of a type, with their `peak`.
+    """A context that counts operations by `names`, and the bytes `alive` on devices of one type, with their `peak`.
 
-    `waits` has the operations for which the host waits: those on a fake tensor that give a number, which is then 1, and copies.
-    `names`, `peak` and `waits` may be reset at any time. fake: count fake tensors, too. DTensor makes some to learn shapes.
+    `waits` lists operations that the host waits for: copies, and operations on fake tensors that return a number, which is then
+    1. `names`, `peak` and `waits` may be reset at any time. fake: also count fake tensors. (DTensor makes some to learn
+    shapes.)
     """
 
     def __init__(self, device: str, fake: bool = False):
@@ -27,7 +28,7 @@ class Watch(TorchDispatchMode):
         self.names, self.waits = Counter(), []
 
     def __enter__(self):
-        self.resize = torch.UntypedStorage.resize_  # by which fsdp frees what it has gathered
+        self.resize = torch.UntypedStorage.resize_  # how fsdp frees what it has gathered
         torch.UntypedStorage.resize_ = lambda storage, size: (self.resize(storage, size), self.note(storage))[0]
         return super().__enter__()
 
@@ -37,7 +38,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls again with the tensor that it has on this rank
+            return NotImplemented  # DTensor calls again with this rank's tensor
         kwargs, name = kwargs or {}, function.name()
         self.names[name] += 1
         devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
@@ -57,7 +58,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def note(self, storage):
-        """Count a storage as large as it is now."""
+        """Count a storage at its current size."""
         key = storage._cdata
         if key not in self.refs:
             self.refs[key], self.sizes[key] = weakref.ref(storage, functools.partial(self.drop, key)), 0
@@ -65,7 +66,7 @@ class Watch(TorchDispatchMode):
         self.sizes[key] = storage.nbytes()
 
     def drop(self, key, ref):
-        """Count a storage no more."""
+        """Stop counting a storage."""
         if self.refs.get(key) is ref:
             self.alive -= self.sizes.pop(key)
             del self.refs[key]
