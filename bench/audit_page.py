@@ -12,7 +12,7 @@ HEAD = {
     "twice": "the same command twice",
     "killed": "SIGKILL, resumed",
     "terminated": "SIGTERM, resumed",
-    "saving": "killed while it saves, resumed",
+    "saving": "killed while saving, resumed",
     "flipped": "a flipped bit in the newest checkpoint",
     "two": "on 2 ranks",
     "three": "on 3 ranks",
@@ -21,16 +21,16 @@ HEAD = {
 RANKS = ("two", "three", "moved")
 PREFACE = """# The same examination for every trainer
 
-`bench/audit.py` starts each trainer by its own command on a CPU, stops it, resumes it by its own way, and compares what every
-update has seen and the final weights, with those of an undisturbed run on one rank. A run has 32 updates of 12 sequences of 32
-tokens, and a checkpoint every 8. Everything that a command does not set is the trainer's default. No file of a trainer is
-changed. The weights are those of a tiny model after a few updates, so their differences compare only within a row.
+`bench/audit.py` starts each trainer on a CPU with its own command, stops it, and resumes it in its own way. Then it compares
+the tokens of every update and the final weights with an undisturbed run on one rank. A run has 32 updates of 12 sequences of 32
+tokens, and a checkpoint every 8 updates. Whatever a command does not set is the trainer's default. No file of a trainer is
+changed. The models are tiny and train briefly, so compare differences in weights only within a row.
 
-- **The same tokens**: each update embeds the same sequences, in any order, on all ranks together. On W ranks the batch stays 12
-  sequences; transformers' Trainer gets 6 / W accumulation steps for that, the others do it themselves.
-- **Killed while it saves**: the process ends in the middle of the largest file of the checkpoint of update 24.
-- **A trainer's own commands** run in its checkout. PYTHON is its interpreter, WORK a folder, and RUN that of the run.
-- **Fails**: its own resume, from the newest checkpoint. Where a trainer keeps older ones, its user can still name one.
+- **The same tokens**: each update embeds the same sequences, in any order, over all ranks together. The batch is always 12
+  sequences. On W ranks, transformers' Trainer gets 6 / W accumulation steps for this; the others divide the batch themselves.
+- **Killed while saving**: the process ends in the middle of the largest file of the checkpoint of update 24.
+- **A trainer's commands** run in its checkout. PYTHON is its interpreter, WORK a folder, and RUN the run's folder.
+- **Fails**: the trainer's own resume, from the newest checkpoint, fails. If it keeps older ones, its user can still name one.
 
 `python bench/audit_page.py --out=bench/results` writes this page from [audit.json](../bench/results/audit.json).
 """
@@ -43,7 +43,7 @@ def main(config: machine.Out) -> int:
 
 
 def page(rows: dict) -> str:
-    """The table, and below it what was run for each trainer."""
+    """The table, followed by the commands of each trainer."""
     rows = {name: rows[name] for name in audit_trainers.TRAINERS if name in rows}
     lines = [PREFACE, "| " + " | ".join(["", *HEAD.values()]) + " |", "|---" * (len(HEAD) + 1) + "|"]
     lines += [f"| **{row['title']}** | " + " | ".join(cells(row["found"])) + " |" for row in rows.values()]
@@ -73,16 +73,16 @@ def cells(found: dict) -> list[str]:
         shown["flipped"] = f"{'noticed' if noticed else 'loaded'}; {shown['flipped']}"
     if "error" in found.get("two", {}):  # then several ranks were not examined
         shown |= {question: shown[question].replace("fails", "does not start here") for question in found if question in RANKS}
-    return [shown.get(question, "not asked") for question in HEAD]
+    return [shown.get(question, "not tested") for question in HEAD]
 
 
 def outcome(found: dict) -> str:
-    """What came of a run, in words: where it began, its tokens and its weights."""
+    """The outcome of a run, in words: where it began, its tokens and its weights."""
     if "error" in found:
         return f"fails: `{found['error'][:90].replace('|', ' ')}`"
     other, difference = found["of"] - found["same"], found["difference"]
     tokens = f"other tokens in {other} of {found['of']} updates" if other else "the same tokens"
-    tokens += f" (the first of them has those of update {found['again']})" if found["again"] else ""
+    tokens += f" (the first sees the tokens of update {found['again']})" if found["again"] else ""
     weights = (
         "weights of other shapes" if difference is None else f"weights off by {difference:.0e}" if difference else "same bits"
     )
