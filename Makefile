@@ -1,6 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# The tested set, with hashes: make setup REQUIREMENTS="--require-hashes -r requirements.lock"
+# For the tested set, with hashes: make setup REQUIREMENTS="--require-hashes -r requirements.lock"
 REQUIREMENTS ?= -r requirements.txt
 
 .PHONY: train same test test-all lint bench setup
@@ -11,14 +11,14 @@ train: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$${NPROC:-$$($(BIN)/python -m hardware.device)} train.py
 	$(BIN)/python sample.py runs/laptop --prompt="def " --max_new_tokens=200
 
-# Are the bits of a run the same on this machine as on every other? About a minute.
+# Does a run have the same bits on this machine as on every other? About a minute.
 same: setup
 	$(BIN)/python bench/same.py
 
 test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow"
 
-# Also the tests that take minutes: long walks over strategies and ranks, benchmarks in small.
+# Including the tests that take minutes: many strategies and ranks, small benchmarks.
 test-all: .venv/dev
 	$(BIN)/python -m pytest
 
@@ -26,7 +26,7 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Six benchmarks behind the README's promises. They take more than an hour on two cores without other load.
+# Six benchmarks behind the README's promises. More than an hour on two idle cores.
 bench: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
 	for script in same_run.py "drill.py resume" "drill.py kills" "grad_sync.py --strategies=ddp,exact --compile=on --name=exact_cost" grad_sync.py prepare.py; do \

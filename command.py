@@ -1,4 +1,4 @@
-"""How every command starts and ends: `command.run` stands at the top of each script, above the imports that take seconds."""
+"""How every command starts and ends. Each script calls `command.run` at its top, above the imports that take seconds."""
 
 import contextlib
 import importlib
@@ -13,15 +13,15 @@ from hardware import host
 
 
 def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
-    """Run the script NAME.py to its end: `read` its flags, import it as a module, and call its `main` with what was read.
+    """Run the script NAME.py and exit: `read` its flags, import it as a module, and call its `main` with the result.
 
-    So --help and wrong flags are answered at once, and torch, which the script imports, finds its environment prepared. The
-    exit status is what `main` returns (None: 0), or that of `user_errors`.
+    So --help and wrong flags are answered at once, and the environment is prepared before the script imports torch. The exit
+    status is what `main` returns (None: 0), or the status of `user_errors`.
     """
     status = 1
     try:
         with user_errors():
-            for console in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not end the program
+            for console in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not crash the program
                 console.reconfigure(errors="backslashreplace")
             settings = read(sys.argv[1:])
             host.prepare_torch()
@@ -30,8 +30,8 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
         status = end.code or 0
     except BaseException:
         traceback.print_exc()
-    # Without the interpreter's tear-down, which may hang: threads of torch's libraries and the process group wait for one
-    # another, and other ranks wait for this process to end. Everything is on disk by now.
-    with contextlib.suppress(OSError):  # nobody may read any more, or the disk be full
+    # Everything is on disk by now. Skip the interpreter's teardown, which may hang: threads of torch's libraries and the
+    # process group wait for one another, and other ranks wait for this process to end.
+    with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
     os._exit(status)

@@ -1,8 +1,9 @@
-"""Which model, on which batch, for how many tokens, and what loss will it reach?
+"""Which model, batch and number of tokens fit my text and my time, and what loss will they reach?
 
-`python ladder.py [config/NAME.toml] --tokens=tokens/mine --minutes=60 [--flag=value of train.py ...]` trains small models on
-the text for a part of the time, fits how the loss falls, and prints the command of the best run with its predicted loss.
-The rungs are ordinary runs in runs/ladder-NAME-KEY: the same command again continues, and repeats nothing.
+`python ladder.py [config/NAME.toml] --tokens=tokens/mine --minutes=60 [--flag=value of train.py ...]`
+
+Spends a fifth of the time on small models, fits how the loss falls, and prints the command of the best run and its predicted
+loss. The small models ("rungs") are ordinary runs in runs/ladder-NAME-KEY. The same command continues them and repeats nothing.
 """
 
 import command
@@ -34,23 +35,23 @@ from planning import dial, law
 from reports.log import duration, read_records
 from settings import Config, ModelConfig, Ranks
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the rungs
-HORIZONS = (1 / 4, 1 / 2, 1)  # of each depth, in its longest one
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # that a rung may have
+HORIZONS = (1 / 4, 1 / 2, 1)  # lengths of a depth's runs, relative to its longest
 FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # in a ladder
-FEWEST_TOKENS = 1 / 3  # of those that the dial gives the largest rung
+FEWEST_TOKENS = 1 / 3  # of the largest rung, relative to the dial's
 PROBE_STEPS = 8
 
 
 @dataclass(frozen=True)
 class LadderConfig:
     minutes: Annotated[float, Meta(ge=0, le=10**7)] = 0.0
-    """Total training time: the runs of the ladder and the run that it recommends."""
+    """Total training time for the ladder and the run that it recommends."""
     flops: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
-    """The same budget in floating-point operations; then no time is measured."""
+    """The budget in floating-point operations instead; no time is measured."""
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    """The part of it that the ladder may take."""
+    """The fraction of the budget for the ladder itself."""
     ranks: Ranks = 1
-    """Processes of a run on this machine, started by torchrun: as many as it has GPUs."""
+    """Processes per run on this machine, started by torchrun; usually the number of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,19 @@ class LadderCommand:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What all steps of the command work with."""
+    """The parsed command and what follows from it."""
 
     config: Config
     options: LadderConfig
-    words: list[str]  # the preset and the flags of train.py that were given
-    given: set[str]  # their names
+    words: list[str]  # the preset and the flags of train.py on the command line
+    given: set[str]  # the names of those flags
     directory: Path
     vocab_size: int
-    unique_tokens: float  # tokens until the text, or one of a mixture, has been read once
-    batch: int  # --tokens_per_update, if it was given; or 0
+    unique_tokens: float  # tokens until the text, or the first text of a mixture, has been read once
+    batch: int  # --tokens_per_update if given, else 0
 
     def model(self, depth: int) -> ModelConfig:
-        """The resolved model at a depth of the dial."""
+        """The resolved model at a `depth` of the dial."""
         config = settings.replace(self.config, depth=depth)
         return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
 
@@ -82,7 +83,7 @@ class Ladder:
         return dial.length_of(tokens, self.config.model.seq_len, self.config.optim.optimizer, tokens_per_update=self.batch)
 
     def is_long_enough(self, tokens: float) -> bool:
-        """Whether a run of `tokens` has FEWEST_STEPS updates of the batch that is right for it, as longer runs have."""
+        """Whether a run of `tokens` has at least FEWEST_STEPS updates of the right batch."""
         right = dial.batch_of(tokens, self.config.optim.optimizer)
         return tokens >= dial.FEWEST_STEPS * (self.batch or max(self.config.model.seq_len, right))
 
@@ -90,7 +91,7 @@ class Ladder:
 def main(args: list[str]) -> None:
     """Train the rungs, fit the law and print the best run. Raises UserError."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits until the rung has saved its state
+        signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits until the rung has saved
     ladder = begin(args)
     rungs = choose(ladder, ladder.options.flops or measure(ladder))
     say(f"ladder  {len(rungs)} runs of depth {sorted({depth for depth, _ in rungs})} in {ladder.directory}")
@@ -98,14 +99,14 @@ def main(args: list[str]) -> None:
 
 
 def begin(args: list[str]) -> Ladder:
-    """Read the command line. Other tokens, settings or another preset make another ladder. Raises UserError."""
+    """Read the command line. Different tokens, settings or presets make different ladders. Raises UserError."""
     preset, flags = settings.divide(args)
     command = cli.parse(LadderCommand, flags, __doc__, LadderCommand(settings.read_preset(preset)), "[config/NAME.toml]")
     config, options, names = command.config, command.ladder, settings.given(flags)
     if (options.minutes > 0) == (options.flops > 0):
-        raise UserError("give the budget in one of two ways: --minutes=60, or --flops=1e17 (floating-point operations)")
+        raise UserError("set the budget with one of --minutes=60 and --flops=1e17 (floating-point operations)")
     found = ("depth", "steps", "n_layer", "init_from", "resume", "max_minutes")
-    refuse(f"--{name}: a ladder trains new models and finds their size; leave it out" for name in found if name in names)
+    refuse(f"--{name}: a ladder trains new models and chooses their size; leave it out" for name in found if name in names)
     values = {name: value for name, value in cli.flat_values(config).items() if name in names - {"name", "out_dir"}}
     words = [*args[: len(args) - len(flags)], *as_flags(values)]
     mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
@@ -121,7 +122,7 @@ def as_flags(flags: dict) -> list[str]:
 
 
 def measure(ladder: Ladder) -> float:
-    """The budget in FLOPs: a run of a few steps says how fast this machine is, at the largest depth that the budget reaches."""
+    """The budget in FLOPs. A few steps at the largest depth within the budget measure the speed of this machine."""
     for depth in DEPTHS[1:]:
         weights = dial.weights(ladder.model(depth))
         flags = {"depth": depth, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
@@ -133,11 +134,11 @@ def measure(ladder: Ladder) -> float:
 
 
 def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs, each a depth and its tokens, the cheapest first, for the ladder's share of the budget. Raises UserError.
+    """The rungs (depth and tokens), cheapest first, for the ladder's share of the budget. Raises UserError.
 
-    The largest model is the deepest that gets a third of the dial's tokens or more. A smaller one gets more tokens for each of
-    its weights, so that the rungs tell a lack of weights from a lack of tokens. One layer is another kind of model, which
-    cannot look up what followed a token before: it is a rung only where the budget does not reach three.
+    The largest model is the deepest one that gets at least a third of the dial's tokens. Smaller ones get more tokens per
+    weight, so that the fit can separate weights from tokens. One layer is a different kind of model, which cannot look up what
+    followed an earlier token. So it is a rung only if the budget does not reach three layers.
     """
     models = {depth: ladder.model(depth) for depth in DEPTHS}
     sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))
@@ -151,23 +152,23 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     rungs = [(depth, horizon * min(part * tokens[depth], most)) for depth in depths for horizon in HORIZONS]
     if part < FEWEST_TOKENS or not all(ladder.is_long_enough(tokens) for _, tokens in rungs):
         few = f"{budget:.2g} FLOPs and {ladder.unique_tokens:,.0f} tokens are too few for a ladder of this shape"
-        raise UserError(f"{few}; give more --minutes or --flops, more text, or a shorter --seq_len or --tokens_per_update")
+        raise UserError(f"{few}; raise --minutes or --flops, add text, or lower --seq_len or --tokens_per_update")
     return sorted(rungs, key=lambda rung: (rung[1] * flops[rung[0]], rung[0]))
 
 
 def climb(ladder: Ladder, depth: int, tokens: float) -> dict:
-    """Train a rung, or read one that is done: its depth, weights, tokens, FLOPs, loss and speed in FLOP/s. Raises UserError."""
+    """Train a rung unless it is done. Returns depth, weights, tokens, FLOPs, loss and speed in FLOP/s. Raises UserError."""
     length, model = ladder.length(tokens), ladder.model(depth)
     tokens, weights = length["steps"] * length["tokens_per_update"], dial.weights(model)
     loss, speed = run(ladder, name := f"depth-{depth}-tokens-{tokens}", {"eval_every": 0, "depth": depth} | length)
     if not loss < math.log(ladder.vocab_size):
-        raise UserError(f"{ladder.directory / name} diverged (validation loss {loss:.4g}), so no law fits; lower --lr")
+        raise UserError(f"{ladder.directory / name} diverged (validation loss {loss:.4g}); lower --lr")
     say(f"depth {depth:2}  {weights:>13,} weights  {tokens:>14,} tokens  loss {loss:.4f}")
     return dict(depth=depth, weights=weights, tokens=tokens, flops=flops_per_token(model) * tokens, loss=loss, speed=speed)
 
 
 def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
-    """Train to the end unless that is done. Returns the validation loss and the speed in FLOP/s. Raises UserError."""
+    """Train to the end unless already done. Returns the validation loss and the speed in FLOP/s. Raises UserError."""
     directory, ranks = ladder.directory / name, ladder.options.ranks
     if not (records := finished(directory, flags["steps"])):
         own = {key: value for key, value in flags.items() if key not in ladder.given}
@@ -178,34 +179,34 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
         try:
             status = process.wait()
         finally:
-            if process.poll() is None:  # this command is stopped: the run saves its state first
+            if process.poll() is None:  # this command was stopped: let the run save first
                 process.terminate()
                 process.wait()
         if status == EX_TEMPFAIL:
             sys.exit(status)
         if status:
-            raise UserError(f"{directory} ended with status {status}, for the reason above or in its train.log")
+            raise UserError(f"{directory} ended with status {status}; the reason is above or in its train.log")
         records = finished(directory, flags["steps"])
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     return records[-1]["val_loss"], statistics.median(speeds or [math.nan]) * flops_per_token(ladder.model(flags["depth"]))
 
 
 def finished(directory: Path, steps: int) -> list[dict]:
-    """The records of a run that was evaluated at its last step; none of another."""
+    """The records of a run that was evaluated at its last step. Empty if it was not."""
     records = [record for path in directory.glob("metrics.jsonl") for _, record in read_records(path) if record]
     return records if records and records[-1]["step"] == steps and "val_loss" in records[-1] else []
 
 
 def recommend(ladder: Ladder, rungs: list[dict], budget: float) -> tuple[dict, str]:
-    """The depth and tokens with the lowest loss for a budget in FLOPs, that loss and half of its interval; and the law.
+    """The depth and tokens with the lowest loss for a budget in FLOPs, that loss with half its interval, and the law.
 
-    The run gets as many tokens for each weight as the largest rung, or more: below that the law is a guess.
+    The run gets at least as many tokens per weight as the largest rung. Below that the law is a guess.
     """
     models = {depth: ladder.model(depth) for depth in range(1, 65)}
     most, largest = dial.EPOCHS * ladder.unique_tokens, rungs[-1]
     runs = [(depth, dial.weights(model), min(budget / flops_per_token(model), most)) for depth, model in models.items()]
     if not (runs := [run for run in runs if ladder.is_long_enough(run[2])]):
-        raise UserError(f"--share={ladder.options.share:g} leaves too little for the run that the ladder is for")
+        raise UserError(f"--share={ladder.options.share:g} leaves too little for the recommended run; lower it")
     runs = [run for run in runs if run[2] / run[1] >= largest["tokens"] / largest["weights"]] or runs
     done, losses = [(rung["weights"], rung["tokens"]) for rung in rungs], [rung["loss"] for rung in rungs]
     losses, margins, formula = law.predict(done, losses, [run[1:] for run in runs], ladder.unique_tokens)
@@ -214,7 +215,7 @@ def recommend(ladder: Ladder, rungs: list[dict], budget: float) -> tuple[dict, s
 
 
 def report(ladder: Ladder, rungs: list[dict]) -> None:
-    """Fit the law, say which run to start, and write its prediction into the directory of that run. Raises UserError."""
+    """Fit the law, print the run to start, and write its prediction to that run's directory. Raises UserError."""
     options, top = ladder.options, rungs[-1]
     budget = options.flops or 60 * options.minutes * top["speed"]
     found, formula = recommend(ladder, rungs, (1 - options.share) * budget)
@@ -222,7 +223,7 @@ def report(ladder: Ladder, rungs: list[dict]) -> None:
     model, length = ladder.model(depth), ladder.length(tokens)
     flops, size = tokens * flops_per_token(model), f"depth-{depth}-tokens-{length['steps'] * length['tokens_per_update']}"
     best = ladder.directory.with_name(f"{ladder.directory.name.removeprefix('ladder-')}-{size}")
-    if not (best / "metrics.jsonl").exists():  # a prediction stays
+    if not (best / "metrics.jsonl").exists():  # once the run has started, its prediction is fixed
         best.mkdir(exist_ok=True)
         files.publish_text(best / "prediction.json", json.dumps(found))
     flags = as_flags({"depth": depth} | length | {"out_dir": best.parent, "name": best.name})
@@ -231,6 +232,6 @@ def report(ladder: Ladder, rungs: list[dict]) -> None:
         f"law     {formula}\n"
         f"best    --depth={depth}: {dial.weights(model):,} weights, {tokens:,.0f} tokens, in about "
         f"{duration(flops / top['speed'])}; {flops / top['flops']:.0f} times the FLOPs of the largest rung\n"
-        f"loss    {loss:.3f}, with 90 % between {loss - margin:.3f} and {loss + margin:.3f}\n\n"
+        f"loss    {loss:.3f}; 90 % interval {loss - margin:.3f} to {loss + margin:.3f}\n\n"
         f"{start} train.py {shlex.join([*ladder.words, *flags])}"
     )

@@ -1,4 +1,4 @@
-"""The transformer: `GPT` computes what GPT-2, Llama or Qwen3 compute. Also its initialization, and sampling from it.
+"""The transformer: `GPT` is a GPT-2, Llama or Qwen3. Also its initialization, and sampling from it.
 
 The three give the same logits as transformers' GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Shapes in comments:
 B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
@@ -17,16 +17,16 @@ import portable
 from kernels import BlockMask, compute_dtype
 from settings import ModelConfig
 
-OPS = {"native": kernels, "portable": portable}  # what a model computes with, by --numerics
+OPS = {"native": kernels, "portable": portable}  # the model's operations, by --numerics
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. `config` is resolved (`settings.resolve_model`). `initial_weights` are those it starts with.
+    """Decoder-only language model. `config` must be resolved (`settings.resolve_model`). See `initial_weights` for its start.
 
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
-    document_token: the token that starts a document, if a token sees only its own document (None: it sees all earlier tokens).
-    numerics: native computes with `kernels`, portable with `portable`.
+    document_token: the token that starts a document, to keep attention within documents (None: see all earlier tokens).
+    numerics: native uses the operations of `kernels`, portable those of `portable`.
     """
 
     def __init__(self, config: ModelConfig, document_token: int | None = None, numerics: str = "native"):
@@ -44,13 +44,13 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
         """`tokens` [B, T] int64. Returns logits [B, T, V], or with `targets` [B, T] the mean cross-entropy, a float32 scalar.
 
-        With `cache` (`new_cache`), which must have room for T more, the tokens continue those it holds.
+        With `cache` (`new_cache`), the tokens continue the cached ones. It must have room for T more.
         """
         x = self.hidden(tokens, cache)
         return self.ops.logits(x, self.output_weight) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, a float32 scalar, of the last hidden states `x` [B, T, C] at `targets` [B, T] int64."""
+        """Mean cross-entropy, a float32 scalar, of the last hidden states `x` [B, T, C] and `targets` [B, T] int64."""
         return self.ops.linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets.flatten(), self.cross_entropy_part)
 
     @property
@@ -59,7 +59,7 @@ class GPT(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def hidden(self, tokens: Tensor, cache: "list[KVCache] | None" = None) -> Tensor:
-        """The normalized hidden states after the last block, [B, T, C]. Tokens in a `cache` are one document."""
+        """The normalized hidden states after the last block, [B, T, C]. With a `cache`, all tokens are one document."""
         start = cache[0].length if cache else 0  # position of the first token
         end = start + tokens.shape[1]
         x = self.ops.embed(tokens, self.embed.weight)  # [B, T, C]
@@ -67,7 +67,7 @@ class GPT(nn.Module):
         if self.document_token is not None and cache is None:
             positions, mask = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            # The backward of weight[positions] would add by several threads of a CPU, in any order; an embedding's has one.
+            # On a CPU the backward of weight[positions] adds from several threads, in any order. An embedding's uses one.
             x = x + (self.positions.weight[positions] if mask is None else self.ops.embed(positions, self.positions.weight))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.ops.dropout(x, self.config.dropout, self.training)
@@ -76,20 +76,20 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def compile_blocks(self) -> None:
-        """Compile what repeats, once: the block, which all blocks share, and the cross-entropy of some rows of the logits.
+        """Compile once what repeats: the block, and the cross-entropy of a few rows of logits.
 
-        Compiling the model as one graph takes three times as long, because it unrolls the blocks, and gains at most a few
-        percent. Call it before the model is wrapped, so that a wrapper's hooks between the blocks are not compiled.
+        Compiling the whole model as one graph would unroll the blocks. That takes three times as long and gains a few percent
+        at most. Call this before wrapping the model, so that a wrapper's hooks between the blocks are not compiled.
         """
-        torch._dynamo.config.optimize_ddp = False  # do not cut a block where one of DDP's buckets ends
+        torch._dynamo.config.optimize_ddp = False  # do not split a block where a DDP bucket ends
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         self.cross_entropy_part = torch.compile(self.cross_entropy_part, dynamic=False)
 
     def find_documents(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, "Tensor | BlockMask"]:
-        """For `tokens` [B, T] the position of each in its document, [B, T], and the mask that keeps attention within documents.
+        """The position of each of the `tokens` [B, T] in its document, [B, T], and a mask that keeps attention inside it.
 
-        Rotary positions need not restart in each document: attention sees only how far apart two tokens are.
+        Rotary positions need not restart in each document: attention depends only on the distance between two tokens.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         document_starts = torch.where(tokens == self.document_token, positions, 0).cummax(1).values
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         return positions - document_starts, mask
 
     def checkpoint_activations(self) -> None:
-        """Keep only the input of each block for the backward pass, and compute the rest again there."""
+        """Keep only each block's input for the backward pass, and recompute the rest there."""
         for block in self.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -107,12 +107,12 @@ class GPT(nn.Module):
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """An nn.Embedding without values: drawing them on the meta device would import torch's compiler, which takes a second."""
+    """An uninitialized nn.Embedding. Drawing values on the meta device would import torch's compiler, which takes a second."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def on_meta(config: ModelConfig, document_token: int | None = None, numerics: str = "native") -> GPT:
-    """A GPT on the meta device: its parameters have shapes, but neither values nor memory."""
+    """A GPT on the meta device: its parameters have shapes but no values, and take no memory."""
     with torch.device("meta"):
         return GPT(config, document_token, numerics)
 
@@ -129,7 +129,7 @@ class Block(nn.Module):
         self.ops, self.dropout = ops, config.dropout
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
-        """`x` [B, T, C] to [B, T, C]; `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
+        """`x` [B, T, C] to [B, T, C]. `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
 
         mask: see `kernels.attention`.
         """
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, in which several query heads may share a key/value head (GQA, Ainslie et al. 2023)."""
+    """Causal self-attention. Several query heads may share a key/value head (GQA, Ainslie et al. 2023)."""
 
     def __init__(self, config: ModelConfig, ops):
         super().__init__()
@@ -165,13 +165,13 @@ class Attention(nn.Module):
             q, k = ops.rotate(q, rope).to(v.dtype), ops.rotate(k, rope).to(v.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or n_kv_head, T, D]
         if cache is not None:
-            k, v = cache.append(k, v)  # of the earlier tokens too
+            k, v = cache.append(k, v)  # now of all tokens so far
         y = ops.attention(q, k, v, self.dropout if self.training else 0.0, mask)  # [B, H, T, D]
         return self.o(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """gpt2: GELU, with biases. The others: SwiGLU (Shazeer 2020), without."""
+    """gpt2: GELU, with biases. The others: SwiGLU (Shazeer 2020), without biases."""
 
     def __init__(self, config: ModelConfig, ops):
         super().__init__()
@@ -192,7 +192,7 @@ class MLP(nn.Module):
 class RotaryTable(nn.Module):
     """Cosines and sines [2, T, 1, D / 2] of position times frequency, for rotary positions (Su et al. 2021).
 
-    They are a buffer, not a weight: neither trained nor saved, and float32 in a model of any dtype.
+    The table is a buffer, not a weight: neither trained nor saved, and float32 in a model of any dtype.
     """
 
     def __init__(self, config: ModelConfig, ops):
@@ -210,7 +210,7 @@ class RotaryTable(nn.Module):
         return torch.stack((self.ops.cos(angles), self.ops.sin(angles))).float()[:, :, None]
 
     def _apply(self, fn, recurse=True):
-        """Compute the table again after `to`, `cuda` or `to_empty`: a cast rounds it, and the meta device has no values."""
+        """Recompute the table after `to`, `cuda` or `to_empty`: a cast rounds it, and the meta device has no values."""
         super()._apply(fn, recurse)
         self.table = self.compute(self.table.device)
         return self
@@ -219,8 +219,8 @@ class RotaryTable(nn.Module):
 def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
     """Scale rotary frequencies for a context longer than the original `context`, as Llama 3.1 and its successors do.
 
-    A frequency that makes more than `high` turns in the original context stays. One that makes fewer than `low` is divided by
-    `factor`. Those between are interpolated (the `llama3` rope type of transformers).
+    A frequency that makes more than `high` turns in the original context is unchanged. One that makes fewer than `low` is
+    divided by `factor`. Those in between are interpolated (the `llama3` rope type of transformers).
     """
     turns = context * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -233,10 +233,10 @@ def norm_layer(config: ModelConfig, ops) -> nn.Module:
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The weights as GPT-2 begins, by name, made one at a time on the CPU. They depend on nothing but the shapes and `seed`.
+    """Yield GPT-2's initial weights by name, one at a time, on the CPU. They depend only on the shapes and `seed`.
 
-    Matrices are normal(0, 0.02), those that write to the residual stream smaller by sqrt(2 n_layer); norms are 1, biases 0.
-    The numbers are drawn in the order of the parameters' names. `model` may be on the meta device.
+    Matrices are normal(0, 0.02), divided by sqrt(2 n_layer) if they write to the residual stream; norms are 1, biases 0.
+    Numbers are drawn in the order of the parameters' names. `model` may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
@@ -257,7 +257,7 @@ class KVCache:
         self.keys = self.values = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `k` and `v` [B, n_kv_head, T, D] of T tokens. Returns those of all tokens so far, [B, n_kv_head, length, D]."""
+        """Append `k` and `v` [B, n_kv_head, T, D]. Returns the keys and values so far, [B, n_kv_head, length, D]."""
         if self.keys is None:
             shape = (*k.shape[:2], self.capacity, k.shape[3])
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
@@ -268,7 +268,7 @@ class KVCache:
 
 
 def new_cache(config: ModelConfig) -> list[KVCache]:
-    """An empty cache for `GPT.forward`: a KVCache with room for `seq_len` tokens for each layer."""
+    """An empty cache for `GPT.forward`: one KVCache per layer, with room for `seq_len` tokens."""
     return [KVCache(config.seq_len) for _ in range(config.n_layer)]
 
 
@@ -283,11 +283,11 @@ def generate(
     vocab_limit: int | None = None,
     eot: int | None = None,
 ) -> Iterator[Tensor]:
-    """Continue `tokens` [B, T]: yield up to `max_new_tokens` times the next token of each sequence, [B] int64 on the CPU.
+    """Continue `tokens` [B, T]. Yields the next token of each sequence, [B] int64 on the CPU, up to `max_new_tokens` times.
 
-    Temperature 0 takes the likeliest token. Otherwise `generator` (on the CPU) draws one of the `top_k` likeliest (0: of all)
-    in float32. Tokens from `vocab_limit` on are never taken. Generation stops when every sequence has ended with `eot`. When
-    the context is full, its last half becomes the new context.
+    Temperature 0 takes the most likely token. Otherwise `generator` (on the CPU) samples in float32 from the `top_k` most
+    likely (0: all). Tokens from `vocab_limit` on are never sampled. Generation stops when every sequence has produced
+    `eot`. When the context is full, its second half becomes the new context.
     """
     device, seq_len = model.embed.weight.device, model.config.seq_len
     context = tokens[:, -seq_len:].cpu()

@@ -16,7 +16,7 @@ from settings import OptimConfig
 class AdamW:
     """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), computed by `kernels` or `portable`."""
 
-    STATE = {"step", "exp_avg", "exp_avg_sq"}  # of a parameter, each of its shape; step is a scalar
+    STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, with its shape; step is a scalar
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, ops=kernels):
         self.param_groups, self.betas, self.eps, self.ops = groups, betas, eps, ops
@@ -46,23 +46,23 @@ class AdamW:
 
 
 BATCH = 4  # for Newton-Schulz: one small matrix underuses the CPU, many overflow its cache
-# Returns the matrices [N, rows, columns] nearest to N matrices of one shape, in a dtype. Sharded matrices: this rank's rows.
-# The last argument is the module that computes, kernels or portable.
+# Takes N matrices of one shape, a dtype, and the module that computes (kernels or portable). Returns the nearest orthogonal
+# matrices [N, rows, columns]; of sharded matrices, this rank's rows.
 Orthogonalize = Callable[[list[Tensor], torch.dtype, ModuleType], Tensor]
 
 
 def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=kernels) -> Tensor:
-    """Approximate the nearest (semi-)orthogonal matrix to each of N `matrices` of one shape: [N, rows, columns] in `dtype`."""
+    """Approximate the (semi-)orthogonal matrix nearest to each of N `matrices` of one shape: [N, rows, columns] in `dtype`."""
     found = []
     for i in range(0, len(matrices), BATCH):
         batch = torch.stack([matrix.to(dtype) for matrix in matrices[i : i + BATCH]])
-        tall = batch.shape[1] > batch.shape[2]  # transposed, because the Gram matrix is then smaller
+        tall = batch.shape[1] > batch.shape[2]  # transpose these, so that the Gram matrix is smaller
         found.append(newton_schulz(batch.mT, ops).mT if tall else newton_schulz(batch, ops))
     return torch.cat(found)
 
 
 def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
-    """`orthogonalize` a batch `x` [N, rows, columns] by Muon's iteration with a quintic polynomial (Jordan et al., 2024).
+    """`orthogonalize` a batch `x` [N, rows, columns] by Muon's quintic iteration (Jordan et al., 2024).
 
     Each step takes three matrix products.
     """
@@ -77,12 +77,12 @@ def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
 def orthogonalize_shares(
     matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
 ) -> Tensor:
-    """`orthogonalize` shared out over the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
+    """`orthogonalize`, divided among the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
-    Each rank orthogonalizes its share, and one exchange gathers the results. Shares are a `multiple` of matrices. If that is
-    BATCH, the batches are those of a single rank: how many are multiplied together may change the bits of a product.
+    Each rank orthogonalizes its share, and one exchange gathers the results. The size of a share is a multiple of `multiple`.
+    BATCH keeps the batches of a single rank: how many matrices are multiplied together may change the bits of a product.
     """
-    each = math.ceil(len(matrices) / multiple / group.size()) * multiple  # the last ranks may have fewer, or none
+    each = math.ceil(len(matrices) / multiple / group.size()) * multiple  # the last ranks may get fewer, or none
     mine = matrices[group.rank() * each :][:each]
     share = torch.zeros(each, *local(matrices[0]).shape, dtype=dtype, device=matrices[0].device)
     if mine:
@@ -93,10 +93,10 @@ def orthogonalize_shares(
 
 
 def orthogonalize_by_owners(matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup) -> Tensor:
-    """`orthogonalize` where each rank of `group` holds some rows of each matrix, divided as torch.chunk does.
+    """`orthogonalize` if each rank of `group` holds some rows of each matrix, divided as by torch.chunk.
 
-    One exchange brings the rows of each matrix to its owner, which orthogonalizes it, and another brings the rows of the result
-    back. A rank owns `each` matrices and holds `most` rows of each matrix; the last ranks may have fewer, or none.
+    One exchange sends the rows of each matrix to its owner, which orthogonalizes it. Another sends the rows of the result back.
+    A rank owns `each` matrices and holds `most` rows of each matrix; the last ranks may have fewer, or none.
     """
     rows, columns = matrices[0].shape
     each, most = math.ceil(len(matrices) / group.size()), math.ceil(rows / group.size())
@@ -115,11 +115,11 @@ def orthogonalize_by_owners(matrices: list[Tensor], dtype: torch.dtype, ops, gro
 
 
 class Muon:
-    """Muon (Jordan et al., 2024), which replaces the momentum of each matrix by the nearest orthogonal matrix.
+    """Muon (Jordan et al., 2024), which replaces each matrix's momentum with the nearest orthogonal matrix.
 
     Updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits
-    both. All matrices of a shape are orthogonalized together; several ranks share this work by another `orthogonalize`. The
-    parameters may be sharded by rows.
+    both. All matrices of a shape are orthogonalized together. `orthogonalize` may divide this work among ranks. Parameters may
+    be sharded by rows.
     """
 
     STATE = {"momentum_buffer"}
@@ -132,7 +132,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the weights from the gradients, which are overwritten."""
+        """Update the weights from the gradients. Overwrites the gradients."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in parameters):
@@ -150,13 +150,13 @@ class Muon:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor (a DTensor), in the same memory. A plain tensor is whole."""
+    """This rank's rows of a sharded tensor (a DTensor), in the same memory. A plain tensor is returned as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @torch.no_grad()
 def load_rows(tensor: Tensor, whole) -> Tensor:
-    """Set `tensor`, which may be sharded, from the `whole` one: another tensor, or one in a file that is read by rows."""
+    """Set `tensor`, which may be sharded, from the `whole` tensor, which may be a LazyTensor read by rows."""
     rows = slice(None) if tensor.ndim else ...
     if hasattr(tensor, "to_local"):  # FSDP divides rows as torch.chunk does
         mesh = tensor.device_mesh
@@ -168,9 +168,9 @@ def load_rows(tensor: Tensor, whole) -> Tensor:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The optimizers of a model, which together own every parameter: AdamW, or AdamW and Muon.
+    """The optimizers of a model: AdamW, or AdamW and Muon. Together they own every parameter.
 
-    Each of the `parts` has `param_groups`, dictionaries with `params` and `lr`, and `state`: tensors by parameter and name.
+    Each of the `parts` has `param_groups` (dictionaries with `params` and `lr`) and `state` (tensors by parameter and name).
     """
 
     parts: list[AdamW | Muon]
@@ -192,14 +192,14 @@ class Optimizers:
                 group["lr"] = lr
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """All state tensors: each with its parameter and its name, such as `exp_avg`."""
+        """All state tensors, each with its parameter and its name, such as `exp_avg`."""
         for part in self.parts:
             for parameter, state in part.state.items():
                 for key, value in state.items():
                     yield parameter, key, value
 
     def load_state(self, state: dict[Tensor, dict]) -> None:
-        """Set the state tensors, given by parameter and name: whole tensors, or those in a file that are read by rows."""
+        """Set the state from whole tensors by parameter and name, which may be LazyTensors read by rows."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -214,7 +214,7 @@ def optimizer_of(name: str, parameter: Tensor, optimizer: str) -> type[AdamW] | 
 
 
 def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = orthogonalize) -> Optimizers:
-    """AdamW over all parameters, or Muon, which calls `orthogonalize`, over the hidden matrices and AdamW over the rest.
+    """AdamW for all parameters, or Muon (with `orthogonalize`) for the hidden matrices and AdamW for the rest.
 
     Weight decay applies to tensors of two or more dimensions.
     """
@@ -236,7 +236,8 @@ def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = 
 def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
-    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024), linear over the last `cooldown_fraction` of all.
+    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024): linear over the last `cooldown_fraction` of
+    steps.
     """
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:

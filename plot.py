@@ -1,6 +1,6 @@
-"""Draw the curves of one or several runs: loss, learning rate, gradient norm and throughput.
+"""Draw the curves of one or more runs: loss, learning rate, gradient norm and throughput.
 
-`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two, also in a table, the lowest validation loss first.
+`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two runs, and prints a table, lowest validation loss first.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class PlotConfig:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directories."""
     out: str = "curves.png"
-    """Picture to write. The suffix chooses png, svg or pdf."""
+    """Picture to write, as png, svg or pdf by its suffix."""
     x: Literal["auto", "step", "tokens", "time"] = "auto"
-    """What the curves are drawn over. time: the updates alone, without evaluations, saves and pauses.
-    auto: tokens if the runs have different global batches, else steps."""
+    """The x-axis. time: training time without evaluations, saves and pauses. auto: tokens if the runs' global batches
+    differ, else step."""
 
 
 if __name__ == "__main__":
@@ -33,7 +33,7 @@ from reports import compare, curves
 
 
 def main(config: PlotConfig) -> None:
-    """Draw, and print a table of several runs. Raises UserError."""
+    """Draw the curves, and print a table if there are several runs. Raises UserError."""
     if not config.runs:
         raise UserError(f"name at least one run, such as runs/NAME{cli.similar_runs('runs')}")
     cli.require_local("out", config.out, "copy the picture there")

@@ -1,10 +1,10 @@
 """The operations of `kernels.py` with the same bits on every processor, number of threads and version of torch.
 
-The bits of a sum depend on its order, and that on vector width, threads and library. Two things do not: an exact sum, and a
-single operation of IEEE 754. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
-(`to_grid`). All else is separate additions, multiplications and divisions; nothing is compiled, because a fused multiply-add
-rounds once where they round twice. torch takes exp, log, sine and roots from the processor's library, so here are our own.
-Shapes are as in model.py, tensors float32 where nothing else is said, functions as in `kernels` where they are not described.
+The bits of a sum depend on its order, which depends on vector width, threads and library. Two things depend on none of these:
+an exact sum, and a single IEEE 754 operation. So products and sums first round their terms to a grid so coarse that float64
+adds them exactly (`to_grid`). Everything else is separate additions, multiplications and divisions, never compiled: a fused
+multiply-add rounds once instead of twice. torch takes exp, log, sine and roots from the processor's library, so we have our
+own. Shapes are as in model.py; tensors are float32 unless stated. Undocumented functions do what their `kernels` namesakes do.
 """
 
 import functools
@@ -17,40 +17,40 @@ from torch import Tensor, nn
 import kernels
 from kernels import rotate
 
-TERMS = 1 << 13  # of a product that are added in one exact sum
-BLOCK = 1 << 16  # elements to compute in float64 at a time: they stay in a core's cache
+TERMS = 1 << 13  # terms of a product that are added in one exact sum
+BLOCK = 1 << 16  # elements computed in float64 at a time, so that they stay in a core's cache
 causal_mask = functools.lru_cache(16)(kernels.causal_mask)
 
 
 def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
-    """`x` in float64, each row (along `dim`) rounded to multiples of 2^(e - bits), where 2^e is just above its largest element.
+    """`x` in float64, each row (along `dim`) rounded to multiples of 2^(e - bits). 2^e is just above its largest element.
 
-    1.5 * 2^52 steps of the grid have no digits below it: adding them rounds, half to even, and subtracting them is exact.
+    A float64 of 1.5 * 2^52 grid steps has no digits below the grid: adding it rounds half to even; subtracting it is exact.
     """
-    e = (x.abs().amax(dim, keepdim=True).view(torch.int32) >> 23) - 126  # by the bits of a float32
+    e = (x.abs().amax(dim, keepdim=True).view(torch.int32) >> 23) - 126  # from the exponent bits of a float32
     magic = ((e.to(torch.int64) + (1023 + 52 - bits)) << 52).view(torch.float64) * 1.5
     return x.double().add_(magic).sub_(magic)
 
 
 def factor(x: Tensor, dim: int) -> Tensor:
-    """`x` on the grid for a `product` that adds along `dim`; itself if it is in float64, and on its grid already."""
+    """`x` on the grid for a `product` that adds along `dim`. A float64 `x` is already on its grid and returned as it is."""
     return x if x.dtype is torch.float64 else to_grid(x, (53 - (min(x.shape[dim], TERMS) - 1).bit_length()) // 2, dim)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a` [..., n, k] @ `b` [..., k, m]: each element within k A B 2^-18 of the truth before it is rounded to float32, once.
+    """`a` [..., n, k] @ `b` [..., k, m]. Each element is within k A B 2^-18 of the exact value, then rounded once to float32.
 
-    A and B are the largest |element| of its row of `a` and of its column of `b`. A number below 2^e, rounded to multiples of
-    2^(e - bits), is at most 2^bits of them. So 2^(53 - 2 bits) products of two add up exactly in float64, in any order, with
-    or without fused multiply-add. Longer sums are added piece by piece, TERMS at a time, which leaves bits at 20 or more.
-    Rounding moves a number by half a step, at most 2^-bits A, and so a term by at most A B (2 * 2^-20 + 2^-40).
+    A and B are the largest |element| in its row of `a` and its column of `b`. A number below 2^e, rounded to multiples of
+    2^(e - bits), is at most 2^bits of these steps. So 2^(53 - 2 bits) products of two such numbers add up exactly in float64,
+    in any order, with or without fused multiply-add. Longer sums are split into pieces of TERMS, so bits is at least 20.
+    Rounding moves a number by half a step, at most 2^-bits A, and therefore a term by at most A B (2 * 2^-20 + 2^-40).
     """
     pieces = factor(a, -1).split(TERMS, -1), factor(b, -2).split(TERMS, -2)
     return functools.reduce(torch.add, map(torch.matmul, *pieces)).float()
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """The sum of n elements of `x` along `dim`, which stays, in float64. Each has 51 - log2(n) bits below the largest."""
+    """The sum of `x` along `dim` (kept), in float64. Of n elements, each keeps 51 - log2(n) bits below the largest."""
     return to_grid(x, 51 - (x.shape[dim] - 1).bit_length(), dim).sum(dim, keepdim=True)
 
 
@@ -60,13 +60,13 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     return torch.tensor(math.sqrt(squares), dtype=torch.float64)
 
 
-# Functions of float64 numbers. Rounded to float32 they are within 0.55 units in the last place.
+# Functions of float64 numbers. Rounded to float32, they are within 0.55 units in the last place.
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 HALF_PI_HIGH, HALF_PI_LOW = 1.57079632673412561417, 6.07710050650619224932e-11  # n * HALF_PI_HIGH is exact below 2^20
 LOG = [2 / n for n in range(19, 0, -2)]
 SINE, COSINE = ([(-1) ** n / math.factorial(2 * n + odd) for n in range(8, -1, -1)] for odd in (1, 0))
-# Fitted at Chebyshev's points: 2^x for |x| <= 1/2, with an error of 2^-28.5; and the probability that a normal number exceeds
-# x >= 0, divided by exp(-x^2 / 2), by t = 1 / (1 + x / sqrt(8)), with an error of 2^-31.6.
+# Fitted at Chebyshev points. POWER: 2^x for |x| <= 1/2, with an error of 2^-28.5. TAIL: the probability that a normal number
+# exceeds x >= 0, divided by exp(-x^2 / 2), as a polynomial in t = 1 / (1 + x / sqrt(8)), with an error of 2^-31.6.
 POWER = [0.00015469731979732033, 0.0013400432165314982, 0.009618025602947949, 0.05550327214209315, 0.24022651213595256,
          0.6931472067106205, 0.9999999999595484]  # fmt: skip
 TAIL = [-0.0164420067507, 0.122017403884, -0.387703650265, 0.669334940232, -0.652539514947, 0.354775591213, -0.164704498724,
@@ -74,7 +74,7 @@ TAIL = [-0.0164420067507, 0.122017403884, -0.387703650265, 0.669334940232, -0.65
 
 
 def polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """Horner's scheme, the highest power first."""
+    """Horner's scheme, highest power first."""
     value = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         value.add_(coefficient).mul_(x)
@@ -98,7 +98,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def sin(x: Tensor, turns: int = 0) -> Tensor:
-    """Sine of `x` up to 2^20, in float64, with so many quarter turns added."""
+    """Sine of `x` plus `turns` quarter turns, for `x` up to 2^20, in float64."""
     n = (x * (2 / math.pi)).round_()
     r = (x - n * HALF_PI_HIGH).sub_(n * HALF_PI_LOW)
     square, turns = r * r, (n.to(torch.int64) + turns) & 3
@@ -107,7 +107,7 @@ def sin(x: Tensor, turns: int = 0) -> Tensor:
 
 
 def inverse_root(x: Tensor) -> Tensor:
-    """1 / square root of `x`, finite for 0: Newton's iteration from a guess that halves the exponent."""
+    """1 / square root of `x`, finite for 0. Newton's iteration, starting from a guess that halves the exponent."""
     y, half = (0x5FE6EB50C7B537A9 - (x.view(torch.int64) >> 1)).view(torch.float64), x * -0.5
     for _ in range(4):
         y = (half * y).mul_(y).add_(1.5).mul_(y)
@@ -115,7 +115,7 @@ def inverse_root(x: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, a: float, b: float) -> tuple[Tensor, Tensor]:
-    """x sigmoid(a x + b x^3), and its slope: SiLU, and GELU's tanh form, because (1 + tanh u) / 2 = sigmoid(2 u)."""
+    """x sigmoid(a x + b x^3) and its slope. This covers SiLU, and GELU's tanh form, since (1 + tanh u) / 2 = sigmoid(2 u)."""
     square = x * x
     gate = 1 / exp((square * -b).sub_(a).mul_(x)).add_(1)
     value = x * gate
@@ -123,7 +123,7 @@ def gated(x: Tensor, a: float, b: float) -> tuple[Tensor, Tensor]:
 
 
 def normal_gated(x: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU itself, x times the probability (1 + erf(x / sqrt(2))) / 2 that a normal number is less, and its slope."""
+    """Exact GELU, x times the probability (1 + erf(x / sqrt(2))) / 2 that a normal number is below x, and its slope."""
     density = exp(x * x * -0.5)
     tail = polynomial(1 / (x.abs() * math.sqrt(1 / 8) + 1), TAIL).mul_(density)
     probability = torch.where(x > 0, 1 - tail, tail)
@@ -131,14 +131,14 @@ def normal_gated(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pointwise(function, x: Tensor) -> Tensor:
-    """A `function` of each number of `x`, which returns value and slope."""
+    """Apply `function`, which returns value and slope, to each number of `x`."""
     value, slope = (found.float() for found in function(x.detach().double()))
-    return value + slope * (x - x.detach())  # which is 0, but has a gradient
+    return value + slope * (x - x.detach())  # x - x.detach() is 0, but has a gradient
 
 
 def stacked(parts: list[Tensor], dim: int) -> Tensor:
-    """The stacked `parts` [..., m, k]; of weights a `factor` for a product that adds along `dim`, kept until they change."""
-    if not isinstance(parts[0], nn.Parameter):  # of attention, or saved by activation checkpointing
+    """The stacked `parts` [..., m, k]. Weights become a `factor` for sums along `dim`, which is cached until they change."""
+    if not isinstance(parts[0], nn.Parameter):  # attention's, or saved by activation checkpointing
         return torch.cat(parts, -2)
     kept, versions = vars(parts[0]).setdefault("factors", {}), [part._version for part in parts]
     if kept.get(dim, ())[:1] != (versions,):
@@ -166,7 +166,7 @@ def logits(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
-    """What each of several linear `layers` makes of the same `x` [..., C], by one product."""
+    """The outputs of several linear `layers` for the same `x` [..., C], from one product."""
     together = logits(x, *(layer.weight for layer in layers))
     if layers[0].bias is not None:
         together = together + repeat(torch.cat([layer.bias for layer in layers]), x)
@@ -189,19 +189,19 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         tokens, weight = ctx.saved_tensors
-        rows = to_grid(grad.flatten(0, -2), 51 - tokens.numel().bit_length(), (0, 1))  # any number of them may be added
+        rows = to_grid(grad.flatten(0, -2), 51 - tokens.numel().bit_length(), (0, 1))  # so that all rows add up exactly
         found, places = tokens.flatten().unique(return_inverse=True)
         sums = rows.new_zeros(len(found), rows.shape[1]).index_add_(0, places, rows)
         return None, torch.zeros_like(weight).index_copy_(0, found, sums.float())
 
 
 def repeat(weight: Tensor, x: Tensor) -> Tensor:
-    """`weight` [M] for each row of `x` [..., C], out of a table of one row: so its gradient is an exact sum, too."""
+    """`weight` [M] for each row of `x` [..., C], looked up in a table of one row, which makes its gradient an exact sum."""
     return Lookup.apply(x.new_zeros(x.shape[:-1], dtype=torch.int64), weight[None])
 
 
 class Normalize(torch.autograd.Function):
-    """`x` [..., C] divided by its root mean square; if it is `centered`, less its mean before."""
+    """`x` [..., C] divided by its root mean square. If `centered`, the mean is subtracted first."""
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, centered: bool) -> Tensor:
@@ -239,7 +239,7 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         n = x.shape[-1]
-        magic = 1.5 * (2 << n.bit_length())  # no term is above 1, so n of them add up exactly on this grid: see `to_grid`
+        magic = 1.5 * (2 << n.bit_length())  # no term exceeds 1, so n of them add up exactly on this grid: see `to_grid`
         for rows in x.view(-1, n).split(max(1, BLOCK // n)):
             terms = exp(rows.double().sub_(rows.amax(1, keepdim=True)))
             rows.copy_(terms.mul_(1 / (terms + magic).sub_(magic).sum(1, keepdim=True)))
@@ -253,10 +253,10 @@ class Softmax(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tensor | None = None) -> Tensor:
-    """Causal attention of `q` [B, H, T, D] over `k`, `v` [B, n_kv_head, S, D]. mask: what `document_mask` returns."""
+    """Causal attention of `q` [B, H, T, D] over `k`, `v` [B, n_kv_head, S, D]. mask: from `document_mask`."""
     (T, D), S, first = q.shape[2:], k.shape[2], []
     mask = causal_mask(S, q.dtype, q.device)[None, None, S - T :] if mask is None else mask
-    if T > 128:  # the first half of the queries needs no keys that come after it
+    if T > 128:  # the first half of the queries does not need the keys after it
         half, end = T // 2, S - T + T // 2
         first = [attention(q[:, :, :half], k[:, :, :end], v[:, :, :end], dropout_p, mask[..., :half, :end])]
         q, mask = q[:, :, half:], mask[..., half:, :]
@@ -290,9 +290,9 @@ document_mask = functools.partial(kernels.document_mask, flexible=False)
 linear_cross_entropy = functools.partial(kernels.linear_cross_entropy, rows=256)  # on any device
 
 
-# Random numbers are of numpy's Philox (Salmon et al. 2011). Its key is a whole number from torch's generator.
+# Random numbers come from numpy's Philox (Salmon et al. 2011). Its key is an integer drawn from torch's generator.
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """`x`; in training, with elements dropped with probability `p`, in steps of 2^-16, and the others divided by 1 - p."""
+    """In training, drop elements of `x` with probability `p` (in steps of 2^-16) and divide the others by 1 - p."""
     if not (p and training):
         return x
     philox = np.random.Philox(key=int(torch.randint(1 << 62, ())))
@@ -301,7 +301,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def normal_(value: Tensor, mean: float, std: float, *, generator: torch.Generator) -> Tensor:
-    """Fill `value`, on the CPU, with nearly normal numbers: sums of twelve uniform ones."""
+    """Fill `value`, on the CPU, with approximately normal numbers: sums of twelve uniform ones."""
     philox = np.random.Philox(key=int(torch.randint(1 << 62, (), generator=generator)))
     for piece in value.view(-1).split(BLOCK):
         sums = philox.random_raw(3 * len(piece)).view(np.uint16).reshape(-1, 12).sum(1, dtype=np.int64)
@@ -310,14 +310,14 @@ def normal_(value: Tensor, mean: float, std: float, *, generator: torch.Generato
 
 
 def multinomial(probabilities: Tensor, _, generator: torch.Generator | None) -> Tensor:
-    """An index [B, 1] for each row of `probabilities` [B, V], drawn in steps of 2^-30."""
+    """Sample an index [B, 1] from each row of `probabilities` [B, V], in steps of 2^-30."""
     sums = to_grid(probabilities, 51 - probabilities.shape[-1].bit_length(), -1).cumsum(-1)
     uniform = torch.randint(1 << 30, (len(sums), 1), generator=generator).double().mul_(1 / (1 << 30))
     return (sums <= uniform * sums[:, -1:]).sum(-1, keepdim=True)
 
 
 def adamw(params, grads, exp_avgs, exp_avg_sqs, state_steps, *, lr, beta1, beta2, eps, weight_decay) -> None:
-    """AdamW as in PyTorch. It and what follows are the arithmetic of optimizers, in place, for lists of tensors."""
+    """AdamW as in PyTorch. This and the functions below are the arithmetic of optimizers, in place, for lists of tensors."""
     for *tensors, step in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True):
         step += 1
         first, second = (1 / (1 - exp(log(torch.tensor([beta1, beta2], dtype=torch.float64)) * step.item()))).tolist()
@@ -335,7 +335,7 @@ def add_(values: list[Tensor], terms: list[Tensor], alpha: float) -> None:
 
 
 def lerp_(values: list[Tensor], targets: list[Tensor], weight: float) -> None:
-    """Move `values` to their `targets` by the share `weight` of the way."""
+    """Move `values` towards their `targets` by the fraction `weight` of the distance."""
     torch._foreach_mul_(values, 1 - weight)
     add_(values, targets, weight)
 

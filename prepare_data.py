@@ -191,6 +191,6 @@ def main(config: PrepareConfig) -> int:
         else:
             prepare(config)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on after the last finished shard", file=sys.stderr)
+        print("stopped; run the same command to continue after the last finished shard", file=sys.stderr)
         return errors.EX_TEMPFAIL
     return 0

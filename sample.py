@@ -1,4 +1,4 @@
-"""Text from a trained model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
+"""Generate text with a model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
 
 In a terminal, without --prompt, it continues each line that you type.
 """
@@ -18,22 +18,22 @@ from common.records import Count, Seed, Size
 @dataclass(frozen=True)
 class SampleConfig:
     run: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint is taken), a checkpoint, or any Hugging Face model directory or hub id."""
+    """A run directory (uses its newest checkpoint), a checkpoint, or any Hugging Face model directory or Hub id."""
     prompt: str = ""
-    """Text to continue; FILE:path takes it from a file. Empty: what is typed in a terminal, or else the start of a document."""
+    """Text to continue, or FILE:path to read it from a file. Empty: type it in a terminal; elsewhere, start a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
-    """Tokens of a sample; it is shorter where the model ends the document."""
+    """Length of a sample in tokens, unless the model ends the document first."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
-    """0: always the likeliest token."""
+    """0: always take the most likely token."""
     top_k: Count = 50
-    """Draw from this many of the likeliest tokens (0: from all)."""
+    """Sample from this many of the most likely tokens (0: all)."""
     seed: Seed = 1
     num_samples: Size = 1
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     tokenizer: str = ""
-    """For a model without tokenizer.json: a tokenizer.json, gpt2, or what else prepare_data.py's --tokenizer names."""
+    """For a model without tokenizer.json: a tokenizer.json, gpt2, or any other --tokenizer of prepare_data.py."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products. auto: float32 on a CPU, else bfloat16 where the hardware has it."""
+    """Precision of matrix products. auto: float32 on a CPU, else bfloat16 if the hardware has it."""
     numerics: Literal["auto", "native", "portable"] = "auto"
     """portable: the same bits on any processor; auto: as the model was trained."""
 
@@ -61,10 +61,10 @@ PROMPT_TOKENS, NEW_TOKENS = 8, 64  # of a sample during training
 
 
 def main(config: SampleConfig) -> None:
-    """Print the prompt and what follows it, as it is drawn; a line of dashes after each sample. Raises UserError."""
+    """Print the prompt and its continuation as it is sampled, and a line of dashes after each sample. Raises UserError."""
     directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
-        raise UserError(f"{directory} has no tokenizer.json; --tokenizer=FILE gives the one that made its tokens")
+        raise UserError(f"{directory} has no tokenizer.json; pass the tokenizer of its tokens with --tokenizer=FILE")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
     is_file = config.prompt.startswith("FILE:")
     prompt = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
@@ -73,7 +73,7 @@ def main(config: SampleConfig) -> None:
     if not world.is_master:
         return
     model.to(world.device)
-    # On a CPU float32 is no slower for one token.
+    # On a CPU, float32 is as fast for a single token.
     exact = model.numerics == "portable" or (config.dtype == "auto" and world.device.type == "cpu")
     dtype = "float32" if exact else config.dtype
     options = (config.max_new_tokens, config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
@@ -86,7 +86,7 @@ def main(config: SampleConfig) -> None:
 
 
 def show(model, text, prompt: str, options: tuple) -> None:
-    """Print `prompt` and what the model writes after it. Raises UserError."""
+    """Print `prompt` and the model's continuation. Raises UserError."""
     tokens = encode(text, prompt, model)
     new = generate(model, torch.tensor([tokens]), *options, vocab_limit=text.vocab_size, eot=text.eot_token)
     for piece in stream(text, tokens, map(torch.Tensor.item, new)):
@@ -94,7 +94,7 @@ def show(model, text, prompt: str, options: tuple) -> None:
 
 
 def encode(text, prompt: str, model) -> list[int]:
-    """The tokens of `prompt`, or the start of a document. Raises UserError if the model does not have one of them."""
+    """The tokens of `prompt`, or the start of a document. Raises UserError if the model does not know one of them."""
     tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
     if max(tokens) >= size:
         unknown = next((repr(c) for c in prompt if max(text.encode(c)) >= size), "the start of a document")
@@ -103,9 +103,9 @@ def encode(text, prompt: str, model) -> list[int]:
 
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
-    """The text of `prompt` and of each token of `new`, without end-of-text. Bytes wait for the rest of their character."""
+    """The text of `prompt`, then of each token of `new`, without end-of-text. Incomplete characters wait for their bytes."""
     yield text.decode([token for token in prompt if token != text.eot_token])
-    tokens = []  # since the last whole character
+    tokens = []  # since the last complete character
     for token in new:
         if token == text.eot_token:
             break
@@ -117,10 +117,10 @@ def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
 
 
 def converse(model, text, options: tuple) -> None:
-    """Continue each line that is typed, until Ctrl-D."""
+    """Continue each line that the user types, until Ctrl-D."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (arrow keys and earlier lines in `input`)
-    print("Type a text to continue. An empty line begins a document. Ctrl-C stops the text, Ctrl-D ends.")
+        import readline  # noqa: F401  (arrow keys and history for `input`)
+    print("Type a text to continue. An empty line starts a document. Ctrl-C stops the text, Ctrl-D quits.")
     while True:
         try:
             show(model, text, input("> "), options)
@@ -134,16 +134,16 @@ def converse(model, text, options: tuple) -> None:
 
 
 def write_sample(engine, dataset: Mixture, seed: int) -> str:
-    """For --sample_every: what a model in training writes after the first validation tokens. Changes no bit of the run.
+    """For --sample_every: let a model in training continue the first validation tokens. Does not change a bit of the run.
 
-    All ranks must call this, and all draw the same tokens.
+    All ranks must call this, and all sample the same tokens.
     """
     text = tokenizer.load(dataset.tokenizer)
     start = torch.from_numpy(dataset.streams("val")[0].read_windows(np.zeros(1, int), PROMPT_TOKENS)[:, :-1])
-    # Each forward has another length, and compiled code would be made for each.
+    # Each forward has a different length, and would be compiled again.
     eager = torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
     engine.module.eval()
-    # It does not stop at an end of text: under fsdp each forward gathers the weights from all ranks.
+    # Do not stop at end-of-text: under fsdp, each forward gathers the weights from all ranks.
     with engine.autocast(), eager:
         generator = torch.Generator().manual_seed(seed)
         new = list(generate(engine.module, start, NEW_TOKENS, 0.8, 50, generator, dataset.vocab_size))

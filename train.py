@@ -3,17 +3,17 @@
     python train.py                                                          # the preset config/laptop.toml
     python train.py config/gpt2_124m.toml --lr=3e-4                          # a preset, and a flag that wins over it
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.toml  # on eight GPUs
-    python train.py config/gpt2_124m.toml --plan                             # what it will need; trains nothing
+    python train.py config/gpt2_124m.toml --plan                             # what it will cost; trains nothing
 
-The same command again continues the run. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 cannot go on.
+Running the same command again continues the run. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 failed.
 """
 
-# Read from top to bottom: what is made, the loop, one update, and two helpers of the loop.
+# Read from top to bottom: setup, the loop, one update, and two helpers of the loop.
 
 import command
 from planning import plan
 
-if __name__ == "__main__":  # --help, --plan and wrong flags are answered before torch, which takes seconds, is imported
+if __name__ == "__main__":  # --help, --plan and wrong flags are answered before importing torch, which takes seconds
     command.run("train", lambda args: plan.read_command(args, __doc__))
 
 import math
@@ -54,7 +54,7 @@ from settings import Config
 
 @dataclass
 class Run:
-    """What an update and the loop work with. `build` makes it, with the weights and the state of a checkpoint."""
+    """Everything that an update and the loop need. `build` makes it from initial weights or a checkpoint."""
 
     config: Config  # as resolved
     world: World
@@ -62,7 +62,7 @@ class Run:
     batches: data.Batches
     engine: Engine
     state: TrainState
-    # The loop's. A replay has none of them.
+    # Only for the loop; a replay does without.
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
@@ -81,7 +81,7 @@ def main(config: Config) -> int:
         except torch.OutOfMemoryError as error:
             raise RunError(f"rank {world.rank} ran {startup.out_of_memory(run.config)}") from error
         finally:
-            run.checkpoints.wait(failed=status == 1)  # a save that is half written when training fails is worth finishing
+            run.checkpoints.wait(failed=status == 1)  # if training fails during a save, the save is worth finishing
             run.log.close(status)
         world.leave()
     return status
@@ -91,13 +91,13 @@ def join(config: Config) -> World:
     """Join the other ranks, each on its own device."""
     # torchrun sets these. Without it, this process is the only rank.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine: it takes the GPU of this number
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # rank within this machine, and the index of its GPU
 
     exact, threads = config.parallel.strategy == "exact", config.train.threads
     if exact and threads == "auto" and config.numerics.numerics == "native":
-        threads = 1  # the sums inside a rank depend on its threads
-    # FSDP takes and frees memory in pieces of many sizes. Where the C library kept them all, a rank of fsdp needed twice the
-    # memory, nearly as much as one of ddp.
+        threads = 1  # sums within a rank depend on its number of threads
+    # FSDP allocates and frees memory in pieces of many sizes. If the C library keeps them all, an fsdp rank needs twice the
+    # memory, nearly as much as a ddp rank.
     if config.parallel.strategy != "fsdp":
         keep_freed_memory()
     device = prepare_device(config.train.device, local_rank, threads, config.train.deterministic or exact, exact)
@@ -105,12 +105,12 @@ def join(config: Config) -> World:
 
 
 def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, Start, Log]:
-    """Open the data, find where the run starts, give every `auto` a value, and say what will run. Raises UserError."""
+    """Open the data, find where the run starts, resolve every `auto`, and print what will run. Raises UserError."""
     dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     if config.eval.sample_every and not dataset.tokenizer:
-        raise UserError(f"--sample_every needs a tokenizer.json beside the tokens, and {dataset} has none")
+        raise UserError(f"--sample_every needs a tokenizer.json, but {dataset} does not have one")
     log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
     mirror = Mirror(config.checkpoint.mirror, log) if config.checkpoint.mirror else None
     start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
@@ -124,7 +124,7 @@ def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, S
 
 
 def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
-    """Make everything that training needs, then open the run's directory. Nothing is written before everything is checked."""
+    """Make everything that training needs, then open the run's directory. Nothing is written until everything is checked."""
     began, state = time.monotonic(), start.state
     run = build(config, world, dataset, start)
     if start.weights and state.step < config.train.steps:
@@ -142,7 +142,7 @@ def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, l
     if evaluation:
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)
-    if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings that it was trained with
+    if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config))
     facts = cli.flat_values(config) | {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
     state.wandb_run_id = log.start_trackers(config.log, facts, state.step, state.wandb_run_id if start.continues else "")
@@ -150,10 +150,10 @@ def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, l
 
 
 def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> Run:
-    """Make what an update needs, with the weights and the state that it starts from."""
+    """Make what an update needs: model, optimizers and data, with the weights and state to start from."""
     state = start.state
     module = on_meta(config.model, dataset.document_token(config.data.attend), config.numerics.numerics)
-    if start.weights:  # of a checkpoint, which is also a Hugging Face directory, or of another model
+    if start.weights:  # a checkpoint, which is also a Hugging Face directory, or another model
         weights = huggingface.open_model(start.weights, config.model.seq_len)[1].items()
     else:
         weights = initial_weights(module, config.run.seed)
@@ -161,15 +161,15 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
     if start.checkpoint:
         saved = checkpoint.open_optimizer(start.checkpoint, engine.parameters, state, config.optim.optimizer)
         engine.load_optimizer_state(saved)
-        if state.grad_scaler:  # empty after another dtype than float16
+        if state.grad_scaler:  # empty unless the dtype was float16
             engine.scaler.load_state_dict(state.grad_scaler)
     return Run(config, world, dataset, data.make_batches(config, dataset), engine, state)
 
 
 def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:
-    """Compile the model, let the ranks train it together, and make its optimizers.
+    """Compile the model, wrap it so that the ranks train it together, and make its optimizers.
 
-    module: on the meta device, without memory, until each rank takes its part of the `weights`.
+    module: on the meta device, without memory, until each rank loads its part of the `weights`.
     """
     train, strategy, device = config.train, config.parallel.strategy, world.device
     activate_attention_kernel(config.model, train.micro_batch_size, DTYPES[train.dtype], device)
@@ -180,43 +180,43 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     if train.activation_checkpointing:
         module.checkpoint_activations()
 
-    # Every wrapper lets the last backward of an update average the gradients over the ranks.
+    # Every wrapper averages the gradients over the ranks in the last backward of an update.
     model: nn.Module = module
     if strategy == "fsdp" and world.size > 1:
         model = fully_shard(module, DTYPES[train.dtype], world, config.parallel.replicate)
     load_weights(module, weights, device)
     if strategy == "ddp" and world.size > 1:
-        # The only buffers are tables that every rank computes alike. (torch 2.13 renames the option; 2.11 has only this name.)
+        # The only buffers are tables that every rank computes identically. (torch 2.13 renames this option; 2.11 has only it.)
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     elif strategy not in ("ddp", "fsdp"):
         model = wrap(module, strategy, config.micro_batches, train.compile == "on")
 
     optimizers = optim.build(module, config.optim, share_orthogonalization(model, strategy, world))
-    # Ranks average the gradients of their own micro-batches. `exact` adds integers and divides them once, by all micro-batches.
+    # A rank averages the gradients of its micro-batches. `exact` adds integers instead and divides once, by all micro-batches.
     accumulation_steps = 1 if strategy == "exact" else len(world.share(config.micro_batches))
     return Engine(module, model, optimizers, world, train.dtype, accumulation_steps, train.compile == "on")
 
 
 def train(run: Run) -> int:
-    """Update until the last step; save, evaluate and report on the way. Returns the exit status."""
+    """Update until the last step, saving, evaluating and reporting along the way. Returns the exit status."""
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
     steps, loss = config.train.steps, 0.0
     if state.step == steps and run.evaluated_at == steps:
         run.progress.done(state, run.dataset, run.val_loss)
         return 0
     mine = world.share(config.micro_batches)
-    # The tokens depend on (step, micro-batch) alone, so there is no position in the data to save.
+    # The tokens depend only on (step, micro-batch), so no position in the data needs saving.
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop = Stop(world, config.run.max_minutes)
     warm_up(run)
     while True:
-        last, stopping = state.step >= steps, stop.agreed()  # what was asked before the last update
+        last, stopping = state.step >= steps, stop.agreed()  # the answer to `ask` before the last update
         if due(config.parallel.check_replicas_every, state.step):
-            engine.check_replicas()  # before a save: weights that went wrong must not be kept
+            engine.check_replicas()  # before a save: wrong weights must not be saved
         run.checkpoints.save(state, now=last or stopping)
-        if stopping:  # a scheduler leaves little time: an evaluation that is due comes when the run continues
+        if stopping:  # a scheduler leaves little time, so an evaluation that is due waits until the run continues
             break
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
@@ -228,12 +228,12 @@ def train(run: Run) -> int:
         seconds, waited = time.perf_counter() - began, prefetcher.wait_seconds - waited
         run.progress.updated(state, loss, grad_norm, engine.optimizers.lr, seconds, waited)
         if due(config.eval.sample_every, state.step):
-            seed = data.dropout_seed(config.run.seed, state.step, config.micro_batches)  # one that no micro-batch has
+            seed = data.dropout_seed(config.run.seed, state.step, config.micro_batches)  # not used by any micro-batch
             log.sample(state.step, write_sample(engine, run.dataset, seed))
     prefetcher.close()
     run.checkpoints.finish(state, final=True)
     if stopping:
-        log.say(f"stopped at step {state.step} ({stop.reason}), saved; the same command goes on")
+        log.say(f"stopped at step {state.step} ({stop.reason}), saved; run the same command to continue")
         return EX_TEMPFAIL
     run.progress.done(state, run.dataset, run.val_loss, loss)
     return 0
@@ -243,26 +243,26 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.engine.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim, engine.module.ops.cosine))
-    # Each rank fills in its own micro-batches. The sum over the ranks then has every loss, and their mean is added up in the
-    # same order on any number of ranks.
+    # Each rank fills in the losses of its micro-batches. Summed over the ranks, this holds every loss, and their mean is
+    # computed in the same order on any number of ranks.
     losses = run.world.zeros(config.micro_batches)
-    mine = run.world.share(config.micro_batches)  # their numbers in the global batch, such as range(4, 8)
+    mine = run.world.share(config.micro_batches)  # this rank's indices in the global batch, such as range(4, 8)
     for micro_step, micro_batch in enumerate(mine):
-        # The forward reads this: only the last backward of the update reduces the gradients over the ranks.
+        # DDP reads this in the forward: only the last backward of the update averages gradients over the ranks.
         model.require_backward_grad_sync = micro_step == len(mine) - 1
         inputs, targets = prefetcher.next()  # [micro_batch_size, seq_len] each
         if config.model.dropout:
             torch.manual_seed(data.dropout_seed(config.run.seed, state.step, micro_batch))
         with engine.autocast():
             loss = model(inputs, targets)
-        # Backward adds to the gradients, and we want the mean over this rank's micro-batches. The last backward then averages
-        # over the ranks: parallel/from_scratch.py shows how.
+        # Backward adds up gradients, and we need their mean over this rank's micro-batches. The last backward then averages
+        # over the ranks; parallel/from_scratch.py shows how.
         engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
-    # Start copying the losses to the host. `clip` waits for the GPU anyway, so `.tolist()` below does not wait again.
+    # Start copying the losses to the host. `clip` waits for the GPU anyway, so `.tolist()` below will not wait again.
     losses = run.world.sum_over_ranks(losses).to("cpu", non_blocking=True)
     grad_norm = engine.clip(config.optim.grad_clip)
-    if math.isfinite(grad_norm):  # all ranks see the same norm, so all step or none does
+    if math.isfinite(grad_norm):  # all ranks see the same norm, so either all step or none
         optimizers.step()
     engine.scaler.update()
     engine.zero_grad()
@@ -273,7 +273,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
 
 
 def warm_up(run: Run) -> None:
-    """Compile, and settle how the ranks communicate: the first update is then like any other, also after a resume."""
+    """Compile, and fix the order of communication, so that the first update is like any other, even after a resume."""
     began = time.monotonic()
     if run.engine.compiled:
         run.log.say("compiling ...")
@@ -283,10 +283,10 @@ def warm_up(run: Run) -> None:
 
 
 def validate(run: Run) -> None:
-    """Evaluate on all ranks, report it, and remember the best checkpoint."""
+    """Evaluate on all ranks, report the result, and remember the best checkpoint."""
     config, state, engine, began = run.config, run.state, run.engine, time.monotonic()
     streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
-    tokens = -(-config.eval.eval_tokens // len(streams))  # of each dataset; the mixture weighs their losses
+    tokens = -(-config.eval.eval_tokens // len(streams))  # per dataset; the mixture weights their losses
     engine.module.eval()
     losses = [evaluate(engine.eval_model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     engine.module.train()

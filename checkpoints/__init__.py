@@ -1,7 +1,7 @@
-"""State on disk: what is kept, found and written, and its public form.
+"""State on disk: saving it, finding it, and sharing it with other programs.
 
-A checkpoint is a Hugging Face model directory with the optimizer's state beside it. It is complete or not there.
-`checkpoint.Checkpoints` saves while training goes on, from several ranks if need be. `retention` decides which ones stay: the
-last intact one always does. `lookup` finds what a command starts from. `tensor_files` writes tensors in one file or several,
-`huggingface` reads and writes the files that transformers knows.
+A checkpoint is a Hugging Face model directory that also holds the optimizer state. It is either complete or absent.
+`checkpoint.Checkpoints` saves during training, from several ranks if needed. `retention` decides which checkpoints to keep,
+always including the last intact one. `mirror` copies them to a store. `lookup` finds what a command starts from.
+`tensor_files` writes tensors to one or more files, and `huggingface` reads and writes the files of transformers.
 """

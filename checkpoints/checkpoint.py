@@ -1,11 +1,12 @@
 """Checkpoints: everything that a run needs to continue, and when it is saved.
 
-A checkpoint is a Hugging Face model directory with optimizer.safetensors and trainer_state.json beside the model, and
-manifest.json (size and sha256 of every file), written last. It appears by rename: a kill at any instant leaves the last
-checkpoint or the new one, complete.
+A checkpoint is a Hugging Face model directory that also holds optimizer.safetensors, trainer_state.json and manifest.json
+(size and sha256 of every file, written last). It is renamed into place: a kill at any instant leaves the previous checkpoint
+or the new one, complete.
 
-Large tensors are in several files (`tensor_files`), dealt to the ranks that share the first copy of the weights: under fsdp all
-ranks, or with `--replicate` the first group of them; otherwise only the master. A file is the same whoever writes it.
+Large tensors are split over several files (`tensor_files`), which the ranks that share the first copy of the weights write.
+Under fsdp these are all ranks, or with `--replicate` the first group; otherwise only the master. The bytes of a file do not
+depend on who writes it.
 """
 
 import math
@@ -40,16 +41,16 @@ from reports.log import Log
 from reports.progress import due
 from settings import CheckpointConfig, Config, Ranks
 
-# How long ranks that write a checkpoint wait for each other: while training goes on, and after it has failed.
+# How long the ranks that write a checkpoint wait for each other, during training and after it has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
-HEARTBEAT = 1.0  # seconds between two signs of life of the master, while the others wait for it
-# How a run went on from a step.
+HEARTBEAT = 1.0  # seconds between two signs of life from a working rank, while the others wait for it
+# The settings of a run from a step on.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
 
 
 @dataclass
 class TrainState:
-    """Everything that resumes and is not a tensor: the content of trainer_state.json."""
+    """Everything that is resumed and is not a tensor: the content of trainer_state.json."""
 
     step: Count = 0  # updates done
     tokens: Count = 0  # tokens seen
@@ -64,7 +65,7 @@ class TrainState:
 
     @property
     def config(self) -> Config:
-        """The settings so far, with defaults for those that an older version lacks."""
+        """The settings so far, with defaults for settings that an older version did not have."""
         return settings.from_record(self.settings, "trainer_state.json")
 
     @property
@@ -73,9 +74,9 @@ class TrainState:
         return self.best[0][0] if self.best else None
 
     def begin(self, now: dict[str, Any], dataset: str, world: World, continues: bool) -> None:
-        """Note how the run goes on from this step, with the settings `now`."""
+        """Record that the run continues from this step with the settings `now`."""
         if not continues:
-            self.best, self.history = [], []  # of a run with other checkpoints
+            self.best, self.history = [], []  # they describe another run
         self.dataset, self.settings, self.versions = dataset, now, versions(world.device)
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **era} != self.history[-1]:
@@ -83,10 +84,10 @@ class TrainState:
 
 
 def versions(own: torch.device) -> dict[str, str]:
-    """What the bits of a run depend on besides its settings."""
+    """Everything besides the settings that the bits of a run depend on."""
     packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     if torch.backends.mkl.is_available():
-        packages["mkl"] = os.environ.get("MKL_CBWR", "")  # the mode in which it multiplies (host.prepare_torch)
+        packages["mkl"] = os.environ.get("MKL_CBWR", "")  # its reproducibility mode (host.prepare_torch)
     return packages | {"hardware": device.describe(own)}
 
 
@@ -101,7 +102,7 @@ def load_state(directory: Path) -> TrainState:
 def open_optimizer(
     directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
 ) -> dict[str, tensor_files.LazyTensor]:
-    """Optimizer state by "parameter.key", to be read by rows. Raises UserError unless it is that of `parameters`, and whole."""
+    """The optimizer state by "parameter.key", to be read by rows. Raises UserError if it does not fit `parameters`."""
     tensors = tensor_files.open_tensors(directory, "optimizer")
     if not tensors and state.skipped == state.step:  # no update was made yet
         return tensors
@@ -111,13 +112,13 @@ def open_optimizer(
             if found is None or (found.dtype, found.shape) != ("F32", shape):
                 stored = f"{found.dtype} {list(found.shape)}" if found else "missing"
                 needed = f"this model with --optimizer={optimizer} needs F32 {list(shape)}"
-                way_out = f"a new run with --init_from={directory} takes the weights alone"
-                raise UserError(f"{directory}: {name}.{key} of the optimizer's state is {stored}; {needed}; {way_out}")
+                way_out = f"to take only the weights, start a new run with --init_from={directory}"
+                raise UserError(f"{directory}: {name}.{key} in the optimizer state is {stored}; {needed}; {way_out}")
     return tensors
 
 
 def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None = None) -> Any:
-    """Let the master do `work`, or the ranks where `mine` is true. It may take longer than --timeout_minutes.
+    """Run `work` on the master, or on the ranks where `mine` is true, even if it takes longer than --timeout_minutes.
 
     Returns the master's result on all ranks.
     """
@@ -135,13 +136,13 @@ def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None =
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes of a checkpoint, in host memory."""
+    """The part of a checkpoint that this rank writes, copied to host memory."""
 
     layouts: dict[str, tensor_files.Layout]  # of all tensors of the checkpoint, by stem
-    files: dict[str, dict[str, Tensor]]  # that this rank writes
+    files: dict[str, dict[str, Tensor]]  # of this rank: tensors by file and name
 
     def write(self, directory: Path) -> dict[str, FileRecord]:
-        """Write this rank's files and flush them to disk. Returns their records. The same tensors give the same bytes."""
+        """Write this rank's files, flush them to disk, and return their records. Equal tensors give equal bytes."""
         records = {}
         for name, tensors in self.files.items():
             tensor_files.write(directory / name, tensors, torch.float32)
@@ -151,12 +152,12 @@ class Snapshot:
 
 
 def count_writers(engine) -> int:
-    """How many ranks, from the first on, write checkpoints: those that share the first copy of the weights."""
+    """How many ranks write checkpoints: the first ones, which share the first copy of the weights."""
     return engine.model.mesh.get_group("shard").size() if engine.sharded else 1
 
 
 def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write, in files of at most `limit` bytes dealt one by one. All ranks must call it."""
+    """Copy what this rank will write. Files hold at most `limit` bytes and are dealt out in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
@@ -171,9 +172,9 @@ def take_snapshot(engine, limit: int) -> Snapshot:
 
 
 def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """Write this rank's files, wait for the other writers in `group` (None: alone), and return the records of all.
+    """Write this rank's files, wait for the other writers in `group` (None: no others), and return all records.
 
-    Raises OSError where a rank could not write: whatever fails, it tells the others, so that nobody waits in vain.
+    Raises OSError on all of them if one rank could not write. A rank reports every failure, so that no other waits in vain.
     """
     records, problem = {}, ""
     try:
@@ -191,9 +192,9 @@ def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup
 
 
 class Checkpoints:
-    """The checkpoints of a run: when one is saved, in the background or not, and which ones stay.
+    """The checkpoints of a run: when to save one, in the background or not, and which ones to keep.
 
-    All ranks call the methods. Several may write the tensors; only the master publishes and removes checkpoints.
+    All ranks call the methods. Several may write tensors; only the master publishes and removes checkpoints.
     """
 
     def __init__(self, directory: Path, options: CheckpointConfig, engine, dataset: Mixture, log: Log):
@@ -201,12 +202,12 @@ class Checkpoints:
         self.world: World = engine.world
         self.intact: set[Path] = set()  # written and flushed by this process, or verified
         self.saved_at = 0  # step of the newest checkpoint, published or being written
-        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may not be there yet
+        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may still be written
         self._saver = ThreadPoolExecutor(1)
         self._save: Future | None = None  # under way, or done and not yet looked at
         self._mirror = Mirror(options.mirror, log) if options.mirror and self.world.is_master else None
         self._writers = range(count_writers(engine))
-        # Writers tell each other in the background what they have written. Other ranks have no part in making the group.
+        # In the background, writers exchange records of what they wrote. The other ranks do not take part in this group.
         self._group: dist.ProcessGroup | None = None
         if len(self._writers) > 1 and self.world.rank in self._writers:
             self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", use_local_synchronization=True)
@@ -217,17 +218,17 @@ class Checkpoints:
         return max(self.intact, key=retention.step_of, default=None)
 
     def begin(self, start_step: int) -> None:
-        """Make the directory fit for saving. The checkpoint of `start_step`, if it is there, is intact. Raises UserError."""
+        """Prepare the directory for saving. A checkpoint of `start_step`, if present, is known intact. Raises UserError."""
         self.saved_at = start_step
         if self.world.is_master:
             self.intact = retention.prepare(self.directory, step_directory(self.directory, start_step))
 
     def save(self, state: TrainState, now: bool) -> None:
-        """Save a checkpoint if one is due at this step, or if `now`; with async_save, all but a copy in the background."""
+        """Save a checkpoint if one is due at this step, or if `now`. With async_save, only the copy to host memory waits."""
         if state.step == self.saved_at or not (now or due(self.options.save_every, state.step)):
             return
         began = time.perf_counter()
-        self.finish(state)  # one save at a time: two would need the memory of two
+        self.finish(state)  # one save at a time: two would need twice the memory
         snapshot = take_snapshot(self.engine, self.options.max_shard_bytes)
         self.saved_at = state.step
         if self.world.rank not in self._writers:
@@ -239,13 +240,13 @@ class Checkpoints:
         self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
 
     def write(self, state: TrainState, snapshot: Snapshot) -> None:
-        """Write this rank's files; the master adds the rest and publishes the checkpoint. Raises OSError."""
+        """Write this rank's files. The master adds the rest and publishes the checkpoint. Raises OSError."""
         path = step_directory(self.directory, state.step)
         if not self.world.is_master:
             write_together(files.hidden(path), snapshot, self._group)
             return
         with files.publish_directory(path, make=False) as directory:
-            # Nothing may fail before this, or the others would wait in vain.
+            # Nothing before this line may fail, or the other ranks would wait in vain.
             records = write_together(directory, snapshot, self._group)
             for stem, layout in snapshot.layouts.items():
                 tensor_files.write_index(directory, stem, layout)
@@ -258,36 +259,36 @@ class Checkpoints:
         retention.verify(self.directory, self.intact, self.options.keep_last)
 
     def wait(self, failed: bool = False) -> None:
-        """Wait for the save under way, if any. If training has failed, other writers may be gone, so the wait has an end."""
+        """Wait for the save in progress, if any. If training has failed, other writers may be gone, so the wait is limited."""
         if self._save is not None:
             futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
 
     def finish(self, state: TrainState, final: bool = False) -> None:
-        """Wait for the save under way. Where it failed, warn, or raise RunError at the end of the run (`final`)."""
+        """Wait for the save in progress. If it failed, warn, or raise RunError at the end of the run (`final`)."""
         self.wait()
         save, self._save = self._save, None
-        if self.world.is_master and save and (error := save.exception()):  # such as a full disk: the run can go on
+        if self.world.is_master and save and (error := save.exception()):  # such as a full disk: training can continue
             message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
             message += f"; the newest intact one is {self.newest}"
             if final:
-                raise RunError(f"{message}; make room there and run the same command again")
-            self.log.warn(f"{message}; training goes on to the next save")
+                raise RunError(f"{message}; free some space and run the same command again")
+            self.log.warn(f"{message}; training continues until the next save")
         self.prune(state)
         if final and self._mirror:
             self._mirror.finish()
 
     def evaluated(self, state: TrainState, val_loss: float) -> None:
-        """Remember the validation loss of the weights at `state.step`, if they are saved or being saved."""
+        """Remember the validation loss of the weights at `state.step`, if they are saved or are being saved."""
         if self.saved_at == state.step and math.isfinite(val_loss):
             self._evaluated = (val_loss, state.step)
         self.prune(state)
 
     def prune(self, state: TrainState) -> None:
-        """Point `best` at the best evaluated checkpoint and remove those that need not stay."""
+        """Point `best` at the best evaluated checkpoint and remove checkpoints that need not be kept."""
         if not self.world.is_master:
             return
         keep_best = self.options.keep_best
-        # While its checkpoint is being written, and where that fails, the best one before it stays.
+        # Until its checkpoint is written, the previous best one stays.
         if self._evaluated and step_directory(self.directory, self._evaluated[1]) in self.intact:
             state.best = sorted([*state.best, self._evaluated])[: max(1, keep_best)]
             self._evaluated = None
@@ -298,8 +299,8 @@ class Checkpoints:
             else:
                 files.remove(self.directory / "best")
             retention.prune(self.directory, self.intact, self.options.keep_last, best)
-        except OSError as error:  # such as a full disk: the run can go on
-            self.log.warn(f"older checkpoints could not be removed, or best not be set: {error}")
+        except OSError as error:  # such as a full disk: training can continue
+            self.log.warn(f"could not remove older checkpoints or set the link `best`: {error}")
         if self._mirror:
             kept = [step_directory(self.directory, step).name for _, step in state.best[:keep_best]]
             self._mirror.update(sorted(self.intact), self.options.keep_last, kept)

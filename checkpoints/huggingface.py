@@ -1,7 +1,7 @@
 """Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
-transformers and llama.cpp's converter read what `write_model` writes (docs/export.md has versions and limits), and `read_model`
-reads what transformers writes.
+transformers and llama.cpp's converter read what `write_model` writes (versions and limits: docs/export.md). `read_model` reads
+what transformers writes.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from model import on_meta
 from settings import ModelConfig, resolve_model
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# What our settings are called in config.json.
+# The names of our settings in config.json.
 GPT2_KEYS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | dict(
     d_ff="n_inner", seq_len="n_positions", tie_embeddings="tie_word_embeddings", norm_eps="layer_norm_epsilon"
 )
@@ -32,10 +32,10 @@ LLAMA_KEYS = {
     **dict(head_dim="head_dim", n_embd="hidden_size", d_ff="intermediate_size", seq_len="max_position_embeddings"),
     **dict(tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps", rope_theta="rope_theta"),
 }
-# What transformers takes for keys that config.json lacks; it must have the others. None: it follows from the others.
+# transformers' defaults for keys that config.json may omit; None: derived from other keys. All other keys are required.
 GPT2_DEFAULTS = {"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
 LLAMA_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-# The values that our models compute. Any other value means another arithmetic. A missing key means the first.
+# The values that our models support. Any other value means different arithmetic. A missing key means the first one.
 GPT2_ONLY = {
     **dict(activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), quantization_config=(None,)),
     **dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
@@ -49,17 +49,17 @@ DIALECTS = {
     "llama": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": None}, LLAMA_ONLY),
     "qwen3": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": 128}, LLAMA_ONLY),
 }
-# What `rope_scaling` of the settings lists, in its order.
+# The numbers in our setting `rope_scaling`, in order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# What config.json nests: the rotary positions, as transformers 5 or 4 calls them, and the type of each layer.
+# The nested parts of config.json: rotary positions, under the name of transformers 5 or 4, and the type of each layer.
 Nested = TypedDict(
     "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
 )
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights may have
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that weights may have, as safetensors names them
 
 
 def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
-    """The content of config.json, complete, for weights of `dtype`. It has the keys of transformers 4 and those of 5."""
+    """The content of config.json for weights of `dtype`, with the keys of both transformers 4 and 5."""
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
@@ -89,9 +89,9 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The model that the config.json of `directory` describes, with dropout 0 because training chooses that.
+    """The model that config.json in `directory` describes, with dropout 0, which training chooses.
 
-    Raises UserError, which names the key, if its arithmetic is not exactly one of ours.
+    Raises a UserError that names the key if we do not have exactly this arithmetic.
     """
     path = directory / "config.json"
     config = files.read_json(path)
@@ -118,21 +118,21 @@ def read_config(directory: Path) -> ModelConfig:
     elif rope_type != "default":
         raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
     model = resolve_model(ModelConfig(architecture, **values), 0)
-    _ = model.rope_factors  # which raises UserError
+    _ = model.rope_factors  # may raise UserError
     return model
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
-    """`model` with the shape of a model `directory`, except for the context, which may be shorter. Raises UserError."""
+    """`model` with the shape of the model in `directory`. Only the context may be shorter. Raises UserError."""
     found = read_config(directory)
     if found.seq_len < model.seq_len:
-        longest = f"{directory} has a context of {found.seq_len}; --seq_len={found.seq_len} is the most"
+        longest = f"{directory} has a context of {found.seq_len} tokens; use --seq_len={found.seq_len} or less"
         raise UserError(f"--seq_len={model.seq_len}: {longest}")
     return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
 
 
 def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
-    """Their name for each of our parameters `ours`. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
+    """Hugging Face's name for each of our parameters `ours`. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
     if config.architecture == "gpt2":
         roots = {"embed": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h"}
         roots = {module: f"transformer.{theirs}" for module, theirs in roots.items()}
@@ -153,12 +153,12 @@ def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 
 def is_transposed(theirs: str, ndim: int) -> bool:
-    """Whether their tensor is a matrix of GPT-2's Conv1D, which is ours transposed."""
+    """Whether Hugging Face's tensor is a matrix of GPT-2's Conv1D, which is the transpose of ours."""
     return ndim == 2 and theirs.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
 
 
 def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float, bytes_each: int = 4) -> tensor_files.Layout:
-    """The files for our parameters of these `shapes`, of at most `limit` bytes each."""
+    """Divide our parameters of these `shapes` among files of at most `limit` bytes."""
     sizes = Counter()
     for name, theirs in tensor_names(shapes, config).items():
         sizes[theirs] += bytes_each * math.prod(shapes[name])
@@ -166,7 +166,7 @@ def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float
 
 
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape our parameters, all or some, to theirs. q, k and v come together. Some are views that need a copy."""
+    """Convert our parameters, all or some, to Hugging Face's. q, k and v must come together. Some results are views."""
     tensors = {}
     for name, theirs in tensor_names(state, config).items():
         value = state[name]
@@ -182,8 +182,8 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
 def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, LazyTensor]]:
     """Open a Hugging Face model: its parameters by our names, to be read by rows. The inverse of `to_hf`. Raises UserError.
 
-    Names in the files may lack the leading `transformer.`, as in GPT-2's own. Buffers and a tied head are left out.
-    seq_len: a shorter context to cut the model to (learned positions lose their last rows).
+    Names in the files may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head are ignored.
+    seq_len: shorten the context to this (learned positions lose their last rows).
     """
     config, tensors = read_config(directory), tensor_files.open_tensors(directory, "model")
     shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
@@ -195,8 +195,8 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     missing = sorted(set(names.values()) - tensors.keys())
     unknown = sorted(name for name in tensors.keys() - set(names.values()) if not name.endswith(unused))
     if missing or unknown:
-        problem = f"no {', '.join(missing[:3])}" if missing else f"unknown {', '.join(unknown[:3])}"
-        raise UserError(f"{directory}: the weights are not those of config.json: {problem}")
+        problem = f"{', '.join(missing[:3])} missing" if missing else f"{', '.join(unknown[:3])} unknown"
+        raise UserError(f"{directory}: the weights do not match config.json: {problem}")
     found = {name: rows_of(tensors[theirs], name, shapes[name]) for name, theirs in names.items()}
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
@@ -206,12 +206,12 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
 
 
 def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor:
-    """Our parameter `name` of `shape` in one of their tensors. Raises UserError if it does not fit."""
+    """Our parameter `name` of `shape`, stored in one of Hugging Face's tensors. Raises UserError if it does not fit."""
     fused, transposed = "c_attn" in stored.name, is_transposed(stored.name, len(stored.shape))
     if stored.dtype not in FLOATS:
-        raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; only weights in {', '.join(FLOATS)} are read")
+        raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; weights must be {', '.join(FLOATS)}")
     if stored.shape[:: -1 if transposed else 1] != (shape[0] * (3 if fused else 1), *shape[1:]):
-        needed = f"by config.json {name} has {list(shape)}"
+        needed = f"config.json makes {name} {list(shape)}"
         raise UserError(f"{stored.path}: {stored.name} has the wrong shape: {list(stored.shape)}; {needed}")
     first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if fused else 0
     return dataclasses.replace(stored, shape=shape, transposed=transposed, first=first)
@@ -232,7 +232,7 @@ def write_model(
     dtype: torch.dtype = torch.float32,
     max_shard_size: float = math.inf,
 ) -> None:
-    """Write a Hugging Face model into `directory`, weights in files of `max_shard_size` bytes. See `write_description`."""
+    """Write a Hugging Face model to `directory`, in files of up to `max_shard_size` bytes. See `write_description`."""
     divided = layout({name: tuple(value.shape) for name, value in state.items()}, config, max_shard_size, dtype.itemsize)
     tensors = to_hf(state, config)
     for file, names in divided.items():
@@ -244,9 +244,9 @@ def write_model(
 def write_description(
     directory: Path, config: ModelConfig, tokenizer: Path | None, eot_token: int | None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write all files of a Hugging Face model but its weights, which have `dtype`.
+    """Write every file of a Hugging Face model except its weights, which have `dtype`.
 
-    tokenizer: a tokenizer.json, or None for a model without one. eot_token: None for tokens without an end-of-text.
+    tokenizer: a tokenizer.json, or None for a model without one. eot_token: None if there is no end-of-text token.
     """
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
     tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
@@ -273,23 +273,23 @@ def vocabulary(tokenizer: Path) -> dict[int, str]:
 def token_text(tokenizer: Path, token: int) -> str:
     """How a tokenizer.json spells a token. Raises UserError."""
     if (text := vocabulary(tokenizer).get(token)) is None:
-        raise UserError(f"{tokenizer} has no token {token}, which is the dataset's end of text; prepare the text again")
+        raise UserError(f"{tokenizer} has no token {token}, the dataset's end-of-text token; prepare the text again")
     return text
 
 
 def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
-    """Raise UserError unless a model directory's tokenizer has the same token for every id of a dataset's.
+    """Raise UserError unless a model directory's tokenizer has the same token for every id of a dataset's tokenizer.
 
-    Returns what could not be checked: one of them may have none.
+    Returns a warning if one of them has no tokenizer.
     """
     path = directory / "tokenizer.json"
     if not tokenizer or not path.exists():
-        unknown = "it cannot be checked that the weights and the tokens use the same tokenizer"
-        return [f"warning: {directory if tokenizer else 'the dataset'} has no tokenizer.json, so {unknown}"]
+        unknown = "cannot check that the weights and the tokens use the same tokenizer"
+        return [f"warning: {directory if tokenizer else 'the dataset'} has no tokenizer.json; {unknown}"]
     theirs = vocabulary(path)
     for i, token in sorted(vocabulary(tokenizer).items()):
         if theirs.get(i) != token:
             differ = f"token {i} is {token!r} in {tokenizer} and {theirs.get(i)!r} there"
-            made = f"the tokens were made with another tokenizer than that of {directory}"
+            made = f"the tokens were not made with the tokenizer of {directory}"
             raise UserError(f"{made}: {differ}; prepare the text again with --tokenizer={path}")
     return []

@@ -1,7 +1,7 @@
-"""A copy of a run's checkpoints that outlives the machine, in an object store, on the hub or on another disk: `--mirror=URL`.
+"""Copy a run's checkpoints to a place that outlives the machine: an object store, the Hub or another disk (`--mirror=URL`).
 
-The files of a checkpoint are copied one by one, manifest.json last, and removed in the reverse order. So a checkpoint in the
-store is complete if its files match its manifest, whatever failed or was killed on the way. Training never waits for the store.
+The files of a checkpoint are copied one by one, manifest.json last, and removed in reverse order. So a checkpoint in the store
+is complete if its files match its manifest, whatever failed or was killed on the way. Training never waits for the store.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from common import errors, files
 from common.errors import RunError, UserError
 from reports.log import Log
 
-RECORDS = ("metrics.jsonl", "train.log")  # of a run, copied with each checkpoint
-TRIES, LONGEST_PAUSE = 4, 60.0  # to read the store at a start; seconds between two tries to copy
-LAST_COPY_SECONDS = 600.0  # how long the end of a run waits for the store
+RECORDS = ("metrics.jsonl", "train.log")  # copied along with each checkpoint
+TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; seconds between attempts to copy
+LAST_COPY_SECONDS = 600.0  # how long a run waits for the store at its end
 
 
 class Mirror:
-    """The store at `url`, of any kind that fsspec opens, for the run whose directory `log` has.
+    """The store at `url`, of any kind that fsspec opens, for the run of `log`.
 
-    One thread of the master copies to it. What is asked for while it works comes right after.
+    One thread of the master copies to it. A request that arrives while it works is served right after.
     """
 
     def __init__(self, url: str, log: Log):
@@ -41,7 +41,7 @@ class Mirror:
         self.ending = False
 
     def manifests(self) -> dict[str, bytes]:
-        """The manifest of each checkpoint in the store by name, oldest first; empty for what is incomplete."""
+        """The manifest of each checkpoint in the store by name, oldest first. An incomplete checkpoint has an empty one."""
         self.system.invalidate_cache()
         found = {}
         with contextlib.suppress(FileNotFoundError):
@@ -56,23 +56,23 @@ class Mirror:
     # From the store
 
     def fetch(self, newer_than: int, names: Container[str] | None = None) -> str:
-        """Copy the newest intact checkpoint above step `newer_than` here, or of `names` alone. Returns its name, empty if none.
+        """Download the newest intact checkpoint after step `newer_than`, of `names` if given. Returns its name, or "".
 
-        Raises RunError if the store has another run or does not answer: a run must not start over because of that.
+        Raises RunError if the store holds another run or does not answer: that must not make a run start over.
         """
         for name, manifest in reversed(self.retried(self.manifests).items()):
             if step_of(Path(name)) <= newer_than:
                 break
             if not manifest or (names is not None and name not in names):
                 continue
-            self.log.say(f"copying {name} from {self.url}")
+            self.log.say(f"downloading {name} from {self.url}")
             if not (problem := self.retried(lambda name=name: self.download(name))):
                 return name
-            self.log.warn(f"passed over {self.url}/{name}: {problem}")
+            self.log.warn(f"skipped {self.url}/{name}: {problem}")
         return ""
 
     def download(self, name: str) -> str | None:
-        """Copy a checkpoint here, and the records that are missing. Returns what is wrong with the checkpoint, if anything."""
+        """Download a checkpoint, and RECORDS that are missing here. Returns what is wrong with the checkpoint, if anything."""
         target = self.run / "checkpoints" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -85,7 +85,7 @@ class Mirror:
                 run = files.read_json(directory / "trainer_state.json")["settings"]["name"]
                 if run != self.run.name:
                     problem = f"has checkpoints of the run {run}, not of {self.run.name}"
-                    raise RunError(f"--mirror={self.url} {problem}; give each run a store of its own")
+                    raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
         except (UserError, FileNotFoundError) as error:
             return str(error)
         for record in RECORDS:
@@ -95,14 +95,14 @@ class Mirror:
         return None
 
     def retried(self, work: Callable[[], Any]) -> Any:
-        """What `work()` returns, tried again while it fails or returns a problem, a str. Raises RunError if it still fails."""
+        """Return `work()`, retrying while it raises or returns a problem, a str. Raises RunError if it never succeeds."""
         for attempt in range(TRIES):
             try:
                 if not isinstance(result := work(), str) or attempt == TRIES - 1:
                     return result
             except RunError:
                 raise
-            except Exception as error:  # each kind of store has its own
+            except Exception as error:  # each kind of store has its own exception classes
                 if attempt == TRIES - 1:
                     raise RunError(f"--mirror={self.url} cannot be read: {errors.explain(error)}") from None
             time.sleep(2.0**attempt)
@@ -111,16 +111,16 @@ class Mirror:
     # To the store
 
     def update(self, intact: list[Path], keep_last: int, best: list[str]) -> None:
-        """Begin to copy the checkpoints `intact`, and to remove what the store need not keep.
+        """Start copying the checkpoints `intact`, and removing what the store need not keep.
 
-        It keeps the last `keep_last` (0: all) and those that `best` names.
+        It keeps the last `keep_last` (0: all) and the ones that `best` names.
         """
         self.wanted = (intact, keep_last, best)
         if self.work is None or self.work.done():
             self.work = self.copier.submit(self.copy_until_done)
 
     def copy_until_done(self) -> None:
-        """Copy until the store has what was asked for last. Report a failure once, and try again as long as the run lasts."""
+        """Copy until the store is up to date. Report a failure once, and keep trying for as long as the run lasts."""
         pause, reported = 1.0, ""
         while True:
             wanted = self.wanted
@@ -131,19 +131,19 @@ class Mirror:
                 pause, reported = 1.0, ""
                 if wanted is self.wanted:
                     return
-            except Exception as error:  # each kind of store has its own
+            except Exception as error:  # each kind of store has its own exception classes
                 if reported != (reported := errors.explain(error)):
-                    self.log.warn(f"{self.url} could not be written, trying again while training goes on: {reported}")
+                    self.log.warn(f"cannot write to {self.url}; retrying while training continues: {reported}")
                 deadline = time.monotonic() + pause
                 while time.monotonic() < deadline and not self.ending:
                     time.sleep(0.1)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def copy(self, intact: list[Path], keep_last: int, best: list[str]) -> None:
-        """Copy what the store lacks, the newest first, then remove what it need not keep."""
+        """Copy what the store lacks, newest first, then remove what it need not keep."""
         there = self.manifests()
         for path in sorted(intact, key=step_of, reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # it has been removed from this disk
+            with contextlib.suppress(FileNotFoundError):  # it was removed from this disk meanwhile
                 manifest = (path / MANIFEST).read_bytes()
                 if there.get(path.name) != manifest:
                     self.put(path, manifest)
@@ -156,21 +156,21 @@ class Mirror:
             self.system.rm(f"{self.root}/{name}", recursive=True)
 
     def put(self, path: Path, manifest: bytes) -> None:
-        """Copy the checkpoint at `path`, whose manifest goes last."""
+        """Upload the checkpoint at `path`, its manifest last."""
         target = f"{self.root}/{path.name}"
         self.system.makedirs(target, exist_ok=True)
         for name, record in read_manifest(path).items():
             self.system.put_file(str(path / name), f"{target}/{name}")
             self.system.invalidate_cache()
             if (size := self.system.info(f"{target}/{name}")["size"]) != record["size"]:
-                raise OSError(f"{path.name}/{name} has {size} bytes there instead of {record['size']}")
+                raise OSError(f"{path.name}/{name} has {size} bytes there, not {record['size']}")
         for record in RECORDS:
             if (self.run / record).exists():
                 self.system.pipe_file(f"{self.root}/{record}", (self.run / record).read_bytes())
         self.system.pipe_file(f"{target}/{MANIFEST}", manifest)
 
     def finish(self) -> None:
-        """Wait for the copy under way, ten minutes at most."""
+        """Wait for the copy in progress, ten minutes at most."""
         self.ending = True
         if self.work and not wait([self.work], LAST_COPY_SECONDS).done:
-            self.log.warn(f"{self.url} does not have the newest checkpoint; the same command copies it")
+            self.log.warn(f"{self.url} does not have the newest checkpoint yet; run the same command again to copy it")

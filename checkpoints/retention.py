@@ -1,8 +1,8 @@
-"""Which checkpoints a run has, which of them are intact, and which ones stay.
+"""Which checkpoints a run has, which of them are intact, and which ones to keep.
 
-Ours are the directories named `step-` and eight digits, or more where the step has more. Whatever else lies beside them is
-neither read nor removed. A checkpoint counts only if this process has written or verified it, and only what is older than
-enough of these is removed. So what was just saved stays, whatever damaged and newer ones lie beside it.
+Checkpoints are the directories named `step-` and eight or more digits. Anything else beside them is neither read nor removed.
+Only checkpoints that this process wrote or verified count towards `keep_last`. So a fresh save is never removed because of
+newer, damaged checkpoints beside it.
 """
 
 import re
@@ -21,7 +21,7 @@ FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # in ma
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
+    """The directory of the checkpoint of `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
@@ -36,15 +36,15 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 def record(path: Path) -> FileRecord:
-    """The record of a file. Raises OSError where there is none."""
+    """The size and sha256 of a file. Raises OSError if it does not exist."""
     return {"size": path.stat().st_size, "sha256": files.sha256(path)}
 
 
 def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) -> None:
-    """Write the size and sha256 of every file in `directory`; `known` has some of them. Raises OSError."""
+    """Write the size and sha256 of every file in `directory`. `known` holds those already computed. Raises OSError."""
     known, names = known or {}, sorted(path.name for path in directory.iterdir())
     if missing := known.keys() - set(names):
-        raise OSError(f"{min(missing)} was written on another node and is not here; all nodes must share --out_dir")
+        raise OSError(f"{min(missing)} was written on another node and is missing here; all nodes must share --out_dir")
     manifest = {name: known.get(name) or record(directory / name) for name in names}
     tensor_files.write_json(directory / MANIFEST, manifest)
 
@@ -55,7 +55,7 @@ def read_manifest(directory: Path) -> dict[str, FileRecord]:
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint. None if it has all its files, as its manifest says."""
+    """What is wrong with a checkpoint. None if every file matches its manifest."""
     try:
         manifest = read_manifest(directory)
         with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
@@ -66,30 +66,30 @@ def find_damage(directory: Path) -> str | None:
         return str(error)
     for (name, expected), found in zip(manifest.items(), records, strict=True):
         if found["size"] != expected["size"]:
-            return f"{name} has {found['size']} bytes instead of {expected['size']}"
+            return f"{name} has {found['size']} bytes, not {expected['size']}"
         if found != expected:
             return f"{name} does not match its sha256"
     return None
 
 
 def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and a line for each newer one that is damaged."""
+    """The newest intact checkpoint, and a line for each damaged one that is newer."""
     damaged = []
     for path in reversed(published(checkpoints)):
         if (reason := find_damage(path)) is None:
             return path, damaged
-        damaged.append(f"passed over {path}: {reason}")
+        damaged.append(f"skipped {path}: {reason}")
     return None, damaged
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run keeps. `intact`: the checkpoints that this process has written or verified
+# What a run keeps. `intact`: the checkpoints that this process has written or verified.
 
 
 def prepare(checkpoints: Path, start: Path) -> set[Path]:
-    """Remove what a kill has left half written, and point `latest` at `start`, an intact checkpoint if it is there.
+    """Remove what a kill left half written, and point `latest` at `start`, which is intact if it exists.
 
-    Returns what is intact. Raises UserError where nothing can be saved.
+    Returns the checkpoints known to be intact. Raises UserError if nothing can be saved.
     """
     try:
         files.make_directory(checkpoints)
@@ -100,15 +100,15 @@ def prepare(checkpoints: Path, start: Path) -> set[Path]:
         if start.is_dir():
             files.link(checkpoints / "latest", start)
     except OSError as error:
-        problem = f"no checkpoint could be saved here: {error}; make it writable, or choose another --out_dir"
+        problem = f"cannot save checkpoints here: {error}; make it writable, or choose another --out_dir"
         raise UserError(f"{checkpoints}: {problem}") from None
     return {start} if start.is_dir() else set()
 
 
 def verify(checkpoints: Path, intact: set[Path], keep_last: int) -> None:
-    """Verify as many of the newest checkpoints as must be `intact` before older ones go, and add those that are."""
+    """Verify the newest checkpoints until `keep_last` of them are intact, which must hold before older ones are removed."""
     existing, count = published(checkpoints), 0
-    while count < keep_last < count + len(existing):  # otherwise none has to go
+    while count < keep_last < count + len(existing):  # otherwise there is nothing to remove
         path = existing.pop()
         if path not in intact and find_damage(path) is None:
             intact.add(path)
@@ -116,7 +116,7 @@ def verify(checkpoints: Path, intact: set[Path], keep_last: int) -> None:
 
 
 def prune(checkpoints: Path, intact: set[Path], keep_last: int, best: list[Path]) -> None:
-    """Remove what is older than the last `keep_last` (0: all) of the `intact` ones and not among `best`. Raises OSError."""
+    """Remove checkpoints older than the last `keep_last` (0: all) `intact` ones, except `best`. Raises OSError."""
     existing = published(checkpoints)
     counted = [path for path in existing if path in intact]
     if 0 < keep_last <= len(counted):

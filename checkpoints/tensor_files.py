@@ -1,7 +1,7 @@
-"""Tensors on disk: in one safetensors file or in several, read by rows.
+"""Tensors on disk: in one or more safetensors files, read by rows.
 
-The tensors called STEM are in STEM.safetensors. Above a size limit they are in STEM-00001-of-0000N.safetensors and so on, with
-STEM.safetensors.index.json beside them, as Hugging Face's libraries name them.
+A set of tensors called STEM is stored in STEM.safetensors. Above a size limit it is split over STEM-00001-of-0000N.safetensors
+and so on, listed in STEM.safetensors.index.json. These are the names that Hugging Face's libraries use.
 """
 
 import json
@@ -19,19 +19,19 @@ from common import files
 from common.errors import UserError
 from common.records import FileName
 
-Layout = dict[str, dict[str, int]]  # the files of a stem, and the bytes of each tensor in them
+Layout = dict[str, dict[str, int]]  # for each file of a stem, the size in bytes of each tensor in it
 INDEX = ".safetensors.index.json"
-# What is read of an index: the file of each tensor.
+# The part of an index that we read: the file of each tensor.
 Index = TypedDict("Index", {"weight_map": Annotated[dict[str, FileName], Meta(min_length=1)]})
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """The tensor `name` of a safetensors file, or its rows from `first` on. Indexing it with a slice reads only those rows."""
+    """The tensor `name` of a safetensors file, or its rows from `first` on. A slice reads only the rows it selects."""
 
     path: Path
     name: str
-    dtype: str  # safetensors' name of it, such as F32
+    dtype: str  # as safetensors names it, such as F32
     shape: tuple[int, ...]
     transposed: bool = False  # its rows are the columns in the file
     first: int = 0
@@ -46,7 +46,7 @@ class LazyTensor:
 
 
 def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
-    """Divide tensors of `sizes` [bytes] among files of at most `limit` bytes; a larger tensor gets a file of its own."""
+    """Divide tensors of `sizes` [bytes] among files of at most `limit` bytes. A larger tensor gets its own file."""
     groups = [{}]
     for name in sorted(sizes):
         if groups[-1] and sum(groups[-1].values()) + sizes[name] > limit:
@@ -58,16 +58,16 @@ def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
 
 
 def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Write a file with `tensors` as `dtype`. The same tensors give the same bytes."""
+    """Write `tensors` to a file as `dtype`. Equal tensors give equal bytes."""
     path.touch()
-    mode = path.stat().st_mode  # by the umask; only the owner can read a file that save_file makes
-    metadata = {"format": "pt"} if path.name.startswith("model") else None  # transformers requires it of a model
+    mode = path.stat().st_mode  # follows the umask, while save_file makes a file that only the owner can read
+    metadata = {"format": "pt"} if path.name.startswith("model") else None  # transformers requires it in a model
     save_file({name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata)
     path.chmod(mode)
 
 
 def write_index(directory: Path, stem: str, layout: Layout) -> None:
-    """Write the index, if there are several files."""
+    """Write the index, if there is more than one file."""
     if len(layout) > 1:
         size = sum(sum(sizes.values()) for sizes in layout.values())
         weight_map = {name: file for file, sizes in layout.items() for name in sizes}
@@ -76,7 +76,7 @@ def write_index(directory: Path, stem: str, layout: Layout) -> None:
 
 
 def files_of(directory: Path, stem: str) -> list[Path]:
-    """The files with the tensors called `stem`. Raises UserError where there are none."""
+    """The files of the tensors called `stem`. Raises UserError if there are none."""
     index, single = directory / f"{stem}{INDEX}", directory / f"{stem}.safetensors"
     if index.exists():
         return [directory / name for name in sorted(set(files.read_json(index, Index)["weight_map"].values()))]
@@ -87,7 +87,7 @@ def files_of(directory: Path, stem: str) -> list[Path]:
 
 
 def open_tensors(directory: Path, stem: str) -> dict[str, LazyTensor]:
-    """The tensors called `stem`, by name. Only headers are read. Raises UserError."""
+    """The tensors called `stem`, by name. Reads only headers. Raises UserError."""
     found = {}
     for path in files_of(directory, stem):
         try:
@@ -101,5 +101,5 @@ def open_tensors(directory: Path, stem: str) -> dict[str, LazyTensor]:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write `value`, indented."""
+    """Write `value` as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The ground: every command line, every foreign byte and every error.
+"""What every other folder uses: errors, command lines and files.
 
-`errors` ends a command in one line that names the fix. `cli` turns flags into frozen dataclasses.
-`files` reads what others wrote up to a limited size, and publishes by rename.
+`errors` ends a command with one line that names the fix. `cli` turns flags into frozen dataclasses.
+`files` limits the size of what it reads, and publishes what it writes by rename.
 """

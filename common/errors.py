@@ -1,4 +1,4 @@
-"""How a command speaks and fails: without a traceback for what the user can fix, naming the flag or file and what works."""
+"""How a command prints and fails. Errors that the user can fix have no traceback; they name the flag or file and the fix."""
 
 import contextlib
 import errno
@@ -21,15 +21,15 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """The run cannot go on. The message says why and what is left."""
+    """The run cannot continue. The message says why and what is left."""
 
 
 @contextlib.contextmanager
 def user_errors():
     """Print an error that the user can act on as `error: ...`, without a traceback, and exit.
 
-    The status is 2 for bad input (a UserError, or a file that cannot be opened), 1 where the run cannot go on (a RunError or a
-    full disk), and 130 after Ctrl-C. --debug also prints the traceback.
+    The status is 2 for bad input (a UserError, or a file that cannot be opened). It is 1 if the run cannot continue (a
+    RunError or a full disk), and 130 after Ctrl-C. --debug also prints the traceback.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def user_errors():
     except ModuleNotFoundError as error:
         message = f"error: {error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there"
         status = 2
-    except BrokenPipeError:  # nobody reads stdout any more, as after `| head`; what is printed from here on goes nowhere
+    except BrokenPipeError:  # nobody reads stdout any more, as after `| head`; discard what is still to be printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         message, status = "", 1
     except OSError as error:
@@ -51,25 +51,25 @@ def user_errors():
             raise
         message = f"error: {error.filename or 'the disk'}: {error.strerror}"
     if rank := os.environ.get("RANK", "0").strip("0"):
-        # torchrun ends all ranks when the first one exits. Let the master be the first: it mostly has the same message.
+        # torchrun ends all ranks when one exits. Let the master exit first: it usually has the same message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
         message += f" [rank {rank}]"
     if "--debug" in sys.argv:
         traceback.print_exc()
     if message:
-        sys.stderr.write(f"{printable(message)}\n")  # in one piece: other ranks write there, too
+        sys.stderr.write(f"{printable(message)}\n")  # in one call: other ranks write to stderr too
         sys.stderr.flush()
     raise SystemExit(status)
 
 
 def say(message: str) -> None:
-    """Write a line to the console."""
+    """Print a line to the console."""
     print(printable(message), flush=True)
 
 
 def explain(error: BaseException) -> str:
-    """Why a library's request failed, in one line: its first cause, without the query of a URL, which may hold a signature."""
+    """Why a library's request failed, in one line: the root cause, without URL queries, which may hold a signature."""
     said = [error] if isinstance(error, FileNotFoundError | PermissionError | ImportError) else []  # what was asked for
     while cause := error.__cause__ or error.__context__:
         error = cause
@@ -78,21 +78,21 @@ def explain(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with escapes in place of control characters, which a name may have and a terminal would obey."""
+    """`text` with its control characters escaped: a file name may have some, and a terminal would obey them."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def plural(count: int, word: str) -> str:
-    """`count` with its noun, as in 1 rank, 1,024 ranks and 2 micro-batches."""
+    """`count` with its noun: 1 rank, 1,024 ranks, 2 micro-batches."""
     return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith("ch") else "s")
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise one UserError with all `problems`, a line each, if there are any."""
+    """If there are any `problems`, raise one UserError that lists them, one per line."""
     if problems := list(problems):
         raise UserError("\n       ".join(problems))
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work()` returns or raises. Raises TimeoutError where it takes longer; its thread is then left behind."""
+    """Return or raise what `work()` does. Raises TimeoutError if it takes longer; its thread is then abandoned."""
     return ThreadPoolExecutor(1).submit(work).result(seconds)

@@ -1,7 +1,7 @@
-"""Files: what we write is complete or not there, and what others may have written is checked before it is used.
+"""Files: ours are either complete or absent, and files from elsewhere are checked before use.
 
 Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
-new one, never a mixture. JSON is decoded against a type by `read_json`.
+new, never a mixture. `read_json` validates JSON against a type.
 """
 
 import errno
@@ -19,12 +19,12 @@ import msgspec
 
 from common.errors import UserError
 
-LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use has about half of it
-NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # how file systems say that they have none
+LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use is about half of that
+NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without symbolic links
 
 
 def hidden(path: Path) -> Path:
-    """The name under which `path` is written before it is complete."""
+    """The temporary name of `path` while it is being written."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -37,7 +37,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def publish(path: Path) -> Iterator[BinaryIO]:
-    """A binary file to write to. It becomes `path` when the block ends, and vanishes if the block raises."""
+    """Yield a binary file to write to. It becomes `path` when the block ends, and is deleted if the block raises."""
     temporary = hidden(path)
     try:
         with open(temporary, "wb") as file:
@@ -51,16 +51,16 @@ def publish(path: Path) -> Iterator[BinaryIO]:
 
 
 def publish_text(path: Path, text: str) -> None:
-    """Publish `text` as UTF-8."""
+    """Write `text` to `path` as UTF-8, atomically."""
     with publish(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
-    """An empty directory to fill. It becomes `path` when the block ends, and vanishes if the block raises.
+    """Yield an empty directory to fill. It becomes `path` when the block ends, and is deleted if the block raises.
 
-    make: False where the block makes it, because other processes fill it, too.
+    make: False if the block creates the directory, because other processes write to it too.
     """
     temporary = hidden(path)
     try:
@@ -71,7 +71,7 @@ def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
         for file in (*temporary.iterdir(), temporary):
             sync(file)
     except BaseException:
-        remove(temporary)  # on a full disk its space is needed
+        remove(temporary)  # a full disk needs the space back
         raise
     if path.exists():
         retire(path)
@@ -80,18 +80,18 @@ def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, if need be. Its name lasts then, and so do the names that lead to it."""
+    """Create a directory if it does not exist, and flush it and its parents so that a crash cannot lose it."""
     path.mkdir(parents=True, exist_ok=True)
     for parent in path.absolute().parents:
-        with suppress(OSError):  # of those that are not ours
+        with suppress(OSError):  # some parents are not ours to open
             sync(parent)
 
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Hold a directory for the block. It is made if need be, and removed if it is left empty.
+    """Lock a directory for the block. It is created if missing, and removed if it ends up empty.
 
-    Raises UserError where another live process holds it.
+    Raises UserError if another live process has locked it.
     """
     make_directory(directory)
     descriptor = os.open(directory, os.O_RDONLY)
@@ -106,9 +106,9 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def lock(file: int | BinaryIO) -> bool:
-    """Lock a file or directory while it is open. Returns False where another live process has locked it.
+    """Lock a file or directory while it is open. Returns False if another live process has locked it.
 
-    A file system without locks, as some that nodes share, lets everybody have it.
+    On a file system without locks, which some shared ones are, this always succeeds.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +118,7 @@ def lock(file: int | BinaryIO) -> bool:
 
 
 def retire(directory: Path) -> None:
-    """Remove a published directory. It is renamed first: a kill halfway must not leave a part of it under its name."""
+    """Remove a published directory. It is renamed first, so that a kill cannot leave part of it under its real name."""
     doomed = directory.with_name(f".{directory.name}.old.tmp")
     remove(doomed)
     os.rename(directory, doomed)
@@ -127,7 +127,7 @@ def retire(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or directory, if there is one."""
+    """Remove a file, link or directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -135,7 +135,7 @@ def remove(path: Path) -> None:
 
 
 def link(name: Path, target: Path) -> None:
-    """Point the symbolic link `name` at its sibling directory `target`, atomically. Without symbolic links, copy it."""
+    """Atomically point the symbolic link `name` at its sibling directory `target`. Where links are unsupported, copy it."""
     temporary = hidden(name)
     remove(temporary)
     try:
@@ -146,34 +146,34 @@ def link(name: Path, target: Path) -> None:
         with publish_directory(name) as copy:
             shutil.copytree(target, copy, dirs_exist_ok=True)
         return
-    if name.is_dir() and not name.is_symlink():  # the run was copied by something that follows links
+    if name.is_dir() and not name.is_symlink():  # the run was copied by a tool that follows links
         retire(name)
     os.replace(temporary, name)
     sync(name.parent)
 
 
 def require_file(path: Path) -> Path:
-    """`path`, for a library that opens it itself. Raises UserError where there is no such file."""
+    """Return `path`, for a library that opens files itself. Raises UserError if the file does not exist."""
     if not path.is_file():
         raise UserError(f"{path} is a directory" if path.is_dir() else f"{path.parent} has no {path.name}")
     return path
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file. Raises UserError where there is none."""
+    """Hex digest of a file. Raises UserError if it does not exist."""
     with open(require_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_bytes(path: Path, limit: int = LARGEST_TEXT) -> bytes:
-    """The content of a file of at most `limit` bytes. Raises UserError, and OSError where it cannot be read."""
+    """Read a file of at most `limit` bytes. Raises UserError, or OSError if it cannot be read."""
     if (size := require_file(path).stat().st_size) > limit:
         raise UserError(f"{path} has {size:,} bytes; it may have at most {limit:,}")
     return path.read_bytes()
 
 
 def read_text(path: Path, limit: int = LARGEST_TEXT) -> str:
-    """The content of a text file in UTF-8. See `read_bytes`."""
+    """Read a UTF-8 text file. See `read_bytes`."""
     try:
         return read_bytes(path, limit).decode()
     except UnicodeDecodeError as error:
@@ -181,22 +181,22 @@ def read_text(path: Path, limit: int = LARGEST_TEXT) -> str:
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """The content of a JSON file as `kind`, a type for msgspec. Keys that a TypedDict does not have are left out.
+    """Read a JSON file as `kind`, a type for msgspec. Keys that a TypedDict does not declare are dropped.
 
-    Raises UserError, which names the file, the key and what is allowed there.
+    Raises a UserError that names the file, the key and what is allowed there.
     """
     return decode(read_bytes(path), kind, str(path))
 
 
 def decode(value: Any, kind: type, name: str) -> Any:
-    """`value` as `kind`: JSON in bytes, or what JSON was decoded to. Raises UserError, which begins with `name`."""
+    """Convert `value` to `kind`: JSON bytes, or decoded JSON. Raises a UserError that begins with `name`."""
     try:
         return msgspec.json.decode(value, type=kind) if isinstance(value, bytes) else msgspec.convert(value, kind)
-    except (ValueError, RecursionError) as error:  # of what is nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise UserError(f"{name}: {error}") from None
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first of `names`, for messages: they may be thousands, or as long as a book."""
+    """The first few of `names`, for messages: there may be thousands, and one may be as long as a book."""
     shown = [name if len(name) <= 60 else f"{name[:60]}..." for name in itertools.islice(names, 9)]
     return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "nothing"

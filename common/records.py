@@ -1,10 +1,10 @@
-"""Types of flags and of the fields in JSON files, with their limits, as msgspec checks them."""
+"""Types of flags and of fields in JSON files, with the limits that msgspec checks."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-Auto = Literal["auto"]  # a value that is chosen, or follows from others
+Auto = Literal["auto"]  # chosen for the user, or derived from other values
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Size = Annotated[int, Meta(gt=0, le=1 << 24)]

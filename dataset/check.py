@@ -1,4 +1,4 @@
-"""What a directory of tokens holds, and whether all of it is as it should be: `python prepare_data.py --check tokens/NAME`."""
+"""Describe and verify a directory of tokens: `python prepare_data.py --check tokens/NAME`."""
 
 import sys
 from pathlib import Path
@@ -16,9 +16,9 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # of the beginning of each split
 
 
 def check(directory: Path, spec: str = "") -> None:
-    """Read everything in a dataset directory, ours or another tool's, and print what it holds.
+    """Read a whole dataset directory, ours or another tool's, and print what it holds.
 
-    spec: the tokenizer of another tool's tokens, as --tokenizer names it. Raises UserError, which names the first fault.
+    spec: the tokenizer of another tool's tokens, as for --tokenizer. Raises a UserError that names the first problem.
     """
     if not directory.is_dir():
         raise UserError(f"--check={directory}: no such directory")
@@ -47,11 +47,11 @@ def check(directory: Path, spec: str = "") -> None:
         stream.read(0, beginning)
         shown = repr(tokenizer.decode(beginning)) if tokenizer else str(beginning.tolist())
         lines += [describe(split, records), f"  {shown[:SHOWN_CHARACTERS]}"]
-    say("\n".join([*lines, "every shard is whole" + " and matches its sha256" * own]))
+    say("\n".join([*lines, "every shard is intact" + " and matches its sha256" * own]))
 
 
 def describe(split: str, records: list[dict]) -> str:
-    """What the shards of a split hold together, in a line. Records of another tool's shards lack the bytes of their text."""
+    """One line about all shards of a split. Records of another tool's shards lack the size of their text."""
     tokens, documents, size = (
         sum(record.get(key, 0) for record in records) for key in ("tokens", "documents", "bytes_of_text")
     )
@@ -60,6 +60,6 @@ def describe(split: str, records: list[dict]) -> str:
 
 
 def check_sha256(path: Path, record: dict) -> None:
-    """Raise UserError if a file is not the one that dataset.json has recorded."""
+    """Raise UserError if a file is not the one that dataset.json records."""
     if files.sha256(path) != record["sha256"]:
-        raise UserError(f"{path} does not match its sha256 in dataset.json; copy or prepare it again")
+        raise UserError(f"{path} does not match its sha256 in dataset.json; copy it or prepare it again")

@@ -1,4 +1,4 @@
-"""Text to tokens: which split each document goes to, and workers that encode units of text in parallel."""
+"""Text to tokens: assign each document to a split, and encode units of text in parallel."""
 
 import hashlib
 from collections import deque
@@ -16,38 +16,38 @@ from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 
 FEW_DOCUMENTS = 100  # a source of fewer documents is split by its tail
-HASHED_BYTES = 1 << 16  # the first bytes of a document, whose hash chooses its split
-UNIT_BYTES = 1 << 20  # a worker encodes so much text at a time
-PIECE_BYTES = 256  # what a document takes in memory besides its text
+HASHED_BYTES = 1 << 16  # the hash of this many leading bytes decides a document's split
+UNIT_BYTES = 1 << 20  # text that a worker encodes at a time
+PIECE_BYTES = 256  # memory that a document takes besides its text
 
-Position = tuple[int, int]  # of a unit: the number of its file, and its number in the file
+Position = tuple[int, int]  # of a unit: the index of its file, and its index in that file
 
 
 @dataclass
 class Unit:
-    """About UNIT_BYTES of text of one file."""
+    """About UNIT_BYTES of text from one file."""
 
     position: Position
     parts: list[tuple[str, bool, str]] = field(default_factory=list)  # the split, whether a document starts here, the text
     filled: int = 0  # bytes of memory
     bytes_on_disk: float = 0
-    without_text: int = 0  # rows
-    not_utf8: bool = False  # whether some bytes were not UTF-8, and became U+FFFD
+    without_text: int = 0  # number of rows that have no text
+    not_utf8: bool = False  # whether some bytes were not UTF-8 and became U+FFFD
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which text is for validation: documents chosen by their hash, or everything from character `boundary` on."""
+    """Which text is for validation: documents picked by their hash, or everything from character `boundary` on."""
 
     val_fraction: float
     boundary: int | None = None
-    offsets: list[int] = field(default_factory=list)  # with a boundary: the first character of each file
+    offsets: list[int] = field(default_factory=list)  # with a boundary: where each file's first character is
 
 
 def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> Split:
-    """The split of a source, which is read up to FEW_DOCUMENTS. Raises UserError if a split would be empty.
+    """Choose how to split a source by reading up to FEW_DOCUMENTS of it. Raises UserError if a split would be empty.
 
-    val_fraction: auto means 0.05, and with few documents 0.1.
+    val_fraction: auto means 0.05, or 0.1 if there are few documents.
     """
     documents, characters, offsets = 0, 0, []
     for file in source_files:
@@ -58,23 +58,23 @@ def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> 
             if documents >= FEW_DOCUMENTS:
                 return Split(0.05 if val_fraction == "auto" else val_fraction)
     if not documents:
-        raise UserError("there is no text in the source")
+        raise UserError("the source contains no text")
     val_fraction = 0.1 if val_fraction == "auto" else val_fraction
     boundary = int(characters * (1 - val_fraction))
     if not 0 < boundary < characters:
-        raise UserError(f"--val_fraction={val_fraction} of {characters} characters leaves a split empty; try 0.1")
+        raise UserError(f"--val_fraction={val_fraction} of {characters} characters leaves one split empty; try 0.1")
     return Split(val_fraction, boundary, offsets)
 
 
 def split_hash(data: bytes) -> float:
-    """A hash of the beginning of a document, uniform in [0, 1). It chooses the document's split."""
+    """A hash of the beginning of a document, uniform in [0, 1). It decides the document's split."""
     return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48
 
 
 def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, Position]) -> Iterator[Unit]:
-    """Read files in order, in units of the text that is wanted.
+    """Read files in order, as units of text that still has to be encoded.
 
-    wanted: the position in front of which a run before this one has finished each split. Files in front of both are not read.
+    wanted: for each split, the first position that an earlier run has not finished. Files before both are not read.
     """
     for index in range(min(wanted.values())[0], len(source_files)):
         unit, name, offset = Unit((index, 0)), "", split.offsets[index] if split.offsets else 0
@@ -85,7 +85,7 @@ def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, P
                     name = "val" if split_hash(piece.data) < split.val_fraction else "train"
                 parts = [(name, piece.starts_document, text)]
             else:
-                before = max(0, split.boundary - offset)  # characters of this text that are for training
+                before = max(0, split.boundary - offset)  # characters of this text that go to training
                 starts_val = piece.starts_document or offset <= split.boundary
                 parts = [("train", piece.starts_document, text[:before]), ("val", starts_val, text[before:])]
                 offset += len(text)
@@ -102,7 +102,7 @@ def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, P
 
 
 def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.ndarray]]:
-    """A unit with its tokens in each split. Each document is preceded by end-of-text."""
+    """Encode a unit into tokens for each split. End-of-text comes before each document."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = {split: [np.empty(0, dtype)] for split in ("train", "val")}
     for split, starts_document, text in unit.parts:
@@ -111,7 +111,7 @@ def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.nd
 
 
 def encode_all(tokenizer: Tokenizer, units: Iterable[Unit], workers: int) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
-    """Encode units in parallel, in order; see `encode_unit`. A few units per worker are in memory at a time."""
+    """Encode units in parallel and yield them in order; see `encode_unit`. Only a few units per worker are in memory."""
     pool = ThreadPoolExecutor(workers)
     results = (pool.submit(encode_unit, tokenizer, unit) for unit in units)
     pending = deque(islice(results, 2 * workers))

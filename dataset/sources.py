@@ -1,4 +1,4 @@
-"""Sources of text: files and folders, here or in any file system that fsspec knows, read in pieces of about a megabyte."""
+"""Sources of text: files and folders, local or in any file system that fsspec opens, read about a megabyte at a time."""
 
 import contextlib
 import functools
@@ -21,14 +21,14 @@ from fsspec.implementations.local import LocalFileSystem
 from common import files
 from common.errors import UserError, explain
 
-CHUNK_BYTES = 1 << 20  # how much is read at a time
-BLOCK_BYTES = 1 << 24  # what a request to a server asks for
-PARQUET_ROWS = 16  # how many rows are decoded at a time; each may be as long as the longest document
+CHUNK_BYTES = 1 << 20  # read at a time
+BLOCK_BYTES = 1 << 24  # of one request to a server
+PARQUET_ROWS = 16  # decoded at a time; each may be as long as the longest document
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
     ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
-    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # the older .lzma takes any bytes, and may ask for 4 GB
+    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # not .lzma: it accepts any bytes and may ask for 4 GB
 }
 HUB = "hf://datasets/"
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -36,36 +36,36 @@ NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of text, and how it holds documents."""
+    """A text file, and how it stores documents."""
 
     path: str  # in its file system
-    name: str  # relative to the folder of all files of its source
+    name: str  # relative to the folder that holds all files of its source
     size: int
     system: fsspec.AbstractFileSystem
-    column: str  # of a .parquet file, or the key in a .jsonl file
+    column: str  # the column of a .parquet file, or the key in a .jsonl file
     max_document_bytes: int  # the longest line or row
 
     def __str__(self) -> str:
-        """The path, relative to the working directory where it is below that, or the URL."""
+        """The URL, or the path: relative if the file is below the working directory."""
         return self.system.unstrip_protocol(self.path).removeprefix("file://").removeprefix(f"{os.getcwd()}/")
 
     @property
     def form(self) -> str:
-        """The suffix that says how the file holds text, without the suffix of its compression. Empty if it is unknown."""
+        """The suffix that says how the file stores text, ignoring compression. Empty if it is not one of SUFFIXES."""
         path = PurePosixPath(self.name)
         suffix = PurePosixPath(path.stem).suffix if path.suffix in OPENERS else path.suffix
         return suffix if suffix in SUFFIXES else ""
 
     def open(self) -> BinaryIO:
-        """The file, to read. The file system repeats a request that fails."""
+        """Open the file for reading. The file system repeats requests that fail."""
         return self.system.open(self.path, "rb", block_size=BLOCK_BYTES)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a part of a long one."""
+    """A document, or part of a long one."""
 
-    data: bytes  # UTF-8; empty for a row without a text
+    data: bytes  # UTF-8; empty for a row without text
     starts_document: bool
     bytes_on_disk: float
 
@@ -77,12 +77,12 @@ class Piece:
 
 @contextlib.contextmanager
 def named_errors(name: object) -> Iterator[None]:
-    """Turn what a file system, a server or a damaged file raises in the block into a UserError that begins with `name`."""
+    """Turn any error of a file system, a server or a damaged file into a UserError that begins with `name`."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # each file system raises its client's own classes
+    except Exception as error:  # each file system's client has its own exception classes
         raise UserError(f"{name}: {explain(error)}") from None
 
 
@@ -91,7 +91,7 @@ def named_errors(name: object) -> Iterator[None]:
 
 
 def embedded_corpus() -> list[SourceFile]:
-    """The Python standard library's own source files, without its tests."""
+    """The source files of the Python standard library, without its tests."""
     found, _ = list_files(sysconfig.get_path("stdlib"))
     return [file for file in found if file.form == ".py" and not NOT_EMBEDDED & set(PurePosixPath(file.name).parts)]
 
@@ -99,9 +99,9 @@ def embedded_corpus() -> list[SourceFile]:
 def list_files(
     source: str, url: str = "", column: str = "text", max_document_bytes: int = 1 << 25
 ) -> tuple[list[SourceFile], int]:
-    """The files of text at a path or URL (a file, a folder or a pattern), in the order of their names.
+    """The text files at a path or URL (a file, a folder or a pattern), sorted by name, and the number of other files there.
 
-    url: where `source` is, if its name alone does not say it. Returns also how many other files are there. Raises UserError.
+    url: the location of `source`, if it differs from its name. Raises UserError.
     """
     with named_errors(source):
         remote = "://" in source
@@ -120,22 +120,22 @@ def list_files(
     paths, more = sorted(sizes, key=PurePosixPath), (system, column, max_document_bytes)
     found = [SourceFile(path, os.path.relpath(path, root), sizes[path], *more) for path in paths]
     texts = [file for file in found if file.form]
-    if source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS)):  # a folder, where .md and .txt are documentation
+    if source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS)):  # a folder: its .md and .txt are documentation
         texts = [file for file in texts if file.form in (".jsonl", ".parquet")]
     if not texts:
-        raise UserError(f"{source}: no file of text there; wanted {' '.join(SUFFIXES)}, also followed by {' '.join(OPENERS)}")
+        raise UserError(f"{source}: no text files there; expected {' '.join(SUFFIXES)}, optionally with {' '.join(OPENERS)}")
     return texts, len(found) - len(texts)
 
 
 def at_commit(source: str, commit: str = "") -> tuple[str, str]:
-    """The URL of a dataset on the Hugging Face hub at a commit, and the commit (default: what `source` means now).
+    """Pin a dataset on the Hugging Face Hub to a commit (default: the current one). Returns its URL and the commit.
 
     Raises UserError.
     """
     from huggingface_hub import HfApi, HfFileSystem
 
     if not re.match(HUB + "[^/]+/[^/]", source):
-        raise UserError(f"{source}: wanted {HUB}OWNER/NAME, also with @REVISION, and with /FOLDER or /PATTERN, after it")
+        raise UserError(f"{source}: expected {HUB}OWNER/NAME, optionally followed by @REVISION and by /FOLDER or /PATTERN")
     with named_errors(source):
         place = HfFileSystem().resolve_path(source)
         commit = commit or HfApi().dataset_info(place.repo_id, revision=place.revision).sha
@@ -147,14 +147,14 @@ def at_commit(source: str, commit: str = "") -> tuple[str, str]:
 
 
 def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
-    """Read a file, decompressed, as (bytes on disk, content) in chunks of about CHUNK_BYTES.
+    """Read and decompress a file in chunks of about CHUNK_BYTES. Yields (bytes on disk, content).
 
-    find_cut: where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also for a document too long.
+    find_cut: where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also if a line is too long.
     """
     unpack = OPENERS.get(PurePosixPath(file.name).suffix, contextlib.nullcontext)
     with named_errors(file), file.open() as raw, unpack(raw) as stream:
         rest, position, buffer = b"", 0, memoryview(bytearray(CHUNK_BYTES))
-        while size := stream.readinto(buffer):  # pyarrow's read() never frees its buffer if the stream is corrupt
+        while size := stream.readinto(buffer):  # pyarrow's read() leaks its buffer if the stream is corrupt
             content = rest + buffer[:size]
             end = find_cut(content) if len(content) >= CHUNK_BYTES else 0
             rest = content[end:]
@@ -168,9 +168,9 @@ def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[
 
 
 def end_of_words(content: bytes) -> int:
-    """The end of the last word before white space: no token crosses it, so both sides keep the tokens of the whole.
+    """The end of the last word before white space. No token crosses it, so cutting there does not change the tokens.
 
-    If the last 4096 bytes have no such place, the end of the last whole character.
+    If the last 4096 bytes contain no such place, the end of the last whole character.
     """
     tail = max(0, len(content) - 4096)
     if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[tail:])]:
@@ -180,17 +180,17 @@ def end_of_words(content: bytes) -> int:
 
 
 def parquet_rows(file: SourceFile) -> Iterator[Piece]:
-    """The rows of a column of a parquet file, one document each. Raises UserError."""
+    """The rows of one column of a parquet file, each a document. Raises UserError."""
     column, limit = file.column, file.max_document_bytes
     too_long = UserError(f"{file}: a row is longer than --max_document_bytes={limit}")
     with named_errors(file), file.open() as raw:
         table = pyarrow.parquet.ParquetFile(raw, buffer_size=CHUNK_BYTES)
         schema, strings = table.schema_arrow, (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
         if column not in schema.names or schema.field(column).type not in strings:
-            raise UserError(f'{file}: wanted a column "{column}" of strings; its columns are {files.shortened(schema.names)}')
+            raise UserError(f'{file}: no column "{column}" of strings; its columns are {files.shortened(schema.names)}')
         row_bytes = file.size / max(1, table.metadata.num_rows)
         for group in map(table.metadata.row_group, range(table.metadata.num_row_groups)):
-            # The size is that of all columns: pyarrow ends the process if the description of a single column is damaged.
+            # The size of all columns together: pyarrow aborts the process if the metadata of a single column is damaged.
             if group.total_byte_size > max(1, group.num_rows) * limit:
                 raise too_long
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
@@ -201,7 +201,7 @@ def parquet_rows(file: SourceFile) -> Iterator[Piece]:
 
 
 def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
-    """The lines of a .jsonl file, one document each. Raises UserError for a line without a text."""
+    """The lines of a .jsonl file, each a document. Raises UserError for a line that is not one."""
     first = 1
     for size, data in read_chunks(file, lambda content: content.rfind(b"\n") + 1):
         lines = data.removesuffix(b"\n").split(b"\n")
@@ -213,13 +213,13 @@ def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
                 content = b"" if text is None else text.encode("utf-8", "replace")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 wanted = f'{file}: line {number} is not a JSON object with a string under "{file.column}"'
-                raise UserError(f"{wanted}; --column names another key") from None
+                raise UserError(f"{wanted}; use --column=KEY for another key") from None
             yield Piece(content, bool(content), size / len(lines))
         first += len(lines)
 
 
 def read_pieces(file: SourceFile) -> Iterator[Piece]:
-    """Read a file in pieces of at most about CHUNK_BYTES (a row or line is one piece). Raises UserError."""
+    """Read a file in pieces of about CHUNK_BYTES at most (a row or line is always one piece). Raises UserError."""
     if file.form == ".parquet":
         yield from parquet_rows(file)
     elif file.form == ".jsonl":

@@ -1,4 +1,4 @@
-"""Token shards on disk, and dataset directories of them: ours with a dataset.json, or those of other tools."""
+"""Token shards on disk, and directories of them: our own datasets with a dataset.json, or other tools' files."""
 
 import bisect
 import contextlib
@@ -22,11 +22,11 @@ from dataset.tokenizer import end_of_text, token_ids
 
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-# llm.c, build-nanogpt and nanoGPT prepare web text as GPT-2's tokens, the last of which separates documents. Their models have
-# up to 50,304 of them.
+# llm.c, build-nanogpt and nanoGPT encode web text as GPT-2's tokens; the last one separates documents. Their models pad the
+# vocabulary to as many as 50,304.
 GPT2_VOCAB_SIZE, GPT2_PADDED = 50257, 50304
-RESTORE = "restore the file, and the same command goes on"
-SCAN_TOKENS = 1 << 22  # opening checks the ids of so many tokens of a split
+RESTORE = "restore the file, then run the same command to continue"
+SCAN_TOKENS = 1 << 22  # how many ids of a split are checked when it is opened
 
 
 Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
@@ -54,7 +54,7 @@ class Metadata(TypedDict):
     dtype: Literal["uint16", "uint32"]
     source: list[Source]
     val_fraction: Share
-    options: NotRequired[dict]  # settings of prepare_data.py that were given
+    options: NotRequired[dict]  # settings of prepare_data.py that the user gave
     shards: list[ShardRecord]
 
 
@@ -64,7 +64,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits, else uint32."""
+    """uint16 if every id fits, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -81,15 +81,15 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """The tokens of a file, which stays open. A slice of them is an array.
+    """The tokens of a file, which stays open. Slicing returns an array.
 
-    They are read by pread. In a memory map, a file that was truncated or a bad disk would end the process by SIGBUS.
+    Tokens are read with pread. With a memory map, a truncated file or a bad disk would kill the process with SIGBUS.
     """
 
     path: Path
     file: BinaryIO
     dtype: np.dtype
-    offset: int  # bytes in front of the tokens
+    offset: int  # bytes before the tokens
     count: int
 
     def __len__(self) -> int:
@@ -110,15 +110,15 @@ class Shard:
 
 def open_shard(path: Path) -> Shard:
     """Open llm.c's .bin with either magic, nanoGPT's train.bin or val.bin, a .npy, or datatrove's .ds. Raises UserError."""
-    file = files.require_file(path).open("rb", buffering=0)  # a buffer would be as large as a block of the file system
+    file = files.require_file(path).open("rb", buffering=0)  # a buffer would be as large as a file system block
     size = os.fstat(file.fileno()).st_size
     if path.suffix == ".npy":
         try:
             tokens = np.lib.format.open_memmap(path, mode="r")
-        except Exception as error:  # numpy parses the header as Python, and fails in as many ways
+        except Exception as error:  # numpy parses the header as a Python literal, which can fail in many ways
             raise UserError(f"{path}: {error}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-            raise UserError(f"{path}: holds {tokens.dtype} {tokens.shape}; wanted one row of integer tokens")
+            raise UserError(f"{path} holds {tokens.dtype} {tokens.shape}; expected one row of integer tokens")
         return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
     magic, version, count = np.frombuffer(file.read(HEADER_INTS * 4).ljust(12, b"\0"), "<i4", 3).tolist()
     header, offset, dtype = "its header", HEADER_INTS * 4, MAGICS.get((magic, version))
@@ -128,18 +128,18 @@ def open_shard(path: Path) -> Shard:
         header, offset, dtype, count = "a row of uint16", 0, np.dtype("<u2"), (size + 1) // 2
     elif dtype is None:
         wanted = " or ".join(f"{magic} and {version}" for magic, version in MAGICS)
-        raise UserError(f"{path}: its header has magic {magic} and version {version}; wanted llm.c's {wanted}")
+        raise UserError(f"{path}: its header has magic {magic} and version {version}; expected llm.c's {wanted}")
     wanted = offset + count * dtype.itemsize
     if count < 0 or size != wanted:
-        raise UserError(f"{path}: {header} promises {wanted} bytes, the file has {size}; copy or prepare it again")
+        raise UserError(f"{path}: {header} promises {wanted} bytes, but the file has {size}; copy it or prepare it again")
     return Shard(path, file, dtype, offset, count)
 
 
 def read_datatrove(path: Path) -> tuple[str, np.dtype, int]:
-    """What NAME.ds.metadata says of a .ds: the tokenizer's name or path, the tokens' type, their number. Raises UserError."""
+    """Read NAME.ds.metadata: the tokenizer's name or path, the tokens' dtype, and their number. Raises UserError."""
     said = re.match(r"(.*)\|([24])\n(\d{1,18})(\n|\Z)", files.read_text(Path(f"{path}.metadata")))
     if not said:
-        raise UserError(f"{path}.metadata: wanted TOKENIZER|2 or TOKENIZER|4, and the number of tokens on the next line")
+        raise UserError(f"{path}.metadata: expected TOKENIZER|2 or TOKENIZER|4, then the number of tokens on the next line")
     return said[1], np.dtype(f"<u{said[2]}"), int(said[3])
 
 
@@ -152,7 +152,7 @@ class Stream:
 
     @functools.cached_property
     def largest(self) -> int:
-        """The largest id in a small split, or at the beginnings of a large one's shards. Raises UserError; see `check`."""
+        """The largest id in a small split, or at the start of each shard of a large one. Raises UserError; see `check`."""
         share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
         return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 
@@ -165,17 +165,17 @@ class Stream:
         return self.starts[-1]
 
     def num_windows(self, seq_len: int) -> int:
-        """How many windows of `seq_len` inputs and as many targets the stream has."""
+        """How many windows of `seq_len` inputs and targets the stream has."""
         return max(0, (len(self) - 1) // seq_len)
 
     def check_length(self, seq_len: int, split: str) -> None:
-        """Raise UserError unless there is a window of `seq_len`. `split` names the stream in the message."""
+        """Raise UserError unless there is at least one window of `seq_len`. `split` names the stream in the message."""
         if not self.num_windows(seq_len):
             where = f"{self.shards[0].path.parent if self.shards else 'a dataset'} has {len(self)} {split} tokens"
-            raise UserError(f"{where}, less than one window of --seq_len={seq_len}; prepare more text or lower --seq_len")
+            raise UserError(f"{where}, less than one window of --seq_len={seq_len}; prepare more text, or lower --seq_len")
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """The shard that holds the token at `position` of the stream, and where in the shard it is."""
+        """The shard that holds the token at `position` of the stream, and its position in the shard."""
         shard = bisect.bisect(self.starts, position) - 1
         return self.shards[shard].path, position - self.starts[shard]
 
@@ -194,19 +194,19 @@ class Stream:
         return read_windows([self], np.zeros_like(windows), windows, seq_len)
 
     def check(self, tokens: np.ndarray, where: str) -> int:
-        """The largest token id. Raises UserError if one is outside the vocabulary; `where` names the tokens in the message."""
+        """The largest token id. Raises UserError if one is outside the vocabulary. `where` names the tokens in messages."""
         if not len(tokens):
             return 0
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
             outside = f"token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}"
-            raise UserError(f"{where}: {outside}; --vocab_size=N makes it larger")
+            raise UserError(f"{where}: {outside}; set a larger --vocab_size")
         return highest
 
 
 def open_stream(paths: list[Path], vocab_size: int) -> Stream:
-    """Open the shards of a split, and check a sample of their ids: batches are checked when they are read. Raises UserError."""
-    with contextlib.suppress(ValueError, OSError):  # many systems allow 1024 open files by default, some no more
+    """Open the shards of a split and check a sample of their ids. Batches are checked when they are read. Raises UserError."""
+    with contextlib.suppress(ValueError, OSError):  # many systems allow 1024 open files by default; some do not allow more
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = soft + len(paths)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
@@ -218,7 +218,7 @@ def open_stream(paths: list[Path], vocab_size: int) -> Stream:
 def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
     """Read windows: int64 [k, seq_len + 1]. Inputs are [:, :-1], targets [:, 1:].
 
-    windows [k]: each is of the stream whose number in `streams` is in `numbers` [k]. Raises UserError for a bad token.
+    numbers [k]: for each of the `windows` [k], the index of its stream in `streams`. Raises UserError for a bad token.
     """
     out = np.empty((len(windows), seq_len + 1), np.int64)
     for row, number, window in zip(out, numbers.tolist(), windows.tolist(), strict=True):
@@ -234,32 +234,32 @@ class Dataset:
 
     directory: Path
     vocab_size: int
-    eot_token: int | None  # the token between documents; None where there is none, or where it is not known
-    tokenizer: Path | None  # the tokenizer.json, if there is one
+    eot_token: int | None  # the token between documents; None if there is none, or if it is unknown
+    tokenizer: Path | None  # the tokenizer.json, if it exists
     splits: dict[str, Stream]  # "train" and "val"
     identity: str  # sha256 of what the shards hold; the directory's name does not matter
-    bytes_of_text: dict[str, int] = field(default_factory=dict)  # of each split, if the directory says
-    remark: str = ""  # what is assumed, because foreign files do not say it
+    bytes_of_text: dict[str, int] = field(default_factory=dict)  # of each split, if known
+    remark: str = ""  # what we assume, because foreign files do not say it
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text for which a validation token stands on average. 0 if the directory does not say."""
+        """Average bytes of text per validation token. 0 if unknown."""
         return self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert a validation `loss`, in nats per token, to bits per byte of text. None if the number of bytes is unknown."""
+        """Convert a validation `loss` in nats per token to bits per byte of text. None if the number of bytes is unknown."""
         return loss / float(np.log(2)) / self.bytes_per_token if self.bytes_per_token else None
 
 
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
-    """Open a dataset directory and check sizes, counts and token ids. It has a dataset.json, or foreign token files.
+    """Open a directory with a dataset.json or foreign token files. Checks sizes, counts and token ids. Raises UserError.
 
-    vocab_size: that of foreign files, which do not state it (0: as datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
-    prepare_command: what makes the dataset. The UserError for a missing directory prints it if its --out is this directory.
+    vocab_size: for foreign files, which do not state it (0: take datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
+    prepare_command: makes the dataset. The error for a missing directory prints it if its --out is this directory.
     """
     directory = Path(directory)
     if directory.is_file():
-        raise UserError(f"--tokens={directory} is a file; give the directory that it is in")
+        raise UserError(f"--tokens={directory} is a file; give its directory")
     if not directory.is_dir():
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
@@ -274,7 +274,7 @@ def _open_own(directory: Path) -> Dataset:
         splits[split] = open_stream([directory / record["file"] for record in records], metadata["vocab_size"])
         for record, shard in zip(records, splits[split].shards, strict=True):
             if len(shard) != record["tokens"]:
-                raise UserError(f"{shard.path}: {len(shard)} tokens, dataset.json says {record['tokens']}")
+                raise UserError(f"{shard.path} has {len(shard)} tokens, but dataset.json says {record['tokens']}")
         bytes_of_text[split] = sum(record["bytes_of_text"] for record in records)
     identity = digest([(record["split"], record["tokens"], record["sha256"]) for record in metadata["shards"]])
     tokenizer = next(directory.glob("tokenizer.json"), None)
@@ -285,8 +285,8 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     names = {split: _foreign_files(directory, split) for split in ("train", "val")}
     if not names["train"] or not names["val"]:
         raise UserError(
-            f"--tokens={directory} has neither dataset.json nor *_train_*.bin and *_val_*.bin, *_train_*.npy and *_val_*.npy, "
-            "train.bin and val.bin, or train/*.ds and val/*.ds; make a dataset with prepare_data.py"
+            f"--tokens={directory} is not a dataset: expected dataset.json from prepare_data.py, or token files for train and "
+            "val, named *_train_*.bin, *_train_*.npy, train.bin or train/*.ds"
         )
     datatrove = read_datatrove(names["train"][0])[0] if names["train"][0].suffix == ".ds" else ""
     tokenizer = next((path for path in (directory / "tokenizer.json", Path(datatrove)) if path.is_file()), None)
@@ -296,7 +296,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     elif characters:
         source, vocab_size = "meta.pkl", characters
     elif datatrove and not ids:
-        raise UserError(f"{directory}: put the tokenizer.json of {datatrove}, its tokenizer, there, or give --vocab_size=N")
+        raise UserError(f"{directory}: put its tokenizer there (the tokenizer.json of {datatrove}), or set --vocab_size=N")
     elif datatrove:
         source, vocab_size = str(tokenizer), max(ids.values()) + 1
     else:
@@ -304,19 +304,19 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     eot_token = end_of_text(ids)
     if not ids and not characters and GPT2_VOCAB_SIZE <= vocab_size <= GPT2_PADDED:
         eot_token = GPT2_VOCAB_SIZE - 1
-    if eot_token is not None and eot_token >= vocab_size:  # tools/char_tokenizer.py gives characters one that no text has
+    if eot_token is not None and eot_token >= vocab_size:  # tools/char_tokenizer.py adds one that the tokens do not use
         eot_token = None
 
     splits = {split: open_stream(paths, vocab_size) for split, paths in names.items()}
     largest = max(stream.largest for stream in splits.values())
-    remark = f"{directory} has no dataset.json: a vocabulary of {vocab_size:,} by {source}; the largest id seen is {largest}"
+    remark = f"{directory} has no dataset.json; vocabulary {vocab_size:,} (from {source}), largest id seen {largest}"
     if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
-        remark = f"warning: {remark}; if no id is larger, give --vocab_size={largest + 1}"
+        remark = f"warning: {remark}; if no id is larger, set --vocab_size={largest + 1}"
     if eot_token is not None:
-        remark += f"; token {eot_token} separates documents, by {'its tokenizer' if ids else 'GPT-2'}"
+        remark += f"; token {eot_token} separates documents (from {'its tokenizer' if ids else 'GPT-2'})"
     if not tokenizer:
-        made = f"; python tools/char_tokenizer.py {directory}/meta.pkl makes it" if characters else ", such as --tokenizer=gpt2"
-        remark += f"; sample.py needs the tokenizer of these tokens{made}"
+        made = f": run python tools/char_tokenizer.py {directory}/meta.pkl" if characters else ", such as --tokenizer=gpt2"
+        remark += f"; sample.py will need the tokenizer of these tokens{made}"
     sizes = [(str(path.relative_to(directory)), path.stat().st_size) for paths in names.values() for path in paths]
     return Dataset(directory, vocab_size, eot_token, tokenizer, splits, digest(sizes), remark=remark)
 
@@ -329,14 +329,14 @@ def _foreign_files(directory: Path, split: str) -> list[Path]:
 
 
 def characters_in(path: Path) -> int:
-    """How many characters nanoGPT's meta.pkl says there are; 0 if it does not say. The pickle is searched, never unpickled."""
+    """The number of characters in nanoGPT's meta.pkl; 0 if it does not say. The pickle is searched, never unpickled."""
     if not path.is_file():
         return 0
-    # "vocab_size", which is memoized (by MEMOIZE, or BINPUT and a number), then a BININT1, BININT2 or BININT.
+    # "vocab_size", memoized (by MEMOIZE, or BINPUT and a number), followed by a BININT1, BININT2 or BININT.
     found = re.search(rb"vocab_size(?:\x94|q.)(?:K(.)|M(..)|J(....))", files.read_bytes(path), re.DOTALL)
     return int.from_bytes(found[found.lastindex], "little") if found else 0
 
 
 def digest(value: list) -> str:
-    """sha256 of a value, as JSON."""
+    """The sha256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

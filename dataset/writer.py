@@ -1,7 +1,7 @@
-"""Writing a dataset directory: tokens are cut into shards, and a kill at any instant loses at most the last one of each split.
+"""Write a dataset directory in shards. A kill at any instant loses at most the last shard of each split.
 
-progress.json is published whenever a shard is finished. It says for each split which shards are finished, and where in the text
-the last of them ends. dataset.json is published last.
+progress.json is published whenever a shard is finished. For each split it lists the finished shards, and where in the text the
+last one ends. dataset.json is published last.
 """
 
 import json
@@ -17,28 +17,28 @@ from dataset.encode import Position
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import read_metadata, token_dtype, write_shard
 
-START: Position = (0, -1)  # in front of all units
-END: Position = (sys.maxsize, 0)  # behind all units
+START: Position = (0, -1)  # before all units
+END: Position = (sys.maxsize, 0)  # after all units
 
 
 class ShardWriter:
     """Cuts the tokens of one split into shards. The split ends after `max_tokens`.
 
-    earlier: what an earlier run has published, as progress.json has it: `finished`, the records of its shards, `position`, the
-    unit in which the last of them ends, and `taken`, how many of that unit's tokens are in shards.
+    earlier: this split in an earlier run's progress.json. `finished`: the records of its shards. `position`: the unit in which
+    the last one ends. `taken`: how many of that unit's tokens are in shards.
     """
 
     def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int, earlier: dict):
         self.directory, self.split, self.tokenizer, self.max_tokens = directory, split, tokenizer, max_tokens
         self.finished, self.position, self.taken = earlier["finished"], tuple(earlier["position"]), earlier["taken"]
         self.total = sum(record["tokens"] for record in self.finished)  # tokens of the split so far
-        self.buffer = np.empty(shard_tokens, token_dtype(tokenizer.vocab_size))  # takes up memory only as it fills
+        self.buffer = np.empty(shard_tokens, token_dtype(tokenizer.vocab_size))  # uses memory only as it fills
         self.filled = self.bytes_of_text = self.documents = 0  # of the buffer
 
     def add(self, tokens: np.ndarray, position: Position) -> bool:
-        """Append the tokens of the unit at `position`, and publish each shard that they complete. Returns whether any was.
+        """Append the tokens of the unit at `position`, and publish each shard that becomes full. Returns whether any did.
 
-        Tokens that an earlier run has put into finished shards are passed over.
+        Skips tokens that an earlier run has already put into finished shards.
         """
         finished, start = len(self.finished), self.taken if position == self.position else 0
         end = min(len(tokens), start + self.max_tokens - self.total)
@@ -66,9 +66,9 @@ class ShardWriter:
 
 
 class DatasetWriter:
-    """Writes both splits of a dataset, and goes on behind the shards that an earlier run of the same request has finished.
+    """Writes both splits of a dataset, continuing after the shards that an earlier run with the same request finished.
 
-    request: what the dataset is to be, as JSON. If another request left shards in the directory, they are removed.
+    request: describes the dataset, as JSON. Shards from a different request are removed.
     """
 
     def __init__(self, directory: Path, request: dict, tokenizer: Tokenizer, val_fraction: float):
@@ -80,7 +80,7 @@ class DatasetWriter:
         found = files.read_json(directory / "progress.json") if (directory / "progress.json").exists() else {}
         if found.get("request") == request:
             finished = sum(len(earlier["finished"]) for earlier in found["splits"].values())
-            say(f"{directory}: going on after {plural(finished, 'finished shard')}")
+            say(f"{directory}: continuing after {plural(finished, 'finished shard')}")
         else:
             if found:
                 say(f"restarting {directory}: the unfinished dataset there was made from other sources or settings")
@@ -93,7 +93,7 @@ class DatasetWriter:
 
     @property
     def wanted(self) -> dict[str, Position]:
-        """For each split, the position of the unit that its next tokens are of or come after. END if it takes no more."""
+        """For each split, the first unit that may contain its next tokens. END if the split is full."""
         return {s: w.position if w.total < w.max_tokens else END for s, w in self.splits.items()}
 
     def add(self, tokens: dict[str, np.ndarray], position: Position) -> None:
@@ -112,7 +112,7 @@ class DatasetWriter:
             if writer.filled:
                 writer.publish()
             if not writer.finished:
-                raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {split}; try another")
+                raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {split}; try another value")
         self.tokenizer.save(self.directory / "tokenizer.json")
         metadata = {
             "format": "lockstep-tokens",
@@ -131,7 +131,7 @@ class DatasetWriter:
 
 
 def is_finished(directory: Path, request: dict) -> bool:
-    """Whether the directory holds the requested dataset. Raises UserError if it holds another one, or other files."""
+    """Whether the directory holds the requested dataset. Raises UserError if it holds a different one, or other files."""
     if not (directory / "dataset.json").exists():
         names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
         if names and "progress.json" not in names:
@@ -144,6 +144,6 @@ def is_finished(directory: Path, request: dict) -> bool:
         wanted["val_fraction"] = metadata["val_fraction"]
     keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
     if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
-        raise UserError(f"{directory} holds another dataset: {', '.join(names)} differ; choose another --out, or remove it")
-    (directory / "progress.json").unlink(missing_ok=True)  # in case a kill has left it
+        raise UserError(f"{directory} holds a different dataset: {', '.join(names)} differ; choose another --out, or remove it")
+    (directory / "progress.json").unlink(missing_ok=True)  # a kill may have left it
     return True

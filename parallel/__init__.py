@@ -1,7 +1,7 @@
-"""Ranks: how they meet, what they exchange, and how they stop.
+"""Ranks: how they connect, what they exchange, and how they stop.
 
 `world.World` is the process group: rank, size, device, collectives, an agreed stop.
-`engine.Engine` is a model as it is trained, by any strategy. The training loop knows nothing behind it.
-`exact`, `from_scratch` and `sharded` are the strategies; torch's DDP and FSDP2 stand behind the same surface.
-`replicas` tells whether all ranks hold the same bits.
+`engine.Engine` is a model in training, under any strategy. The training loop sees nothing behind it.
+`exact`, `from_scratch` and `sharded` are the strategies; torch's DDP and FSDP2 have the same interface.
+`replicas` checks that all ranks hold the same bits.
 """

@@ -1,11 +1,11 @@
 """Data parallelism from scratch: a lesson in four parts, to be read from top to bottom.
 
-W processes ("ranks") hold a copy each of the same model. Each rank computes the gradient of its own share of the batch.
-If the shares are equally large, the mean of the W gradients is the gradient of the whole batch. With this mean, every
-rank makes the same optimizer update, so the copies stay equal. The whole method is: start equal, average the gradients,
-update. Averaging the weights after the update is something else, because AdamW is not linear in the gradient.
+W processes ("ranks") each hold a copy of the same model. Each rank computes the gradient of its share of the batch. If the
+shares are equal in size, the mean of the W gradients is the gradient of the whole batch. Every rank applies that mean in
+the same optimizer update, so the copies stay equal. That is the whole method: start equal, average the gradients, update.
+Averaging the weights after the update would not do the same, because AdamW is not linear in the gradient.
 
-The parts are: (1) the idea, (2) when it runs, (3) what an all-reduce is made of, (4) communication while backward runs.
+The parts are: (1) the idea, (2) when it runs, (3) what an all-reduce is made of, (4) communicating while backward runs.
 They give three strategies, which differ in how the mean reaches every rank. For P parameters with n bytes of gradients:
 
     strategy               collectives an update     bytes each rank sends     when
@@ -13,11 +13,11 @@ They give three strategies, which differ in how the mean reaches every rank. For
     ScratchReduceScatter   2 (of one flat tensor)    2 (W-1)/W n               after backward
     ScratchOverlap         n / 25 MB                 2 (W-1)/W n               while backward is still running
 
-No all-reduce can send fewer bytes than 2 (W-1)/W n, and a ring sends exactly that many (Patarasuk and Yuan 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations"; Baidu brought it to deep learning in 2017). So each
-of 1000 ranks sends hardly more than each of 10. Two things can still be saved: the latency of P small messages, and the
-time in which nothing is computed because gradients are being sent. The last strategy saves both, as torch's
-DistributedDataParallel does (Li et al. 2020, "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
+No all-reduce can send fewer bytes than 2 (W-1)/W n, and a ring sends exactly that many. (Patarasuk and Yuan 2009,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations". Baidu brought it to deep learning in 2017.) So a
+rank among 1000 sends hardly more than a rank among 10. Two costs remain: the latency of P small messages, and the time
+the ranks spend sending instead of computing. The last strategy hides both, as torch's DistributedDataParallel does (Li et
+al. 2020, "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
 
     model = ScratchOverlap(model)
     for i, (x, y) in enumerate(micro_batches):
@@ -25,9 +25,9 @@ DistributedDataParallel does (Li et al. 2020, "PyTorch Distributed", VLDB 13(12)
         loss_of(model(x), y).backward()
     optimizer.step()  # .grad is the mean over the ranks of what each has accumulated
 
-If some ranks have no gradient for a parameter, it counts as zero there. If no rank has one, `.grad` stays None, as in a
-single process. Parameters that are frozen when the wrapper is built are left out. Buffers (the statistics of batch norm)
-are made equal at the start only, unlike in DDP. Without a process group, or with one rank, the wrappers do nothing.
+A rank without a gradient for a parameter counts as zero. If no rank has one, `.grad` stays None, as in a single process.
+Parameters that are frozen when the wrapper is built are left out. Buffers (batch norm's statistics) are made equal only
+at the start, while DDP broadcasts them in every forward. Without a process group, or with one rank, the wrappers do nothing.
 """
 
 import weakref
@@ -44,22 +44,22 @@ from parallel.replicas import check_replicas
 class ScratchAllReduce(nn.Module):
     """Checks that the replicas start equal. After backward, runs one all-reduce per parameter, one after another.
 
-    A transformer has many vectors of a few KB. While they are sent the network is idle most of the time: they cost P
-    latencies. Raises ValueError on all ranks if the ranks' parameters or buffers differ (see `check_replicas`).
+    A transformer has many vectors of a few KB. Sending them one by one costs P latencies, and the network is mostly idle.
+    Raises ValueError on all ranks if their parameters or buffers differ (see `check_replicas`).
     """
 
     # 1. The idea -----------------------------------------------------------------------------------------------------
 
     def average_gradients(self) -> None:
-        """Replace every gradient by its mean over the ranks. Every trainable parameter has a gradient when this is called."""
+        """Replace every gradient by its mean over the ranks. Every trainable parameter must have a gradient."""
         for parameter in self.trainable:
             parameter.grad.div_(self.world_size)  # before the sum, which might overflow in float16
             dist.all_reduce(parameter.grad, group=self.group)
 
     # 2. When it runs -------------------------------------------------------------------------------------------------
     #
-    # Once an update, at the end of its last backward. The user says which backward is the last one by setting
-    # `require_backward_grad_sync` before the forward. Autograd says when that backward is done.
+    # Once per update, at the end of its last backward. The training loop marks that backward by setting
+    # `require_backward_grad_sync` before the forward. Autograd tells us when it has finished.
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -75,7 +75,7 @@ class ScratchAllReduce(nn.Module):
 
     def register_hooks(self) -> None:
         """Have autograd call `gradient_ready` for every trainable parameter."""
-        # Weakly: a wrapper in its own parameters' hooks is a cycle that Python does not find, so nothing would ever be freed.
+        # A weak reference: Python cannot collect a wrapper that its own parameters' hooks hold, so nothing would be freed.
         wrapper = weakref.ref(self)
 
         def hook(parameter: nn.Parameter) -> None:
@@ -86,24 +86,24 @@ class ScratchAllReduce(nn.Module):
             parameter.register_post_accumulate_grad_hook(hook)
 
     def ensure_equal_replicas(self) -> None:
-        """Make sure that all ranks start from the same parameters and buffers. This strategy refuses any difference."""
+        """Make sure that all ranks start from the same parameters and buffers. This strategy refuses to start otherwise."""
         check_replicas(self.module, self.group)
 
     def forward(self, *args, **kwargs):
-        """Run the module. As in DDP, the forward decides whether the backward that follows communicates."""
-        if torch.is_grad_enabled():  # an evaluation between forward and backward decides nothing
+        """Run the module. As in DDP, the forward decides whether the next backward communicates."""
+        if torch.is_grad_enabled():  # an evaluation between forward and backward must not change that
             self.sync_this_backward, self.sync_is_queued = self.require_backward_grad_sync, False
         return self.module(*args, **kwargs)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Autograd calls this as soon as `parameter.grad` holds its gradient of this backward."""
+        """Called by autograd as soon as `parameter.grad` holds the gradient of this backward."""
         if self.sync_this_backward and not self.sync_is_queued:
             self.prepare_sync()
 
     def prepare_sync(self) -> None:
-        """Arrange that `sync_gradients` runs at the end of this backward. Called when its first gradient is ready."""
-        # No gradient knows that it is the last one, and unused parameters have none. The autograd engine knows: it runs a
-        # queued callback when the whole backward is done, before `loss.backward()` returns. FSDP2 does the same.
+        """Queue `sync_gradients` for the end of this backward. Called when its first gradient is ready."""
+        # No hook can tell which gradient is the last, and unused parameters get none. The autograd engine can: it runs
+        # queued callbacks when the whole backward is done, before `loss.backward()` returns. FSDP2 relies on this too.
         self.sync_is_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self.sync_gradients)
 
@@ -111,15 +111,15 @@ class ScratchAllReduce(nn.Module):
     def sync_gradients(self) -> None:
         """Replace the gradients by their mean over the ranks.
 
-        Runs by itself at the end of a backward whose forward found `require_backward_grad_sync` true. After `no_sync` it may
-        be called by hand, on all ranks. It costs the strategy's collectives and one more, of 4 bytes a parameter.
+        Runs automatically at the end of a backward whose forward saw `require_backward_grad_sync` true. After `no_sync` you
+        may call it yourself, on all ranks. It costs the strategy's collectives and one more, of 4 bytes per parameter.
         """
         self.sync_is_queued = False
         if self.world_size == 1 or not self.trainable:
             return
-        # All ranks must call the same collectives in the same order, whichever gradients they miss; otherwise they would
-        # wait for each other for ever.
-        # The counts are made on the device: copying them there would wait for all that a GPU still has to do.
+        # All ranks must call the same collectives in the same order, whichever gradients they lack. Otherwise they would
+        # wait for each other forever.
+        # The counts are created on the device: copying them there would wait for all the work queued on a GPU.
         ranks_with_gradient = torch.ones(len(self.trainable), dtype=torch.int32, device=self.trainable[0].device)
         missing = [i for i, parameter in enumerate(self.trainable) if parameter.grad is None]
         for i in missing:
@@ -127,13 +127,13 @@ class ScratchAllReduce(nn.Module):
             ranks_with_gradient[i].zero_()
         self.average_gradients()
         dist.all_reduce(ranks_with_gradient, group=self.group)
-        if missing:  # only then, because a GPU has to wait for the numbers
+        if missing:  # only then, because reading the counts makes the host wait for the GPU
             for parameter, ranks in zip(self.trainable, ranks_with_gradient.tolist(), strict=True):
                 if ranks == 0:
                     parameter.grad = None
 
     def enable_grad_sync(self) -> None:
-        """From the next forward on, backward ends with the mean over the ranks."""
+        """From the next forward on, backward ends by averaging the gradients over the ranks."""
         self.require_backward_grad_sync = True
 
     def disable_grad_sync(self) -> None:
@@ -142,7 +142,7 @@ class ScratchAllReduce(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Do as after `disable_grad_sync` for the forwards in this context."""
+        """Act as after `disable_grad_sync` for every forward in this context."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -156,16 +156,17 @@ class ScratchAllReduce(nn.Module):
 class ScratchReduceScatter(ScratchAllReduce):
     """Puts all gradients into one flat tensor and runs the two halves of a ring all-reduce.
 
-    The flat tensor is cut into W equal shards (zeros at its end make it divisible). Reduce-scatter takes W-1 rounds. In
-    each, every rank passes a shard to its neighbour, which adds its own. At the end rank r has the finished sum of shard
-    r. All-gather takes W-1 more rounds, in which the finished shards travel around the ring. In each of the 2 (W-1)
-    rounds a rank sends n / W bytes. The flat tensor takes n more bytes of memory.
+    The flat tensor is padded with zeros and cut into W equal shards. Reduce-scatter takes W-1 rounds. In each, every rank
+    passes a shard to its neighbor, which adds its own values. At the end rank r holds the finished sum of shard r.
+    All-gather takes W-1 more rounds, in which the finished shards travel around the ring. In each of the 2 (W-1) rounds a
+    rank sends n / W bytes. The flat tensor takes another n bytes of memory.
 
     ZeRO and FSDP put the optimizer's update between the two halves. Each rank then updates only its own shard, and needs
-    only that shard's optimizer state.
+    optimizer state only for that shard.
 
     NCCL's reduce-scatter is such a ring. Gloo's (torch 2.8 and later) runs W all-reduces instead, and each rank keeps the
-    result of one. The sums are the same, but 3 (W-1)/W n bytes are sent in all. So read this one on a CPU; run it on GPUs.
+    result of one. The sums are the same, but each rank sends 3 (W-1)/W n bytes. So on a CPU, read this class but do not
+    expect it to be fast.
     """
 
     def ensure_equal_replicas(self) -> None:
@@ -176,7 +177,7 @@ class ScratchReduceScatter(ScratchAllReduce):
         for parameters in group_by_kind(self.trainable):
             flat = torch.cat([p.grad.reshape(-1) for p in parameters])
             flat = nn.functional.pad(flat, (0, -flat.numel() % self.world_size)).div_(self.world_size)
-            shards = list(flat.chunk(self.world_size))  # views: what is gathered lands in `flat`
+            shards = list(flat.chunk(self.world_size))  # views: all_gather writes into `flat`
             own_shard = torch.empty_like(shards[0])
             dist.reduce_scatter(own_shard, shards, group=self.group)
             dist.all_gather(shards, own_shard, group=self.group)
@@ -194,7 +195,7 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def group_by_kind(parameters: list[nn.Parameter], capacity: float = float("inf")) -> list[list[nn.Parameter]]:
-    """`parameters` in order, in groups for one flat tensor each: of one dtype and device, and full at `capacity` bytes."""
+    """Split `parameters`, in order, into groups of one dtype and device. A group of `capacity` bytes or more is full."""
     groups, last_kind, size = [], None, 0
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device)
@@ -207,12 +208,12 @@ def group_by_kind(parameters: list[nn.Parameter], capacity: float = float("inf")
 
 
 def views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Views of the 1-D `flat`, one after another, in the shapes of `parameters`."""
+    """Consecutive views of the 1-D `flat`, in the shapes of `parameters`."""
     sizes = [p.numel() for p in parameters]
     return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
 
-# 4. Communication while backward runs --------------------------------------------------------------------------------
+# 4. Communicating while backward runs --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -221,26 +222,26 @@ class Bucket:
 
     flat: Tensor
     gradients: dict[nn.Parameter, Tensor]  # views of `flat`
-    waiting: set[nn.Parameter] = field(default_factory=set)  # whose gradient of this backward is not ready yet
+    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not ready in this backward
 
 
 class ScratchOverlap(ScratchAllReduce):
-    """Fills buckets of about 25 MB and all-reduces each as soon as it is full, while backward goes on: what DDP does.
+    """Fills buckets of about 25 MB and all-reduces each as soon as it is full, while backward continues. DDP does the same.
 
-    Backward begins with the last layer. So the buckets take the parameters in the reverse order of their registration,
-    and the first bucket is sent when backward has hardly begun. Only the time of the last bucket cannot be hidden.
-    Larger buckets cost fewer latencies, smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets:
-    a new one is copied there once, later micro-batches add to it in place, and nothing is copied back.
+    Backward starts at the last layer. So the buckets take the parameters in reverse order of registration, and the first
+    bucket is sent soon after backward begins. Only the last bucket's all-reduce cannot be hidden. Larger buckets cost
+    fewer latencies; smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets: a new one is copied
+    there once, later micro-batches add to it in place, and nothing is copied back.
 
-    A module that is compiled as one graph returns all its gradients at the end of its backward, so there is nothing left
-    to overlap with. Compile its blocks one by one to keep the overlap.
+    A module compiled as one graph returns all its gradients at the end of backward, which leaves nothing to overlap with.
+    Compile its blocks one by one to keep the overlap.
     """
 
-    bucket_dtype: torch.dtype | None = None  # None: that of the gradients
+    bucket_dtype: torch.dtype | None = None  # None: the dtype of the gradients
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20):
         self.buckets, self.bucket_bytes = [], bucket_bytes
-        self.started = []  # the all-reduces under way, in the order of their buckets
+        self.started = []  # all-reduces in flight, in the order of their buckets
         super().__init__(module, group)
 
     def register_hooks(self) -> None:
@@ -257,7 +258,7 @@ class ScratchOverlap(ScratchAllReduce):
 
     def prepare_sync(self) -> None:
         super().prepare_sync()
-        self.finish_all_reduces()  # there are some if the backward before raised halfway
+        self.finish_all_reduces()  # an earlier backward that raised may have left some in flight
         for bucket in self.buckets:
             bucket.waiting = set(bucket.gradients)
 
@@ -269,16 +270,16 @@ class ScratchOverlap(ScratchAllReduce):
             self.start_full_buckets()
 
     def move_into_bucket(self, parameter: nn.Parameter) -> None:
-        """Make `parameter.grad` its view of the bucket. From then on autograd accumulates there."""
+        """Make `parameter.grad` a view into its bucket, where autograd accumulates from then on."""
         view = self.bucket_of[parameter].gradients[parameter]
         if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
 
     def start_full_buckets(self) -> None:
-        """Start the all-reduce of each full bucket, but never before that of the bucket in front of it.
+        """Start the all-reduce of each full bucket, strictly in bucket order.
 
-        Gradients may become ready in another order on another rank, but all ranks must start collectives in the same order.
+        Gradients may become ready in a different order on each rank, but all ranks must start collectives in the same order.
         """
         for bucket in self.buckets[len(self.started) :]:
             if bucket.waiting:
@@ -286,11 +287,11 @@ class ScratchOverlap(ScratchAllReduce):
             self.started.append(self.start_all_reduce(bucket.flat))
 
     def start_all_reduce(self, flat: Tensor) -> dist.Work:
-        """Begin to replace `flat` by its mean over the ranks."""
+        """Start replacing `flat` by its mean over the ranks."""
         return dist.all_reduce(flat.div_(self.world_size), group=self.group, async_op=True)
 
     def finish_all_reduces(self) -> None:
-        """Wait for the all-reduces under way."""
+        """Wait for the all-reduces in flight."""
         for work in self.started:
             work.wait()
         self.started.clear()
@@ -299,6 +300,6 @@ class ScratchOverlap(ScratchAllReduce):
         for parameter in self.trainable:
             self.move_into_bucket(parameter)
         for bucket in self.buckets:
-            bucket.waiting.clear()  # a parameter whose gradient is not ready by now was not used
+            bucket.waiting.clear()  # a parameter still without a gradient was not used in this backward
         self.start_full_buckets()
         self.finish_all_reduces()

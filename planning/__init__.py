@@ -1,6 +1,6 @@
-"""What a run will need, what `auto` chooses, and which settings do not go together.
+"""What a run will need, what `auto` chooses, and which settings conflict.
 
-`plan` prints what a run will need, and trains nothing. `rules` refuses settings that do not go together. `choices` gives every
-`auto` a value. `dial` sets what --depth gives, and `law` predicts the loss of a large run from small ones. `startup` asks the
-machines at hand what they can do, and says what is about to run. Only `startup` imports torch.
+`plan` prints what a run will need, and trains nothing. `rules` refuses settings that conflict. `choices` resolves every `auto`.
+`dial` sets everything that follows from --depth, and `law` predicts the loss of a large run from small ones. `startup` finds
+out what the machines at hand can do, and prints what is about to run. Only `startup` imports torch.
 """

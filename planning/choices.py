@@ -1,4 +1,4 @@
-"""What the settings leave open, chosen once, by what the hardware of all ranks can do. It imports no torch."""
+"""Resolve what the settings leave open, once, by what the hardware of all ranks can do. Does not import torch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,23 +13,23 @@ from settings import Config
 
 @dataclass(frozen=True)
 class Machines:
-    """What the ranks have: the slowest of them decides, and the one with the least memory."""
+    """What all ranks have: limited by the slowest, and by the one with the least memory."""
 
     ranks: int
     device: str  # cpu, cuda, xpu or mps
-    dtype: str  # the fastest precision, and Muon's
+    dtype: str  # the fastest precision
     muon_dtype: str
     free: float  # bytes of a GPU's memory
     total: float
-    threads: int  # of a rank
+    threads: int  # per rank
     choose_compile: Callable[[str, str, float], str]  # --compile, dtype, FLOPs of the run -> on or off
 
 
 def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict) -> Config:
-    """`config` with every choice made that it left open. Raises UserError where settings do not go together.
+    """`config` with every `auto` resolved. Raises UserError if settings conflict.
 
-    previous: the settings of the run so far. It keeps its precision, its micro-batches, its warmup, and whether it compiles:
-    bits depend on them.
+    previous: the settings of the run so far. It keeps its precision, micro-batches and warmup, and whether it compiles, because
+    the bits depend on them.
     """
     config = for_portable(config, machines.ranks)
     train, optim, model = config.train, config.optim, settings.resolve_model(config.model, vocab_size)
@@ -39,7 +39,7 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
     chosen = {name: chosen[name] if value == "auto" else value for name, value in given.items()}
     run_flops = footprint.flops_per_token(model) * train.steps * train.tokens_per_update
     chosen["compile"] = machines.choose_compile(chosen["compile"], chosen["dtype"], run_flops)
-    if optim.warmup_steps == "auto" and "warmup_steps" in previous:  # a longer run has no second warmup
+    if optim.warmup_steps == "auto" and "warmup_steps" in previous:  # lengthening a run must not lengthen its warmup
         warmup = min(previous["warmup_steps"], settings.resolve_schedule(optim, train.steps).warmup_steps)
         optim = dataclasses.replace(optim, warmup_steps=warmup)
     config = dataclasses.replace(config, model=model, optim=settings.resolve_schedule(optim, train.steps))
@@ -52,9 +52,9 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
 
 
 def for_portable(config: Config, ranks: int) -> Config:
-    """`config` with what --numerics=portable computes with in the place of each auto. Its micro-batches are single sequences.
+    """`config` with each auto set to what --numerics=portable needs. Micro-batches become single sequences.
 
-    So --micro_batch_size decides no bit, and one rank sums gradients as several do, by `exact`.
+    So --micro_batch_size does not affect the bits, and a single rank sums gradients as several do, with `exact`.
     """
     if config.numerics.numerics == "native":
         return config
@@ -67,10 +67,10 @@ def for_portable(config: Config, ranks: int) -> Config:
 
 
 def fit_micro_batch(config: Config, previous: int | None, machines: Machines) -> int:
-    """Sequences of a micro-batch for auto: the largest equal share of an update that fits (see `footprint`).
+    """Sequences per micro-batch for auto: the largest equal share of an update that fits (see `footprint`).
 
-    A run keeps its `previous` choice where the ranks can share it. Under `exact` what else uses the memory now must not count:
-    it takes the total memory, rounded down.
+    A run keeps its `previous` choice if the ranks can share it. Under `exact`, the choice must not depend on what else uses the
+    memory now, so it counts the total memory, rounded down.
     """
     exact = config.parallel.strategy == "exact"
     if isinstance(previous, int) and config.sequences_per_update % (previous * (1 if exact else machines.ranks)) == 0:

@@ -1,6 +1,7 @@
-"""One dial for the size of a model: `--depth=N` sets its shape, its batch, its steps and its learning rate.
+"""One dial for the size of a model: `--depth=N` sets its shape, batch, steps and learning rate.
 
-`turn` fills the settings that a command line leaves open. docs/dial.md has the formulas and their sources. It imports no torch.
+`turn` fills in the settings that a command line leaves open. docs/dial.md has the formulas and their sources. Does not import
+torch.
 """
 
 import dataclasses
@@ -17,20 +18,20 @@ from settings import Command, Config, ModelConfig
 
 
 class Tuned(NamedTuple):
-    """What bench/dial.py has found for an optimizer: the rate at WIDTH and RATE_BATCH, the batch for a run of TOKENS."""
+    """What bench/dial.py found for an optimizer: the rate at WIDTH and RATE_BATCH, the batch for a run of TOKENS."""
 
     lr: float
     width_power: float  # how the best rate changes with the width
     batch_power: float
-    batch: int  # tokens of an update
+    batch: int  # tokens per update
 
 
 TUNED = {"adamw": Tuned(4.0e-3, -1.1, 0.5, 2048), "muon": Tuned(1.45e-2, -0.9, 0.2, 4096)}
 WIDTH, RATE_BATCH, TOKENS = 96, 2048, 1 << 19
-GROWTH = 0.383  # the power of a run's tokens with which its batch grows (arXiv 2505.13738)
+GROWTH = 0.383  # the batch grows as this power of a run's tokens (arXiv 2505.13738)
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
-TOKENS_PER_WEIGHT = 12  # of nanochat; Chinchilla's 20 counts other weights
-EPOCHS = 4  # repeated tokens are worth nearly as much as fresh ones up to here (Muennighoff et al. 2023, arXiv 2305.16264)
+TOKENS_PER_WEIGHT = 12  # as nanochat; Chinchilla's 20 counts other weights
+EPOCHS = 4  # up to here, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al. 2023, arXiv 2305.16264)
 FEWEST_STEPS = 100
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 LENGTH = ("steps", "tokens_per_update")
@@ -38,15 +39,15 @@ RATE = ("lr", "min_lr", "warmup_steps", "schedule", "cooldown_fraction", "weight
 
 
 def turn(command: Command, args: list[str]) -> Command:
-    """`command` with what --depth sets, except for the settings that `args` give, or the preset beside its own depth.
+    """`command` with the settings that follow from --depth. Settings in `args`, or in a preset that sets depth, win.
 
-    What was given stays, and the rest follows it. A run that continues keeps what it has. Raises UserError.
+    The dial adapts to the settings that win. A resumed run keeps its settings. Raises UserError.
     """
     config, depth = command.config, command.config.run.depth
     if depth == "off":
         return command
     if config.model.init_from != "scratch":
-        raise UserError(f"--depth={depth} is for a model from scratch; leave out --init_from={config.model.init_from}")
+        raise UserError(f"--depth={depth} is for models from scratch; leave out --init_from={config.model.init_from}")
     preset, flags = settings.divide(args)
     given = settings.given(flags)
     if "depth" not in given:
@@ -64,7 +65,7 @@ def turn(command: Command, args: list[str]) -> Command:
 
 
 def previous(config: Config) -> dict:
-    """What the dial set in the checkpointed run of this name, if it was trained at this depth; else empty."""
+    """The settings that the dial gave the existing run of this name, if it was trained at this depth. Otherwise empty."""
     run = Path(config.run.out_dir, config.run.name)
     if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
         return {}
@@ -73,8 +74,8 @@ def previous(config: Config) -> dict:
 
 
 def dataset(config: Config) -> tuple[dict[str, float], int]:
-    """After how many tokens of a run each dataset is read once (empty where one is missing), and the size of the vocabulary."""
-    import data  # here, because it imports numpy, and --help does without
+    """After how many tokens of a run each dataset has been read once (empty if one is missing), and the vocabulary size."""
+    import data  # here, because it imports numpy, which --help does not need
 
     tokens, vocab_size = config.data.tokens, config.model.vocab_size
     if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(tokens)):
@@ -84,7 +85,7 @@ def dataset(config: Config) -> tuple[dict[str, float], int]:
 
 
 def shape_of(config: Config, given: set[str]) -> dict:
-    """The shape of the model at --depth of `config`. What is `given` stays, and the rest is as without a preset."""
+    """The shape of the model at --depth of `config`. Settings that are `given` stay; the preset's shape is ignored."""
     width = config.model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
     shape = dict.fromkeys(SHAPE, "auto")
     shape |= dict(n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)))
@@ -92,24 +93,24 @@ def shape_of(config: Config, given: set[str]) -> dict:
 
 
 def weights(model: ModelConfig) -> int:
-    """The weights of a resolved `model` that a token is multiplied with: those of the blocks and of the output layer."""
+    """The number of weights that multiply a token in a resolved `model`: in the blocks and in the output layer."""
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
 def batch_of(tokens: float, optimizer: str) -> float:
-    """The tokens of an update that are right for a run of `tokens`."""
+    """The right number of tokens per update for a run of `tokens`."""
     return TUNED[optimizer].batch * (tokens / TOKENS) ** GROWTH
 
 
 def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
-    """The steps and the batch of a run of `tokens`, each as given or chosen (0). Raises UserError for too few tokens.
+    """The steps and the batch of a run of `tokens`. Each is chosen if it is 0. Raises UserError if there are too few tokens.
 
-    The batch is a number of sequences that 2, 4 and 8 ranks can share, if there are so many.
+    The batch is a number of sequences that 2, 4 and 8 ranks can share, if there are enough.
     """
     least = FEWEST_STEPS * max(seq_len, tokens_per_update)
     if not steps and tokens < least:
         raise UserError(
-            f"--depth: a run of {tokens:,.0f} tokens (at most {EPOCHS} times those of --tokens) is less than {FEWEST_STEPS} "
+            f"--depth: a run of {tokens:,.0f} tokens (at most {EPOCHS} epochs of --tokens) has fewer than {FEWEST_STEPS} "
             f"updates of {least // FEWEST_STEPS:,} tokens; prepare more text, lower --tokens_per_update, or set --steps"
         )
     if steps:  # batch_of(steps batch) = batch, solved for batch
@@ -118,7 +119,7 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
         batch = min(batch_of(tokens, optimizer), tokens / FEWEST_STEPS)
     sequences = max(1, int(batch / seq_len))
     digits = sequences.bit_length()
-    # One binary digit below 8, and then as many as leave a multiple of 8, but three at most.
+    # Below 8 sequences keep one binary digit. Above, keep a multiple of 8 with at most three binary digits.
     unit = 2 ** max(digits - 3, min(3, digits - 1))
     rounded = round(sequences / unit) * unit
     if not steps and rounded * seq_len > tokens / FEWEST_STEPS:
@@ -130,17 +131,18 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
     """The learning rate, its schedule and the weight decay of a run.
 
-    An update of a matrix should change the activations equally at every width: AdamW's rate falls with it (muP, arXiv
-    2203.03466), Muon's with its root (arXiv 2310.17813). Both fall faster where the depth grows with the width: the powers are
-    measured. AdamW's grows with the root of the batch (arXiv 2205.10287), Muon's by less, as measured.
+    An update should change activations equally at every width. So AdamW's rate falls with the width (muP, arXiv 2203.03466),
+    and Muon's with its square root (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used here are
+    measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's by less, as measured.
     """
-    # A larger batch than the dial's is not known to bear a larger rate.
+    # We have not measured whether a batch larger than the dial's allows a larger rate.
     batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), TUNED[optimizer]
     lr = float(f"{best.lr * (model.n_embd / WIDTH) ** best.width_power * (batch / RATE_BATCH) ** best.batch_power:.3g}")
-    # Weights forget their past within 1 / (lr weight_decay) steps: 1.084 (tokens / weights)^-0.527 of all (arXiv 2505.13738).
+    # Weights forget their past within 1 / (lr weight_decay) steps. The best fraction of all steps for this is
+    # 1.084 (tokens / weights)^-0.527 (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
     weight_decay = min(1.0, 1 / (lr * steps * forgotten))
-    # AdamW at the best rate needs time to settle: a short run does worse with a warmup of only 2 %.
+    # At the best rate, AdamW needs time to settle: a short run gets worse with a warmup of only 2 %.
     warmup_steps = round(min(0.3 * steps, max(0.02 * steps, 200)))
     rate = dict(lr=lr, weight_decay=float(f"{weight_decay:.3g}"), min_lr=0.0)
     return rate | dict(schedule="wsd", cooldown_fraction=0.4, warmup_steps=warmup_steps)

@@ -1,37 +1,38 @@
-"""How the loss depends on the weights and the tokens of a run: a law that is fitted to small runs, with its uncertainty.
+"""Scaling law: how the loss depends on the weights and tokens of a run. It is fitted to small runs, with its uncertainty.
 
 loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models").
 """
 
 import numpy as np
 
-PRIOR_EXPONENT, PRIOR_SPREAD = 0.33, 0.4  # of a and b, and of their logarithm (arXiv 2404.10102)
-NOISE, NOISE_RUNS = 0.01, 3  # what is expected of the loss between seeds, which counts as much as so many runs
-EXTRAPOLATION_ERROR = 0.013  # nats for each doubling of the FLOPs beyond the largest run of the law: docs/dial.md
+PRIOR_EXPONENT, PRIOR_SPREAD = 0.33, 0.4  # prior mean of a and b, and the spread of their logarithms (arXiv 2404.10102)
+NOISE, NOISE_RUNS = 0.01, 3  # prior noise of the loss between seeds, and its weight in runs
+EXTRAPOLATION_ERROR = 0.013  # nats per doubling of FLOPs beyond the largest fitted run: docs/dial.md
 HALF_LIFE = 15.4  # of repeated tokens, in epochs (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")
-QUANTILE = 1.645  # of 90 % in the middle of a normal distribution
+QUANTILE = 1.645  # half-width of a 90 % interval, in standard deviations
 
 
 def effective_tokens(tokens: np.ndarray, unique_tokens: float) -> np.ndarray:
-    """The fresh tokens that `tokens` from a text of `unique_tokens` are worth, which repeat it where they are more.
+    """How many fresh tokens `tokens` are worth when the text has only `unique_tokens` and must be repeated.
 
-    A repetition is worth less than the one before: Muennighoff et al. 2023, equation 5.
+    Each repetition is worth less than the one before: Muennighoff et al. 2023, equation 5.
     """
     repetitions = np.maximum(0, tokens / unique_tokens - 1)
     return np.minimum(tokens, unique_tokens) + unique_tokens * HALF_LIFE * (1 - np.exp(-repetitions / HALF_LIFE))
 
 
 def terms(sizes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """What E, A and B are multiplied with, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
+    """The factors of E, A and B, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
     powers = sizes[None] ** -exponents[:, None]
     return np.concatenate((np.ones_like(powers[..., :1]), powers), axis=2)
 
 
 def predict(runs: list, losses: list[float], wanted: list, unique_tokens: float) -> tuple[np.ndarray, np.ndarray, str]:
-    """The losses [m] of the `wanted` runs, half the widths [m] of their 90 % intervals, and the likeliest law as a formula.
+    """Predict the losses [m] of the `wanted` runs. Also returns half the widths [m] of their 90 % intervals, and a formula.
 
-    runs: [n, 2], the weights and the tokens of runs with these `losses`, on a text of `unique_tokens`. wanted: [m, 2]. Each
-    pair of exponents has its own law, in which a run that is far off counts less. The prediction is their mean by likelihood.
+    runs: [n, 2], the weights and tokens of runs with these `losses`, on a text of `unique_tokens`. wanted: [m, 2], the same.
+    One law is fitted per pair of exponents, robustly: an outlier counts less. The prediction averages the laws by their
+    probability; the formula is the most probable law.
     """
     (weights, tokens), y = np.array([*runs, *wanted], float).T, np.array(losses)
     sizes, wanted = np.split(np.stack((weights, effective_tokens(tokens, unique_tokens)), axis=1), [len(y)])
@@ -39,17 +40,17 @@ def predict(runs: list, losses: list[float], wanted: list, unique_tokens: float)
     grid = np.geomspace(0.08, 1.2, 48)
     exponents = np.stack(np.meshgrid(grid, grid), axis=-1).reshape(-1, 2)  # [G, 2]: a and b
     x, trust = terms(sizes / scale, exponents), np.ones((len(exponents), len(y)))
-    for _ in range(10):  # Huber's estimate, by weighted least squares
+    for _ in range(10):  # Huber's estimate, by iteratively reweighted least squares
         inverse = np.linalg.inv(np.einsum("gni,gn,gnj->gij", x, trust, x) + 1e-9 * np.eye(3))
         coefficients = np.einsum("gij,gnj,gn,n->gi", inverse, x, trust, y)  # [G, 3]: E, A and B
         residuals = np.abs(y - np.einsum("gni,gi->gn", x, coefficients))
         limit = 1.345 * np.maximum(NOISE, 1.4826 * np.median(residuals, axis=1, keepdims=True))
         trust = np.minimum(1, limit / np.maximum(residuals, 1e-12))
     squares = (trust * residuals**2).sum(1) + NOISE_RUNS * NOISE**2
-    noise = squares / max(1, len(y) + NOISE_RUNS - 5)  # [G]: variance of the loss of a run
+    noise = squares / max(1, len(y) + NOISE_RUNS - 5)  # [G]: variance of one run's loss
     unlikely = 0.5 * (len(y) + NOISE_RUNS) * np.log(squares)  # the negative logarithm of the posterior
     unlikely += 0.5 * ((np.log(exponents / PRIOR_EXPONENT) / PRIOR_SPREAD) ** 2).sum(1)
-    unlikely[(coefficients < 0).any(1)] += 1e3  # the loss falls with size, and not below zero
+    unlikely[(coefficients < 0).any(1)] += 1e3  # the loss must fall with size, and stay above zero
     probability = np.exp(unlikely.min() - unlikely)
     probability /= probability.sum()
 

@@ -1,7 +1,7 @@
-"""What a run will need, before anything is made or rented: `python train.py [config/NAME.toml] --plan [--flag=value ...]`
+"""What a run will need, before you rent anything: `python train.py [config/NAME.toml] --plan [--flag=value ...]`
 
-Memory of a rank, time, money, traffic and checkpoints, all calculated from the settings, without a GPU, data or torch. The
-speed is an assumption: --plan_mfu, or a usual one.
+Memory per rank, time, money, traffic and checkpoints, calculated from the settings alone, without a GPU, data or torch. The
+speed is an assumption: --plan_mfu, or a typical value.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from planning import choices, dial, rules
 from reports.log import duration
 from settings import Config, PlanConfig
 
-CHINCHILLA = 20  # tokens a parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
-SMALL, SMALL_MFU = 300e6, 0.8  # below so many parameters the kernels are short and keep a GPU less busy
+CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
+SMALL, SMALL_MFU = 300e6, 0.8  # below this many parameters, short kernels keep a GPU less busy
 
 
 def read_command(args: list[str], description: str) -> Config:
-    """The checked settings of a command line of train.py. With --plan it prints the plan and exits. Raises UserError."""
+    """Read and check a command line of train.py. With --plan, print the plan and exit. Raises UserError."""
     command = dial.turn(settings.load_command(args, description), args)
     rank, world_size = read_ranks()[:2]
     rules.check(command.config, command.plan.plan_world_size if command.plan.plan else world_size)
@@ -32,7 +32,7 @@ def read_command(args: list[str], description: str) -> Config:
 
 
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
-    """`config` as the planned GPUs would resolve it, and after how many tokens it has read each dataset once (see `dial`)."""
+    """`config` resolved as on the planned GPUs, and after how many tokens it has read each dataset once (see `dial`)."""
     if config.model.init_from != "scratch":
         from checkpoints import huggingface, lookup  # import torch
 
@@ -49,14 +49,14 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
-    """The gentlest flags with which a rank fits into `usable` bytes, also with fsdp and more GPUs, and what it then takes."""
+    """The mildest flags that make a rank fit into `usable` bytes, also with fsdp and more GPUs, and the bytes it then needs."""
     own, found = config.parallel.strategy, {}
     small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():
         for world, flags in ((ranks * 2**i, flags) for i in range(doublings) for flags in ({}, small, again, small | again)):
             changed = settings.replace(config, strategy=strategy, **flags)
             size = sum(footprint.of_rank(changed, world, "cuda").values())
-            with contextlib.suppress(UserError):  # of flags that do not go together
+            with contextlib.suppress(UserError):  # flags that conflict
                 rules.check(changed, world)
                 if size <= usable:
                     flags = flags if strategy == own else {"strategy": strategy} | flags
@@ -67,7 +67,7 @@ def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
 
 
 def text(config: Config, once: dict[str, float], options: PlanConfig) -> str:
-    """The plan of a resolved `config` as a table, the verdict first. once: see `resolve`."""
+    """The plan of a resolved `config` as a table, verdict first. once: see `resolve`."""
     model, train, ranks, gpu = config.model, config.train, options.plan_world_size, gpus.GPUS[options.plan_gpu]
     sizes, memory, usable = footprint.parameters(model), footprint.of_rank(config, ranks, "cuda"), footprint.USABLE * gpu.memory
     count, needed, tokens = sum(sizes.values()), sum(memory.values()), train.steps * train.tokens_per_update
@@ -84,29 +84,29 @@ def text(config: Config, once: dict[str, float], options: PlanConfig) -> str:
     rows = [
         ("Parameters", model.architecture),
         *((f"  {name}", f"{size:,}") for name, size in (sizes | {"total": count}).items() if size),
-        ("Memory of a rank, GB",),
+        ("Memory per rank, GB",),
         *((f"  {name}", gb(size)) for name, size in memory.items() if size),
         ("  total at the peak of an update", gb(needed)),
         ("  usable", gb(usable), f"of {gb(gpu.memory)}"),
         *fit,
         ("Batch and tokens",),
-        ("  tokens an update", f"{train.tokens_per_update:,}"),
+        ("  tokens per update", f"{train.tokens_per_update:,}"),
         ("  micro-batch", f"{train.micro_batch_size} x {model.seq_len:,}"),
-        ("  micro-steps an update", f"{-(-config.micro_batches // ranks):,}"),
+        ("  micro-steps per update", f"{-(-config.micro_batches // ranks):,}"),
         ("  updates", f"{train.steps:,}"),
         ("  tokens", f"{tokens:,}"),
         *((f"  epochs of {name}", f"{tokens / size:.2f}") for name, size in once.items()),
-        ("  vocabulary, padded", f"{model.vocab_size:,}", "" if once else f"{config.data.tokens} is not there"),
-        ("  tokens a parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} would be {CHINCHILLA * count:,} tokens"),
+        ("  vocabulary, padded", f"{model.vocab_size:,}", "" if once else f"{config.data.tokens} does not exist"),
+        ("  tokens per parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} are {CHINCHILLA * count:,} tokens"),
         ("Time and money",),
         ("  FLOPs", f"{flops * tokens:.2e}"),
         ("  MFU", f"{mfu:.0%}", ("assumed" if options.plan_mfu == "auto" else "--plan_mfu")
           + f", of a peak of {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
-        ("  an update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for the network"),
-        ("  efficiency", f"{ideal_s / step_s:.1%}", f"of {plural(ranks, 'rank')}; each sends {gb(sent)} GB an update"),
+        ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for the network"),
+        ("  efficiency", f"{ideal_s / step_s:.1%}", f"of {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
         ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${options.dollars_per_gpu_hour:g}"),
-        ("  checkpoints on disk", f"{gb(kept * checkpoint)} GB", f"{kept} at most, of {gb(checkpoint)} GB"),
+        ("  checkpoints on disk", f"{gb(kept * checkpoint)} GB", f"at most {kept} of {gb(checkpoint)} GB each"),
     ]  # fmt: skip
     first, second = (max(len(row[i]) for row in rows if len(row) > i) for i in range(2))
     lines = [

@@ -1,4 +1,4 @@
-"""Several runs beside each other: in which settings they differ, what each took, and how low its validation loss came."""
+"""Compare runs: the settings in which they differ, what each run cost, and its lowest validation loss."""
 
 import json
 import math
@@ -11,29 +11,29 @@ from reports.curves import read
 from reports.log import duration
 from settings import LogConfig, read_preset
 
-# Settings in which runs differ without being different.
+# Settings that do not make two runs different.
 SILENT = {"name", "out_dir", "resume", "mirror", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig)}
-# Settings that follow from others where they are not set.
+# Settings that usually follow from others.
 DERIVED = {"n_kv_head", "head_dim", "d_ff", "warmup_steps", "min_lr", "micro_batch_size", "dtype", "muon_dtype", "compile"}
 MISSING = "-"
 
 
 def settings_of(run: Path) -> dict[str, str]:
-    """The settings of a run by flag name, as its config.toml says; none if it has no such file. Raises UserError."""
+    """A run's settings by flag name, from its config.toml. Empty if there is no such file. Raises UserError."""
     path = run / "config.toml"
     settings = cli.flat_values(read_preset(path)) if path.exists() else {}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
 
 
 def differences(runs: list[Path]) -> list[dict[str, str]]:
-    """For each run, the settings in which `runs` differ, by flag name, without those that follow from others."""
+    """For each run, the settings in which `runs` differ, by flag name. Settings that follow from others are left out."""
     found = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for settings in found for name in settings if name not in SILENT)
     columns = {name: [settings.get(name, MISSING) for settings in found] for name in sorted(names, key=DERIVED.__contains__)}
     kept, seen = {}, []
     for name, values in columns.items():
-        alike = [values.index(value) for value in values]  # which runs agree: the place of the first like each
-        known = {value for value, settings in zip(values, found, strict=True) if settings}  # without a config.toml: nothing
+        alike = [values.index(value) for value in values]  # which runs agree: for each, the first run with its value
+        known = {value for value, settings in zip(values, found, strict=True) if settings}  # skip runs without a config.toml
         if len(known) > 1 and not (name in DERIVED and alike in seen):
             kept[name] = values
             seen.append(alike)
@@ -41,22 +41,22 @@ def differences(runs: list[Path]) -> list[dict[str, str]]:
 
 
 def choose_x(runs: list[Path]) -> str:
-    """What to draw runs over: tokens if they have different global batches, else steps."""
+    """Which x-axis to use: tokens if the runs have different global batches, else steps."""
     return "tokens" if any("tokens_per_update" in settings for settings in differences(runs)) else "step"
 
 
 def table(runs: list[Path]) -> list[str]:
-    """Aligned lines: a heading, and a row for each run, the lowest validation loss first."""
+    """A table as aligned lines: a header, then a row for each run, lowest validation loss first."""
     rows = []
     for run, settings in zip(runs, differences(runs), strict=True):
         curves = read(run)
         last = max(record["step"] for record in curves.training + curves.validation)
         losses = [record for record in curves.validation if math.isfinite(record["val_loss"])]
         best = min(losses, key=lambda record: record["val_loss"], default={})
-        # Under `tokens` are those that the run has seen.
+        # The column `tokens` counts the tokens that a run has seen, so the dataset's column is `--tokens`.
         settings = {"--tokens" if name == "tokens" else name: value for name, value in settings.items()}
         row = {"run": str(run)} | settings | {"steps": f"{last:,}", "tokens": MISSING, "time": MISSING}
-        with suppress(UserError):  # it was not logged
+        with suppress(UserError):  # not logged
             row["tokens"] = f"{curves.at([last], 'tokens')[0]:,.0f}"
             row["time"] = duration(curves.at([last], "time")[0])
         row |= {name: f"{best[name]:.4f}" if best.get(name) else MISSING for name in ("val_loss", "val_bpb")}

@@ -13,80 +13,80 @@ from common import files
 from common.errors import UserError
 from reports.log import Record, duration, read_records
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: for all eyes
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: safe if color-blind
 PANELS = dict(
     loss="loss (dots: validation)", lr="learning rate", grad_norm="gradient norm", tokens_per_second="tokens per second"
 )
-DECADES = 30  # a gradient norm whose largest value is this many times its smallest gets a logarithmic axis
+DECADES = 30  # if the largest gradient norm is this many times the smallest, its axis is logarithmic
 
-Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # what is read of ladder.py's prediction.json
+Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # the part of prediction.json that is read
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The records of a metrics.jsonl: those of updates and those of evaluations."""
+    """The records of a metrics.jsonl: updates and evaluations."""
 
     name: str
     training: list[Record]
     validation: list[Record]
-    prediction: Prediction | None = None  # by ladder.py: the last validation loss, and half of its interval
+    prediction: Prediction | None = None  # ladder.py's forecast of the last validation loss, and half its interval
 
     def at(self, steps: list[float], x: str) -> list[float]:
-        """Where `steps` are on the axis `x`: steps, tokens, or seconds since the first record. Raises UserError."""
+        """Convert `steps` to the axis `x`: steps, tokens, or seconds since the first record. Raises UserError."""
         if x == "step":
             return steps
         records = [record for record in self.training if is_finite(record.get("tokens"))]
         tokens = np.array([record["tokens"] for record in records])
         speeds = [record.get("tokens_per_second") or math.nan for record in records]
         if not records or (x == "time" and np.isnan(speeds).all()):
-            raise UserError(f"{self.name} has not logged {'tokens_per_second' if records else 'tokens'} yet; --x=step works")
-        if x == "time":  # a first update has no speed of its own
+            raise UserError(f"{self.name} has not logged {'tokens_per_second' if records else 'tokens'} yet; use --x=step")
+        if x == "time":  # the first update has no speed
             speeds = np.where(np.isnan(speeds), np.nanmedian(speeds), speeds)
             tokens = np.cumsum(np.diff(tokens, prepend=tokens[0]) / speeds)
         return np.interp(steps, [record["step"] for record in records], tokens).tolist()
 
     def points(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
-        """The places on the axis `x` and the values of everything finite that was logged as `key`."""
+        """All finite values logged as `key`, after their positions on the axis `x`."""
         records = self.validation if key.startswith("val_") else self.training
         found = [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         return self.at([step for step, _ in found], x), [y for _, y in found]
 
 
 def is_finite(value) -> bool:
-    """Whether a logged value can be drawn; null, NaN and Infinity cannot."""
+    """Whether a logged value can be drawn, unlike null, NaN and Infinity."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def read(run: Path) -> Curves:
-    """Read the curves of a run directory, without a last line that a kill has torn. Raises UserError."""
+    """Read the curves of a run directory, ignoring a last line that a kill cut short. Raises UserError."""
     path = run / "metrics.jsonl"
     if not path.exists():
-        raise UserError(f"no {path}; a run is a directory that train.py made, such as runs/NAME")
+        raise UserError(f"{path} does not exist; give a run directory made by train.py, such as runs/NAME")
     records = [record for _, record in read_records(path)]
     if None in records[:-1]:
         raise UserError(f"{path}, line {records.index(None) + 1}: not a JSON object with a step and numbers")
     training, validation = ([record for record in records if record and key in record] for key in ("loss", "val_loss"))
     if not training and not validation:
-        raise UserError(f"{path} is empty: nothing was logged yet; lines come every --log_every steps")
+        raise UserError(f"{path} is empty; train.py logs a line every --log_every steps")
     predicted = run / "prediction.json"
     prediction = files.read_json(predicted, Prediction) if predicted.exists() else None
     return Curves(run.resolve().name, training, validation, prediction)
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centered running median over 5 % of the values (at most 201). It neither lags nor follows a single spike."""
+    """Centered running median over 5 % of the values (at most 201), which neither lags nor follows single spikes."""
     reach = min(len(values) // 40, 100)
     halves = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [median(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
 
 
 def draw(runs: list[Path], out: Path, x: str = "step") -> None:
-    """Draw the curves of `runs` in four panels, one color for each run, and publish the picture. Raises UserError."""
+    """Draw the curves of `runs` in four panels, one color per run, and publish the picture. Raises UserError."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
-    drawn = list(zip(map(read, runs), cycle(COLORS), strict=False))  # the curves and the color of each run
+    drawn = list(zip(map(read, runs), cycle(COLORS), strict=False))  # each run's curves and color
     figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
     axes = dict(zip(PANELS, figure.subplots(2, 2, sharex=True).flat, strict=True))
     for key, axis in axes.items():
@@ -100,7 +100,7 @@ def draw(runs: list[Path], out: Path, x: str = "step") -> None:
     short = EngFormatter(sep="")  # 1500 is 1.5k, 2e9 is 2G
     axes["tokens_per_second"].yaxis.set_major_formatter(short)
     for axis in (axes["grad_norm"], axes["tokens_per_second"]):
-        axis.set_xlabel(x if x != "time" else "time of the updates", color="0.3")
+        axis.set_xlabel(x if x != "time" else "training time", color="0.3")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short if x != "time" else lambda seconds, _position: duration(seconds))
 
@@ -115,7 +115,7 @@ def draw(runs: list[Path], out: Path, x: str = "step") -> None:
 
 
 def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
-    """Draw one value of every run: a thin line as logged, a thick one smoothed (but for the learning rate)."""
+    """Draw one value of every run: a thin line as logged, and a thick smoothed one (except for the learning rate)."""
     for run, color in drawn:
         places, y = run.points(key, x)
         if key != "lr":
@@ -132,7 +132,7 @@ def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
-    """Draw validation losses as dots and a predicted one as a band, and cut off the steep fall of the first tenth."""
+    """Draw validation losses as dots and a forecast as a band. Cut off the steep fall of the first tenth."""
     shown = []
     for run, color in drawn:
         places, y = run.points("val_loss", x)

@@ -1,4 +1,4 @@
-"""What a run says while it trains: the time that is left, its updates, its speed, its evaluations and their curves."""
+"""What a run reports while it trains: updates, speed, remaining time, evaluations and curves."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from reports import curves
 from reports.log import Log, duration
 from settings import TrainConfig
 
-DRAW_SECONDS = 20  # drawing takes half a second, in which training stands still
+DRAW_SECONDS = 20  # between drawings: one takes half a second, while training waits
 
 
 class Progress:
@@ -22,14 +22,14 @@ class Progress:
     def __init__(self, log: Log, train: TrainConfig, log_every: int, peak_speed: float):
         self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
         self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
-        # Since the last report. The first update is left out: it allocates memory, warms caches and may compile.
+        # Since the last report. The first update does not count: it allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
         self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
         self.drawn_at = time.monotonic()
 
     def updated(self, state, loss: float, grad_norm: float, lr: float, seconds: float, waited: float) -> None:
-        """Count an update of `seconds`, `waited` of them for data, and report it if it is due. Raises RunError."""
+        """Count an update that took `seconds`, `waited` of them for data, and report it if due. Raises RunError."""
         self.updates += 1
         if self.updates:
             self.seconds += seconds
@@ -37,7 +37,7 @@ class Progress:
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
-            self.log.warn(f"step {state.step}: the gradient is not finite, update skipped ({count})")
+            self.log.warn(f"step {state.step}: the gradient is not finite; update skipped ({count})")
         if self.skipped_in_a_row > self.train.max_skipped_steps:
             found = f"{self.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps)"
             raise RunError(f"{found}; lower --lr, or try --dtype=float32; checkpoints are in {self.log.directory}/checkpoints")
@@ -46,13 +46,13 @@ class Progress:
             self.report(state, loss, grad_norm, lr)
 
     def watch(self, step: int, loss: float) -> None:
-        """Warn when the losses go far above the lowest so far: the exit status will not show it."""
+        """Warn when losses rise far above the lowest so far, because the exit status will not show it."""
         self.losses.append(loss if math.isfinite(loss) else math.inf)
-        recent, was_high = median(self.losses), self.is_high  # a single spike is not in the median
+        recent, was_high = median(self.losses), self.is_high  # the median ignores a single spike
         self.lowest = min(self.lowest, recent)
         self.is_high = recent > max(2 * self.lowest, self.lowest + 1)
         if self.is_high and not was_high:
-            remedy = "if it stays high, begin another run from an earlier checkpoint (--resume=PATH) with a lower --lr"
+            remedy = "if it stays high, start a new run from an earlier checkpoint (--resume=PATH) with a lower --lr"
             self.log.warn(f"step {step}: the loss rose from {self.lowest:.4g} to {recent:.4g}; {remedy}")
 
     def report(self, state, loss: float, grad_norm: float, lr: float) -> None:
@@ -68,11 +68,11 @@ class Progress:
         self.log.say(line)
 
     def speed(self) -> dict:
-        """Means since the last report: tokens/s over all ranks, MFU, ms an update and of waiting. Empty if there is none."""
+        """Means since the last report: tokens/s over all ranks, MFU, ms per update and of waiting. Empty if none counts."""
         if self.updates < 1:
             return {}
         speed = self.updates * self.train.tokens_per_update / self.seconds
-        if self.is_peak_measured:  # by matrix products on a machine that may have been busy
+        if self.is_peak_measured:  # by matrix products, on a machine that may have been busy
             self.peak_speed = max(self.peak_speed, speed)
         report = {
             "tokens_per_second": round(speed, 1),
@@ -96,20 +96,18 @@ class Progress:
             self.drawn_at = time.monotonic()
 
     def done(self, state, dataset, *losses: float) -> None:
-        """Say what a complete run has reached, and what to do next. Raises RunError unless its last `losses` are finite."""
+        """Print what a complete run has reached, and what to do next. Raises RunError unless its last `losses` are finite."""
         run = self.log.directory
         if not all(map(math.isfinite, losses)):
-            way_out = "start another run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
-            raise RunError(
-                f"{run} ended at step {state.step} with a loss that is not finite: the weights are useless; {way_out}"
-            )
+            way_out = "start a new run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
+            raise RunError(f"{run} ended at step {state.step} with a loss that is not finite; {way_out}")
         best = f", best checkpoint: validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
         if self.updates < 0:
-            self.log.say(f"{run} is complete at step {state.step}; --steps=N goes further")
+            self.log.say(f"{run} is complete at step {state.step}; use a larger --steps to continue it")
         else:
             self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {run}")
         command = f"sample.py {run}" if dataset.tokenizer else f"evaluate.py {run}"
-        if dataset.tokenizer and dataset.eot_token is None:  # the model knows no start of a document
+        if dataset.tokenizer and dataset.eot_token is None:  # the model cannot start a document
             command += ' --prompt="..."'
         self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")
 

@@ -42,7 +42,7 @@ def test_a_dataset_is_described(made):
         shards = errors.plural(len(rows), "shard")
         assert f"{split}: {shards}, {tokens:,} tokens, {documents:,} documents, {size:,} bytes of text" in out
     assert out.count("'<|endoftext|>Document ") == 2 and r"\x1b[2J; vocabulary 400, end-of-text is token 0" in out
-    assert "every shard is whole and matches its sha256\n" in out
+    assert "every shard is intact and matches its sha256\n" in out
 
 
 def flip(path, offset):
@@ -83,12 +83,12 @@ def test_tokens_of_another_tool_are_described(tmp_path, kind):
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": ranks, "merges": []}}))
         assert open_dataset(folder).eot_token == 50256
         (folder / "tokenizer.json").unlink()
-        with pytest.raises(UserError, match="put the tokenizer.json of gpt2, its tokenizer, there, or give --vocab_size=N"):
+        with pytest.raises(UserError, match="put its tokenizer there .the tokenizer.json of gpt2., or set --vocab_size=N"):
             open_dataset(folder)
         return
     out = run("--check", folder)
     assert "train: 1 shard, 2,000 tokens, 2 documents\n  [50256, " in out
-    assert "val: 1 shard, 1,000 tokens, 3 documents\n" in out and "every shard is whole\n" in out
+    assert "val: 1 shard, 1,000 tokens, 3 documents\n" in out and "every shard is intact\n" in out
 
 
 def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(tmp_path):
@@ -107,10 +107,10 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "damage", "message"),
     [
-        ("llm.c", lambda d: flip(d / "fineweb_train_000001.bin", 8), "its header promises 5026 bytes, the file has 5024"),
-        ("nanoGPT", lambda d: (d / "val.bin").unlink(), "has neither dataset.json nor"),
+        ("llm.c", lambda d: flip(d / "fineweb_train_000001.bin", 8), "its header promises 5026 bytes, but the file has 5024"),
+        ("nanoGPT", lambda d: (d / "val.bin").unlink(), "is not a dataset: expected a dataset.json"),
         ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds").write_bytes(b"abc"), "metadata promises 2000 bytes"),
-        ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds.metadata").write_text("gpt2"), "wanted TOKENIZER|2 or"),
+        ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds.metadata").write_text("gpt2"), "expected TOKENIZER|2 or"),
         ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds.metadata").unlink(), "has no 00000_unshuffled.ds.metadata"),
     ],
 )

@@ -47,7 +47,7 @@ def test_everybody_takes_the_newest_intact_checkpoint_with_the_same_warning(trai
     ]
     outputs = [execute(command).stdout for command in commands]
     for output in outputs:
-        assert re.search(r"passed over .*step-00000010: model.safetensors does not match its sha256", output), output
+        assert re.search(r"skipped .*step-00000010: model.safetensors does not match its sha256", output), output
     assert str(older) in outputs[1] and f"weights of {older}" in outputs[2] and f"starting from {older}" in outputs[3]
 
     named = execute([sys.executable, "evaluate.py", train.latest("damaged")], status=2)

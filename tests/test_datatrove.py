@@ -44,6 +44,6 @@ def test_both_streams_are_the_same_but_for_the_places_of_end_of_text(prepared):
 
 def test_a_model_trains_on_them_within_documents_and_speaks(prepared, train):
     said = train("run", ranks=2, tokens=prepared / "theirs", attend="document", steps=3).stdout
-    assert f"a vocabulary of 400 by {prepared}/theirs/tokenizer.json" in said and "token 0 separates documents" in said
+    assert f"vocabulary 400 (from {prepared}/theirs/tokenizer.json)" in said and "token 0 separates documents" in said
     sample = execute([sys.executable, "sample.py", train.runs / "run", "--max_new_tokens=5", "--device=cpu"])
     assert sample.stdout.strip()

@@ -127,7 +127,7 @@ def test_tokens_whose_end_of_text_is_not_known_are_refused(train, tmp_path):
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"type": "BPE", "vocab": ids, "merges": []}, "added_tokens": []})
     )
-    assert "token 59 separates documents, by its tokenizer" in train("known", **flags).stdout
+    assert "token 59 separates documents (from its tokenizer)" in train("known", **flags).stdout
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 60}))  # nanoGPT's characters
     assert "use --attend=window" in train("characters", **flags | dict(vocab_size="auto"), status=2).stderr

@@ -212,8 +212,8 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     for change, named in [
-        ({"model.norm.weight": None}, "no model.norm.weight"),
-        ({"model.norm.bias": torch.zeros(16)}, "unknown model.norm.bias"),
+        ({"model.norm.weight": None}, "model.norm.weight missing"),
+        ({"model.norm.bias": torch.zeros(16)}, "model.norm.bias unknown"),
         ({"model.norm.weight": torch.zeros(15)}, "model.norm.weight has the wrong shape"),
         ({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}, "model.norm.weight is I8"),
     ]:

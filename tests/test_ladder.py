@@ -102,14 +102,14 @@ def test_other_tokens_or_settings_make_another_ladder(tokens, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (dict(flops=0), "give the budget in one of two ways"),
-        (dict(minutes=1), "in one of two ways: --minutes=60"),
-        (dict(flops=1e6), r"1e\+06 FLOPs and [\d,]+ tokens are too few for a ladder .*; give more --minutes or --flops"),
+        (dict(flops=0), "set the budget with one of --minutes"),
+        (dict(minutes=1), "one of --minutes=60 and --flops"),
+        (dict(flops=1e6), r"1e\+06 FLOPs and [\d,]+ tokens are too few for a ladder .*; raise --minutes or --flops"),
         (
             dict(tokens_per_update=16 * 10**5),
-            "too few for a ladder .* more text, or a shorter --seq_len or --tokens_per_update",
+            "too few for a ladder .* add text, or lower --seq_len or --tokens_per_update",
         ),
-        (dict(depth=3), "--depth: a ladder trains new models and finds their size"),
+        (dict(depth=3), "--depth: a ladder trains new models and chooses their size"),
         (dict(share=1.5), "--share must be"),
         (dict(resume="off"), "--resume: a ladder trains new models"),
         (dict(max_minutes=1), "--max_minutes: a ladder trains new models"),

@@ -37,7 +37,7 @@ def test_a_run_whose_disk_is_lost_continues_from_its_mirror_with_the_same_bits(t
     assert stored(url) == ["step-00000003", "step-00000005"]
     shutil.rmtree(train.runs / "spot")
     done = train("spot", ranks, steps=10, **spot)
-    assert f"copying step-00000005 from {url}" in done.stdout and "continuing from" in done.stdout
+    assert f"downloading step-00000005 from {url}" in done.stdout and "continuing from" in done.stdout
     assert train.files("spot") == train.files("whole")
     assert train.metrics("spot", "loss") == train.metrics("whole", "loss")
     assert stored(url) == ["step-00000009", "step-00000010"]
@@ -46,7 +46,7 @@ def test_a_run_whose_disk_is_lost_continues_from_its_mirror_with_the_same_bits(t
 def test_a_store_of_another_run_is_refused(train, tmp_path):
     train("first", steps=2, mirror=tmp_path / "store")
     done = train("second", steps=2, mirror=tmp_path / "store", status=1)
-    assert "has checkpoints of the run first, not of second; give each run a store of its own" in done.stderr
+    assert "has checkpoints of the run first, not of second; give each run its own URL" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_of_the_store_is_passed_over(train, tmp_path):
     damage(store / "step-00000006" / "model.safetensors")
     shutil.rmtree(train.runs / "spot")
     done = train("spot", steps=6, **RUN, mirror=store)
-    assert "passed over" in done.stdout and "model.safetensors does not match its sha256" in done.stdout
+    assert "skipped" in done.stdout and "model.safetensors does not match its sha256" in done.stdout
     assert machine.last_step(train.runs / "spot") == 6
 
 
@@ -150,6 +150,6 @@ original, Mirror.copy = Mirror.copy, copy
 def test_a_store_that_fails_for_a_while_is_reported_once_and_catches_up(train, tmp_path):
     train("plain", steps=6, **RUN)
     done = train.changed(SLOW, "spot", steps=6, **RUN, mirror=tmp_path / "store")
-    assert done.stdout.count("could not be written, trying again while training goes on: the store says 500") == 1
+    assert done.stdout.count("retrying while training continues: the store says 500") == 1
     assert "has caught up" in done.stdout and stored(str(tmp_path / "store")) == ["step-00000003", "step-00000006"]
     assert train.files("spot") == train.files("plain")

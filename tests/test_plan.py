@@ -77,7 +77,7 @@ def test_plan_needs_neither_torch_nor_data_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("ranks, micro_steps", [(1, 64), (4, 16)])
 def test_micro_steps_of_an_update(ranks, micro_steps):
     shape = ["--seq_len=2048", "--micro_batch_size=4", "--tokens_per_update=524288", f"--plan_world_size={ranks}"]
-    assert planned(*shape).table["micro-steps an update"] == [str(micro_steps)]
+    assert planned(*shape).table["micro-steps per update"] == [str(micro_steps)]
 
 
 def test_time_and_money_follow_from_the_mfu():
@@ -108,7 +108,7 @@ def test_a_mixture_has_the_epochs_of_each_dataset(tokens, tmp_path):
     assert number(mixed["epochs of other"][0]) == pytest.approx(0.25 * alone, abs=0.01)
     missing = planned(f"--tokens={tokens}:0.75,{tmp_path / 'none'}:0.25", *flags)
     size, remark = missing.table["vocabulary, padded"]
-    assert size == "50,304" and remark.endswith("is not there") and not any("epochs" in label for label in missing.table)
+    assert size == "50,304" and remark.endswith("does not exist") and not any("epochs" in label for label in missing.table)
     assert planned("--vocab_size=640", f"--tokens={tmp_path / 'none'}").config.model.vocab_size == 640
 
 
@@ -244,7 +244,7 @@ def test_init_from_takes_what_training_takes_and_downloads_no_weights(monkeypatc
     assert run.save(1)
     few = ["--seq_len=4", "--micro_batch_size=1", "--tokens_per_update=64", "--tokens=nowhere"]
     assert planned(f"--init_from={tmp_path / 'run'}", *few).config.model.n_embd == 2
-    with pytest.raises(errors.UserError, match="has a context of 4; --seq_len=4 is the most"):
+    with pytest.raises(errors.UserError, match="has a context of 4 tokens; use --seq_len=4 or less"):
         planned(f"--init_from={tmp_path / 'run'}", "--seq_len=8", *few[1:])
     saved, asked = run.checkpoints.directory / "latest", []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns) or saved)

@@ -81,7 +81,7 @@ def test_time_is_that_of_the_updates(tmp_path, figure_of):
     first = {"step": 1, "tokens": 1024, "loss": 9.0}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(first) + "\n" + (run / "metrics.jsonl").read_text())
     assert curves.read(run).points("loss", "time")[0][:2] == pytest.approx([0, 0.9 * 1.024])
-    assert figure_of(run, slow, x="time").axes[2].get_xlabel() == "time of the updates"
+    assert figure_of(run, slow, x="time").axes[2].get_xlabel() == "training time"
 
 
 def test_a_run_without_tokens_or_speed_is_told_what_works(tmp_path):
@@ -90,7 +90,7 @@ def test_a_run_without_tokens_or_speed_is_told_what_works(tmp_path):
     for record, missing in [({"step": 1, "loss": 2.0}, "tokens"), ({"step": 1, "tokens": 9, "loss": 2.0}, "tokens_per_second")]:
         (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         result = execute([sys.executable, "plot.py", run, "--x=time", f"--out={tmp_path}/curves.png"], status=2)
-        assert f"run has not logged {missing} yet; --x=step works" in result.stderr
+        assert f"run has not logged {missing} yet; use --x=step" in result.stderr
 
 
 def test_a_gradient_norm_over_decades_has_a_log_axis(tmp_path, figure_of):

@@ -148,7 +148,7 @@ def test_the_hub_killed_three_times_with_one_request_in_five_failing(hub, misbeh
     finally:
         hub.repositories["owner/name"].pop(newer[0])
     made, source = content(tmp_path / "out")
-    assert "going on after" in said and made == whole and len(made) > 12
+    assert "continuing after" in said and made == whole and len(made) > 12
     size = sum(len(data) for name, data in contents().items() if name != "README.md")
     assert source == [{"path": HUB, "revision": hub.sha, "files": 7, "bytes": size}]
     asked = {path.split("/resolve/")[1].partition("/")[0] for _, path in hub.requests[before:] if "/resolve/" in path}
@@ -161,7 +161,7 @@ def test_the_hub_killed_three_times_with_one_request_in_five_failing(hub, misbeh
 def test_s3_killed_three_times(s3, tmp_path, whole):
     said = kill_and_continue(tmp_path, S3)
     made, source = content(tmp_path / "out")
-    assert "going on after" in said and made == whole
+    assert "continuing after" in said and made == whole
     assert source == [{"path": S3, "files": 7, "bytes": sum(len(d) for n, d in contents().items() if n != "README.md")}]
 
 
@@ -173,7 +173,7 @@ def test_a_server_that_drops_every_request_is_said_in_one_line_and_finished_shar
         assert re.fullmatch(rf"error: hf://datasets/owner/name@{hub.sha}/data/part\d/\d+.parquet: .+", last)
     finally:
         hub.misbehave = lambda number, method, path: None
-    assert "going on after 4 finished shards" in prepare(tmp_path, HUB, "--shard_tokens=500000")[0]
+    assert "continuing after 4 finished shards" in prepare(tmp_path, HUB, "--shard_tokens=500000")[0]
     assert content(tmp_path / "out")[0] == whole
 
 
@@ -186,9 +186,9 @@ def test_a_server_that_drops_every_request_is_said_in_one_line_and_finished_shar
         ("hf://datasets/owner/other", {}, "repository not found"),
         ("hf://datasets/owner/name@v9", {}, "revision not found"),
         ("hf://datasets/owner/name/nowhere", {}, "no such file or folder"),
-        ("hf://datasets/owner/name/data/part0/x*", {}, "no file of text there; wanted .txt"),
-        ("hf://datasets/owner/docs", {}, "wanted .txt .md .py .jsonl .parquet"),
-        ("hf://owner/name", {}, "wanted hf://datasets/OWNER/NAME"),
+        ("hf://datasets/owner/name/data/part0/x*", {}, "no text files there; expected .txt"),
+        ("hf://datasets/owner/docs", {}, "expected .txt .md .py .jsonl .parquet"),
+        ("hf://owner/name", {}, "expected hf://datasets/OWNER/NAME"),
         ("s3://bucket/nowhere", {}, "no such file or folder"),
         ("s3://elsewhere/x", {}, "The specified bucket does not exist"),
         ("gs://bucket/x", {}, "Please install gcsfs to access Google Storage"),

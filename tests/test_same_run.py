@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
     train("damaged", steps=10)
     damage(train.latest("damaged") / "model.safetensors")
     done = train("damaged", steps=20)
-    assert "passed over" in done.stdout and "model.safetensors does not match its sha256" in done.stdout
+    assert "skipped" in done.stdout and "model.safetensors does not match its sha256" in done.stdout
     assert "continuing from" in done.stdout and "step-00000005" in done.stdout
     train.assert_same("damaged", "plain", of=shared)
     for path in retention.published(train.runs / "damaged" / "checkpoints"):
@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
     size = (train.latest("full") / "optimizer.safetensors").stat().st_size
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2)"
     done = train.changed(limited, "full", status=1, **flags)
-    assert done.stdout.count("could not be written") >= 2 and "training goes on" in done.stdout
+    assert done.stdout.count("could not be written") >= 2 and "training continues" in done.stdout
     assert done.stderr.startswith("error: the checkpoint of step 20 could not be written")
     assert [path.name for path in retention.published(train.runs / "full" / "checkpoints")] == ["step-00000005"]
     assert retention.find_damage(train.latest("full")) is None
@@ -181,7 +181,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(train):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     state = checkpoint.load_state(train.latest("asked"))
-    assert 3 <= state.step < 400 and "saved; the same command goes on" in train.log("asked")
+    assert 3 <= state.step < 400 and "saved; run the same command to continue" in train.log("asked")
 
 
 def test_a_second_sigint_ends_at_once(train):
@@ -219,7 +219,7 @@ torch.Tensor.backward = poisoned
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
     third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
     done = train.changed(POISONED.format(bad=third), "nan", ranks, strategy=strategy, steps=6, max_skipped_steps=2)
-    assert "step 3: the gradient is not finite, update skipped (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: the gradient is not finite; update skipped (1 in a row, 1 in all)" in done.stdout
     assert train.state("nan")["skipped"] == 1
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 

@@ -122,7 +122,7 @@ def test_bad_input_names_what_is_there(run, tmp_path):
     assert "perhaps you meant --prompt" in refused(run, "--promt=x")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((run / "checkpoints/latest" / name).read_bytes())
-    assert "--tokenizer=FILE gives the one that made its tokens" in refused(tmp_path)
+    assert "pass the tokenizer of its tokens with --tokenizer=FILE" in refused(tmp_path)
     assert "--tokenizer=nonsense is not train:N" in refused(tmp_path, "--tokenizer=nonsense")
     (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
     (tmp_path / "model.safetensors").unlink()
@@ -164,7 +164,7 @@ def take():
 
 def test_in_a_terminal_it_goes_on_from_what_is_typed_and_ctrl_c_stops_the_text(run):
     terminal = Terminal(run, "--device=cpu", "--temperature=0", "--max_new_tokens=1000000")  # without chance it repeats itself
-    terminal.read_until("Ctrl-D ends.\n> ")
+    terminal.read_until("Ctrl-D quits.\n> ")
     for text in ("def\n", "class\n"):
         terminal.type(text)
         terminal.read_until(text + text.strip())  # it writes

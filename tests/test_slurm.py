@@ -56,7 +56,8 @@ def test_a_job_that_is_told_its_time_limit_goes_back_into_the_queue_and_ends_wit
     wait_for(lambda: "step      3/" in train.log("job"))
     os.kill(torchrun_of(job), signal.SIGUSR1)
     assert job.wait(timeout=120) == REQUEUED and submit.requeued()
-    assert "(SIGUSR1), saved; the same command goes on" in train.log("job") and machine.last_step(train.runs / "job") < 200
+    assert "(SIGUSR1), saved; run the same command to continue" in train.log("job")
+    assert machine.last_step(train.runs / "job") < 200
     assert submit("job", **flags).wait(timeout=120) == 0
     assert train.log("job").count("continuing from") == 1
     train.assert_same("job", "whole")

@@ -1,10 +1,10 @@
 """Make a tokenizer.json of nanoGPT's characters: `python tools/char_tokenizer.py data/shakespeare_char/meta.pkl`.
 
-Put beside train.bin and val.bin, it makes sample.py, transformers and prepare_data.py understand these tokens. The ids of the
-characters stay. They are followed by the bytes that no character has, for other text, and by end-of-text.
+Put it beside train.bin and val.bin, and sample.py, transformers and prepare_data.py understand these tokens. Characters keep
+their ids. After them come the bytes that are not among the characters, so that any text can be encoded, and end-of-text.
 
-meta.pkl is a pickle, which could execute anything when loaded. It is never loaded: its opcodes are only listed, and a file
-with any that nanoGPT does not write is refused. The text that it was made from (input.txt) gives the same tokenizer.
+meta.pkl is a pickle, which could execute anything when loaded. So it is never loaded: its opcodes are only listed, and a file
+with an opcode that nanoGPT does not write is refused. The text it was made from (input.txt) gives the same tokenizer.
 """
 
 import pickletools
@@ -20,10 +20,10 @@ from common import cli, errors, files
 from common.errors import UserError, say
 from dataset import tokenizer
 
-# The opcodes that pickle writes for dictionaries, strings and whole numbers. None of them executes anything.
+# The opcodes that pickle writes for dictionaries, strings and integers. They cannot execute anything.
 VALUES = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "BINGET", "LONG_BINGET"}
 DICTIONARIES = {"PROTO", "FRAME", "EMPTY_DICT", "MARK", "SETITEM", "SETITEMS", "STOP"}
-MEMOS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}  # a value is given a number, by which it is referred to
+MEMOS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}  # these number a value, so that it can be referred to later
 
 
 @dataclass(frozen=True)
@@ -39,32 +39,32 @@ def main(config: CharConfig) -> None:
     source = Path(config.source)
     try:
         characters = read_meta(source) if source.suffix == ".pkl" else read_text(source)
-        if not characters or "\0" in characters:  # such as a train.bin, whose small ids are UTF-8 by chance
-            raise UserError(f"{source} is not text; give nanoGPT's meta.pkl or the input.txt that it was made from")
+        if not characters or "\0" in characters:  # such as a train.bin, whose small ids happen to be valid UTF-8
+            raise UserError(f"{source} is not text; pass nanoGPT's meta.pkl, or the input.txt it was made from")
         ranks = {character.encode(): i for i, character in enumerate(characters)}
     except UnicodeError:
-        raise UserError(f"{source} is not text in UTF-8") from None
+        raise UserError(f"{source} is not UTF-8 text") from None
     for byte in (bytes([b]) for b in range(256)):
         ranks.setdefault(byte, len(ranks))
     made = tokenizer.from_ranks(ranks, r"[\s\S]", {tokenizer.END_OF_TEXT: len(ranks)}, "characters")
     out = Path(config.out) if config.out else source.with_name("tokenizer.json")
     if out.exists() and tokenizer.load(out).sha256 != made.sha256:
-        raise UserError(f"{out} is another tokenizer; remove it, or choose another --out")
+        raise UserError(f"{out} holds a different tokenizer; remove it, or choose another --out")
     made.save(out)
     say(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
 
 
 def read_text(path: Path) -> list[str]:
-    """The characters of a text by id, with each line end as \\n, as nanoGPT reads it. Raises UserError or UnicodeError."""
+    """The characters of a text by id. Line ends become \\n, as in nanoGPT. Raises UserError or UnicodeError."""
     with open(files.require_file(path), encoding="utf-8") as text:
         return sorted(set(text.read()))
 
 
 def read_meta(path: Path) -> list[str]:
-    """The characters in a meta.pkl by id. Raises UserError if it is not as nanoGPT writes it.
+    """The characters in a meta.pkl by id. Raises UserError if nanoGPT would not write such a file.
 
-    Its dictionary itos is the only place where an id is followed by a character that has not come before: pickle writes a
-    string once, and refers to it afterwards.
+    Pickle writes each string once, and refers back to it afterwards. So an id is followed by a new character only in the
+    dictionary itos.
     """
     characters, previous = {}, None
     try:
@@ -80,7 +80,7 @@ def read_meta(path: Path) -> list[str]:
             previous = argument
         return [characters[i] for i in range(max(1, len(characters)))]
     except (ValueError, LookupError):
-        raise UserError(f"{path} is not a meta.pkl of nanoGPT; give the input.txt that it was made from") from None
+        raise UserError(f"{path} is not a meta.pkl of nanoGPT; pass the input.txt it was made from instead") from None
 
 
 if __name__ == "__main__":

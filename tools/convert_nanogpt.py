@@ -1,8 +1,8 @@
-"""Make a model directory of a checkpoint of nanoGPT or build-nanogpt: `python tools/convert_nanogpt.py out/ckpt.pt --out=DIR`.
+"""Convert a checkpoint of nanoGPT or build-nanogpt to a model: `python tools/convert_nanogpt.py out/ckpt.pt --out=DIR`.
 
-`--init_from=DIR`, sample.py, evaluate.py and transformers then take DIR. The logits are the same. The optimizer's state is not
-converted, because the data comes in another order here. The file is a pickle: only tensors and plain values are read from it,
-and everything else is refused (torch.load with weights_only=True).
+`--init_from=DIR`, sample.py, evaluate.py and transformers then accept DIR. The logits are the same. The optimizer state is not
+converted, because we read the data in a different order. The file is a pickle: only tensors and plain values are read from it,
+and anything else is refused (torch.load with weights_only=True).
 """
 
 import sys
@@ -33,17 +33,17 @@ class ConvertConfig:
     checkpoint: tyro.conf.Positional[str]
     """nanoGPT's ckpt.pt, or a model_*.pt of build-nanogpt."""
     out: str = ""
-    """Directory to make; there must be nothing of that name."""
+    """Directory to create; it must not exist yet."""
     tokenizer: str = ""
     """The tokenizer.json to put beside the model. A model on characters needs one: see tools/char_tokenizer.py."""
 
 
 class GPTConfig:
-    """Stands for the class of the settings that build-nanogpt's checkpoints hold. Reading one sets attributes, no more."""
+    """Stand-in for the settings class in build-nanogpt's checkpoints. Reading one only sets attributes."""
 
 
 def main(config: ConvertConfig) -> None:
-    """Convert, all of it or nothing. Raises UserError."""
+    """Convert the checkpoint, completely or not at all. Raises UserError."""
     out = cli.new_directory(config.out)
     tensors, model = read_checkpoint(Path(config.checkpoint))
     if config.tokenizer:
@@ -52,7 +52,7 @@ def main(config: ConvertConfig) -> None:
     elif model.vocab_size >= GPT2_VOCAB_SIZE:
         eot_token = GPT2_VOCAB_SIZE - 1
     else:
-        raise UserError(f"a vocabulary of {model.vocab_size} is not GPT-2's; give its --tokenizer=tokenizer.json")
+        raise UserError(f"a vocabulary of {model.vocab_size} is not GPT-2's; pass its --tokenizer=tokenizer.json")
     state = to_ours(tensors, model)
     with files.publish_directory(out) as directory:
         huggingface.write_model(directory, state, model, Path(config.tokenizer) if config.tokenizer else None, eot_token)
@@ -60,16 +60,16 @@ def main(config: ConvertConfig) -> None:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
-    """The tensors and the shape of a model, without executing anything. Raises UserError.
+    """Read the tensors and the shape of a model, without executing anything. Raises UserError.
 
-    nanoGPT computes GELU itself, build-nanogpt GPT-2's approximation.
+    nanoGPT uses exact GELU, build-nanogpt uses GPT-2's approximation.
     """
     try:
         with torch.serialization.safe_globals([(GPTConfig, "__main__.GPTConfig")]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except Exception:  # whatever a file that is none of torch's, or one with other classes, makes it raise
+    except Exception:  # a file that torch did not write, or one with other classes, can raise anything
         raise UserError(
             f"{path} is not a checkpoint of nanoGPT or build-nanogpt, or holds more than tensors and numbers"
         ) from None
@@ -92,7 +92,7 @@ def is_weight(item: tuple) -> bool:
 
 
 def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """nanoGPT's parameters by our names, and zeros for biases that it does not have. Raises UserError if they do not fit."""
+    """nanoGPT's parameters by our names, with zeros for missing biases. Raises UserError if they do not fit."""
     compiled = "_orig_mod."  # the prefix of the names in a compiled model
     theirs = {name.removeprefix(compiled): value.float() for name, value in tensors.items()}
     unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
@@ -103,7 +103,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
         if value is not None and key in theirs and "c_attn" in key:
             value = value.chunk(3)["qkv".index(module[-1])]
         if value is None or value.shape != shape:
-            raise UserError(f"the checkpoint has no {key} for {name}, {list(shape)}")
+            raise UserError(f"the checkpoint has no {key} of shape {list(shape)} (our {name})")
         found[name] = value
         unused.discard(key)
     if unused:
