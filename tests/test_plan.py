@@ -88,7 +88,7 @@ def test_time_and_money_follow_from_the_mfu():
     assert found.table["FLOPs"] == [f"{flops:.2e}"] and found.table["MFU"][1].startswith("--plan_mfu")
     assert number(found.table["the run"][1]) == pytest.approx(hours, rel=0.02) and found.verdict.endswith(f"${2 * hours:.0f}")
     slower = planned("--plan_world_size=4", "--plan_gpu=a100", "--plan_mfu=0.5", "--steps=1000", "--activation_checkpointing")
-    assert number(slower.table["an update"][0]) == pytest.approx(number(found.table["an update"][0]) * 4 / 3, rel=0.01)
+    assert number(slower.table["one update"][0]) == pytest.approx(number(found.table["one update"][0]) * 4 / 3, rel=0.01)
 
 
 def test_epochs_and_vocabulary_are_those_of_the_dataset(tokens):
@@ -230,7 +230,7 @@ def test_what_waits_for_the_network_and_what_is_sent():
     def network(*args, ranks=16):
         """The seconds that an update waits, and the gigabytes that a rank sends."""
         table = planned(*flags, f"--plan_world_size={ranks}", *args).table
-        return number(table["an update"][1]), number(table["efficiency"][1].partition("sends ")[2])
+        return number(table["one update"][1]), number(table["efficiency"][1].partition("sends ")[2])
 
     assert network(ranks=1)[1] == 0
     names = ("ddp", "exact", "scratch_allreduce", "fsdp")
