@@ -118,7 +118,7 @@ class Trainer:
         return [*machine.launcher(ranks, *launcher), *self.arguments(name, **flags)]
 
     def start(self, name, ranks=1, env=None, **flags):
-        """Start in the background, in a process group of its own. It is forked from a process that has imported torch."""
+        """Start in the background, in a new process group. It is forked from a process that has imported torch."""
         self.started += 1
         streams = self.runs.parent / f"streams{self.started}"
         streams.mkdir()
@@ -142,7 +142,7 @@ class Trainer:
         return process.returncode
 
     def torchrun(self, name, ranks, launcher=(), **flags):
-        """Start in the background under a real torchrun, in a process group of its own."""
+        """Start in the background under a real torchrun, in a new process group."""
         return subprocess.Popen(
             self.command(name, ranks, launcher, **flags),
             cwd=ROOT,

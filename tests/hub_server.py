@@ -63,7 +63,7 @@ class HubServer:
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
-        """A client that was killed is no error."""
+        """A killed client is not an error."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, whoever asks; and runs that were copied, damaged or kept where there are no links."""
+"""Which checkpoint is meant, whoever asks; and runs that were copied, damaged or kept on a disk without links."""
 
 import errno
 import os

@@ -125,7 +125,7 @@ def train(model: nn.Module, rank: int, world_size: int) -> dict[str, torch.Tenso
 
 
 def check_lockstep(strategy) -> None:
-    """Training with `strategy` gives one process's losses, gradients and weights, and those of torch's DDP."""
+    """Training with `strategy` gives the losses, gradients and weights of one process, and of torch's DDP."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = train(new_model(), 0, 1)
     torchs = train(DistributedDataParallel(new_model(), find_unused_parameters=True), rank, world_size)

@@ -26,7 +26,7 @@ def ip(*arguments):
 
 
 def namespace(host):
-    """The network namespace of a host. Each process has namespaces of its own."""
+    """The network namespace of a host. Each process has its own namespaces."""
     return f"lockstep-{os.getpid()}-{host}"
 
 
@@ -38,7 +38,7 @@ def plug(host, connected):
 
 
 def on(host):
-    """The beginning of a command on a host, which has a name of its own."""
+    """The beginning of a command on a host, which has its own name."""
     return ["ip", "netns", "exec", namespace(host), "unshare", "--uts", "sh", "-c", f'hostname host-{host}; exec "$@"', "-"]
 
 
@@ -129,7 +129,7 @@ def cut_until_both_sides_give_up(processes, outputs):
 
 
 def lose_a_host(processes, outputs):
-    """The run goes on with half of the ranks."""
+    """The run continues with half of the ranks."""
     machine.kill(processes.pop("b"))
 
 

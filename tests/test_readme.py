@@ -32,7 +32,7 @@ def commands():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The project in a folder of its own, with the files that the README's commands name."""
+    """A copy of the project, with the files that the README's commands name."""
     folder = tmp_path_factory.mktemp("copy")
     for path in [
         *ROOT.glob("*.py"),

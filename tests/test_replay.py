@@ -34,7 +34,7 @@ def replay(*arguments, status=0, ranks=1):
 
 
 def reseal(checkpoint):
-    """Write the manifest of a changed checkpoint anew."""
+    """Rewrite the manifest of a changed checkpoint."""
     (checkpoint / "manifest.json").unlink()
     retention.write_manifest(checkpoint)
 

@@ -130,7 +130,7 @@ def test_bad_input_names_what_is_there(run, tmp_path):
 
 
 class Terminal:
-    """sample.py in a terminal of its own."""
+    """sample.py in a separate terminal."""
 
     def __init__(self, *arguments):
         self.master, slave = pty.openpty()

@@ -25,7 +25,7 @@ RANKS = 2
 
 @pytest.fixture
 def submit(train, tmp_path):
-    """Starts launch/slurm.sbatch for a run in the background, in a process group of its own."""
+    """Starts launch/slurm.sbatch for a run in the background, in a new process group."""
     for name, script in TOOLS.items():
         path = tmp_path / name
         path.write_text(f"#!/bin/bash\n{script}\n")

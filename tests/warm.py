@@ -1,6 +1,6 @@
 """Real processes without the seconds that importing takes: they are forked from one that has imported all modules already.
 
-A script runs in a process of its own, as under `python SCRIPT`, or on several ranks, as torchrun would start them. Most tests
+A script runs in a separate process, as under `python SCRIPT`, or on several ranks, as torchrun would start them. Most tests
 use this. The tests of start-up and of torchrun itself run the commands as a user does.
 """
 
@@ -30,7 +30,7 @@ SERVER.set_forkserver_preload([*COMMANDS, *LATER, "pytest", "warm"])
 
 
 class Process:
-    """A process with the methods of subprocess.Popen that the tests use. It leads a process group of its own."""
+    """A process with the methods of subprocess.Popen that the tests use. It leads its own process group."""
 
     def __init__(self, command: list, ranks: int, env: dict[str, str], cwd: Path, folder: Path, memory: Path | None = None):
         """memory: a file for the kilobytes by which the resident memory of the command grew, at most."""

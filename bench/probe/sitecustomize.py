@@ -1,9 +1,9 @@
-"""Python imports this when it starts with this folder in PYTHONPATH: a trainer is then watched and stopped, and not changed.
+"""Watch and stop an unchanged trainer. Python imports this file at start if its folder is in PYTHONPATH.
 
-Once torch is there, every update adds a line to AUDIT_NOTES/RANK-PID: a JSON list with a sha256 for each sequence that the
-update has seen on this rank. AUDIT_STOP=NUMBER:UPDATE sends this process a signal after it. AUDIT_CUT=BYTES ends it, as SIGKILL
-would, in the middle of the first file that grows larger (the kernel's SIGXFSZ). AUDIT_ON_CPU lets a trainer start on the CPU
-and gloo where it would not: the functions put_..._for_... say how.
+Once torch is imported, every update adds a line to AUDIT_NOTES/RANK-PID: a JSON list with a sha256 of each sequence that it saw on
+this rank. AUDIT_STOP=NUMBER:UPDATE sends this process a signal after that update. AUDIT_CUT=BYTES ends it, as SIGKILL would, in the
+middle of the first file that grows larger (the kernel's SIGXFSZ). AUDIT_ON_CPU lets a trainer that insists on a GPU start with the
+CPU and gloo; the functions put_..._for_... say how.
 """
 
 import collections
@@ -22,7 +22,7 @@ seen, last, updates = [], None, 0
 
 
 def note(tokens) -> None:
-    """Keep the hashes of the sequences that are embedded for training. tokens: [batch, length], or all in one row."""
+    """Keep the hashes of sequences embedded for training. tokens: [batch, length], or all in one row."""
     global last
     positions = tokens.dim() == 1 and bool((tokens.diff() == 1).all())
     if tokens.device.type != "meta" and not positions:
@@ -34,7 +34,7 @@ def note(tokens) -> None:
 
 
 def updated() -> None:
-    """Write what an update has seen, and stop after it if this is the time. An optimizer may call this once for each group."""
+    """Write what an update saw, and stop after it if asked to. An optimizer may call this once per group."""
     global last, updates
     if not seen:
         return
@@ -52,7 +52,7 @@ def updated() -> None:
 
 
 def watch(torch) -> None:
-    """Call `note` at every embedding and `updated` after every update, by torch's optimizers or by its function for AdamW."""
+    """Call `note` at every embedding, and `updated` after every update by torch's optimizers or its AdamW function."""
     from torch.optim import adamw, optimizer
 
     embedding, update = torch.nn.functional.embedding, adamw.adamw
@@ -74,7 +74,7 @@ def watch(torch) -> None:
 
 
 def put_cuda_on_cpu(torch) -> None:
-    """Let calls that name a CUDA device or nccl mean the CPU and gloo."""
+    """Map calls that name a CUDA device or nccl to the CPU and gloo."""
 
     def moved(value):
         is_cuda = str(value).startswith("cuda") if isinstance(value, str | torch.device) else False
@@ -118,7 +118,7 @@ def put_cuda_on_cpu(torch) -> None:
         return done(output.copy_(tensor.chunk(distributed.get_world_size())[distributed.get_rank()]))
 
     def gather(output, tensor, async_op=False, **more):
-        all_gather(output, tensor.clone(), **more)  # it may be a part of the output
+        all_gather(output, tensor.clone(), **more)  # `tensor` may be part of the output
         return done(output)
 
     distributed.all_reduce, distributed.reduce_scatter_tensor, distributed.all_gather_into_tensor = reduce, scatter, gather
@@ -133,7 +133,7 @@ def put_cuda_on_cpu(torch) -> None:
 
 
 def answer(device) -> None:
-    """Let torch.cuda or torch.cpu answer as a GPU would, and do nothing. One function each, for torch.compile."""
+    """Make torch.cuda or torch.cpu answer as a GPU would, and do nothing. One function each, for torch.compile."""
     device.get_device_name, device.current_device, device.device_count = lambda *_: "cpu", lambda: 0, lambda: 8
     device.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 30, major=7, minor=0)
     device.memory_stats, device.max_memory_allocated = lambda *_: collections.defaultdict(int), lambda *_: 0
@@ -143,14 +143,14 @@ def answer(device) -> None:
 
 
 def put_gloo_for_nccl(torch) -> None:
-    """Let a process group for CPU and GPU be one for the CPU."""
+    """Replace a process group for CPU and GPU with one for the CPU."""
     answer(torch.cuda)
     init = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda *args, **more: init(*args[1:], **more | {"backend": "gloo"})
 
 
 def put_cpu_for_accelerator(torch) -> None:
-    """Let torchtitan's accelerator be the CPU: its device, its memory, and its attention with the same mask."""
+    """Make the CPU torchtitan's accelerator: its device, its memory, and its attention with the same mask."""
     from torch.nn.attention import flex_attention
 
     def attend(q, k, v, block_mask=None, scale=None, enable_gqa=False, return_aux=None, **_):
@@ -165,7 +165,7 @@ def put_cpu_for_accelerator(torch) -> None:
 
 
 def put_ddp_for_fsdp(strategies) -> None:
-    """Let Lightning's FSDP, which exists on a GPU only, mean its DDP."""
+    """Replace Lightning's FSDP, which needs a GPU, with its DDP."""
 
     class FSDPStrategy(strategies.DDPStrategy):
         def __new__(cls, **_):
@@ -175,7 +175,7 @@ def put_ddp_for_fsdp(strategies) -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Call a function on a module when the process imports it anyway."""
+    """Call a function on a module once the process imports it."""
 
     def __init__(self, name, function):
         self.name, self.function = name, function
