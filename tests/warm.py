@@ -23,8 +23,7 @@ SERVER = multiprocessing.get_context("forkserver")
 COMMANDS = ["train", "sample", "prepare_data", "evaluate", "replay", "plot"]
 # What commands import when they need it.
 LATER = ["parallel.sharded", "torch._dynamo", "torch._inductor.compile_fx", "matplotlib.figure"]
-# multiprocessing asks after all its processes whenever it starts one. Of two threads that ask after one at once, the second is
-# told 255.
+# multiprocessing polls all its processes whenever it starts one. If two threads poll one at once, the second gets 255.
 ASKING = threading.Lock()
 SERVER.set_forkserver_preload([*COMMANDS, *LATER, "pytest", "warm"])
 

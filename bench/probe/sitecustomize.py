@@ -1,9 +1,9 @@
 """Watch and stop an unchanged trainer. Python imports this file at start if its folder is in PYTHONPATH.
 
-Once torch is imported, every update adds a line to AUDIT_NOTES/RANK-PID: a JSON list with a sha256 of each sequence that it saw on
-this rank. AUDIT_STOP=NUMBER:UPDATE sends this process a signal after that update. AUDIT_CUT=BYTES ends it, as SIGKILL would, in the
-middle of the first file that grows larger (the kernel's SIGXFSZ). AUDIT_ON_CPU lets a trainer that insists on a GPU start with the
-CPU and gloo; the functions put_..._for_... say how.
+Once torch is imported, every update adds a line to AUDIT_NOTES/RANK-PID: a JSON list with a sha256 of each sequence that it saw
+on this rank. AUDIT_STOP=NUMBER:UPDATE sends this process a signal after that update. AUDIT_CUT=BYTES ends it, as SIGKILL would,
+in the middle of the first file that grows larger (the kernel's SIGXFSZ). AUDIT_ON_CPU lets a trainer that insists on a GPU
+start with the CPU and gloo; the functions put_..._for_... say how.
 """
 
 import collections
