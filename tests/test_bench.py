@@ -107,7 +107,7 @@ def test_audit_sees_other_tokens_other_weights_and_failures():
 
     assert outcome("a", "b", "c", "d") == "the same tokens, weights off by 5e-01"
     assert outcome("c", "d") == "from 2: the same tokens, weights off by 5e-01"
-    assert "other tokens in 2 of 2 updates (the first of them has those of update 1)" in outcome("a", "b")
+    assert "other tokens in 2 of 2 updates (the first sees the tokens of update 1)" in outcome("a", "b")
     assert outcome(error="ValueError: no") == "fails: `ValueError: no`" and "no update" in outcome()
     Examined.difference = lambda self, case: 0.0
     assert outcome("c", "x") == "from 2: other tokens in 1 of 2 updates, same bits"

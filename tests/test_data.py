@@ -178,7 +178,7 @@ def test_damaged_datasets_are_refused(tmp_path, damage, message):
 def test_missing_dataset_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(UserError, match="prepare_data.py"):
         open_dataset(tmp_path / "nothing")
-    with pytest.raises(UserError, match="neither dataset.json"):
+    with pytest.raises(UserError, match="expected dataset.json"):
         open_dataset(tmp_path)
 
 

@@ -304,7 +304,7 @@ def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
     assert "bits per byte" not in done.stdout and "validation loss" in done.stdout
     assert "the run reads them 1.28 times" in done.stdout
     assert "outside the vocabulary" in train("bad", tokens=tmp_path, vocab_size=32, status=2).stderr
-    assert "is a file; give the directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
+    assert "is a file; give its directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
 
 
 def test_a_run_that_goes_on_keeps_what_it_chose(train):
