@@ -26,7 +26,7 @@ FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBacken
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # What models and optimizers take from here or, under --numerics=portable, from portable.py, besides the functions below.
 Linear, LayerNorm, embed, dropout = nn.Linear, nn.LayerNorm, F.embedding, F.dropout
-silu, gelu_erf, logits, total_norm = F.silu, F.gelu, F.linear, nn.utils.get_total_norm
+silu, gelu_erf, logits, norm_parts, norm_of = F.silu, F.gelu, F.linear, torch._foreach_norm, nn.utils.get_total_norm
 cos, sin, cosine, power, normal_, multinomial = torch.cos, torch.sin, math.cos, torch.pow, Tensor.normal_, torch.multinomial
 softmax, matrix_norm = functools.partial(F.softmax, dim=-1), functools.partial(Tensor.norm, dim=(1, 2), keepdim=True)
 matmul, baddbmm, lerp_, add_ = torch.matmul, torch.baddbmm, torch._foreach_lerp_, torch._foreach_add_

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 from settings import OptimConfig
@@ -32,10 +32,10 @@ class AdamW:
                     step = torch.zeros((), device=p.device)
                     self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             self.ops.adamw(
-                params=parameters,
-                grads=[p.grad for p in parameters],
-                exp_avgs=[self.state[p]["exp_avg"] for p in parameters],
-                exp_avg_sqs=[self.state[p]["exp_avg_sq"] for p in parameters],
+                params=[local(p) for p in parameters],
+                grads=[local(p.grad) for p in parameters],
+                exp_avgs=[local(self.state[p]["exp_avg"]) for p in parameters],
+                exp_avg_sqs=[local(self.state[p]["exp_avg_sq"]) for p in parameters],
                 state_steps=[self.state[p]["step"] for p in parameters],
                 beta1=self.betas[0],
                 beta2=self.betas[1],
@@ -75,14 +75,13 @@ def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
 
 
 def orthogonalize_shares(
-    matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize, multiple: int = 1
+    matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize
 ) -> Tensor:
     """`orthogonalize`, divided among the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
-    Each rank orthogonalizes its share, and one exchange gathers the results. The size of a share is a multiple of `multiple`.
-    BATCH keeps the batches of a single rank: how many matrices are multiplied together may change the bits of a product.
+    Each rank orthogonalizes its share, and one exchange gathers the results.
     """
-    each = math.ceil(len(matrices) / multiple / group.size()) * multiple  # the last ranks may get fewer, or none
+    each = math.ceil(len(matrices) / group.size())  # the last ranks may get fewer, or none
     mine = matrices[group.rank() * each :][:each]
     share = torch.zeros(each, *local(matrices[0]).shape, dtype=dtype, device=matrices[0].device)
     if mine:
@@ -92,26 +91,27 @@ def orthogonalize_shares(
     return shares[: len(matrices)]
 
 
-def orthogonalize_by_owners(matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup) -> Tensor:
-    """`orthogonalize` if each rank of `group` holds some rows of each matrix, divided as by torch.chunk.
+def orthogonalize_by_owners(matrices: list, dtype: torch.dtype, ops, group: dist.ProcessGroup, multiple: int = 1) -> Tensor:
+    """`orthogonalize` if each rank of `group` holds a share of each of N matrices. Returns this rank's shares of the results.
 
-    One exchange sends the rows of each matrix to its owner, which orthogonalizes it. Another sends the rows of the result back.
-    A rank owns `each` matrices and holds `most` rows of each matrix; the last ranks may have fewer, or none.
+    One exchange sends the shares of each matrix to its owner, which orthogonalizes it. Another sends the shares of the result
+    back. A rank owns `each` matrices, a multiple of `multiple`; the last ranks may own fewer, or none. BATCH keeps the batches
+    of a single rank: how many matrices are multiplied together may change the bits of a product.
     """
-    rows, columns = matrices[0].shape
-    each, most = math.ceil(len(matrices) / group.size()), math.ceil(rows / group.size())
-    held = len(local(matrices[0]))
+    shape, size, mine = matrices[0].shape, share_size(matrices[0]), local(matrices[0])
+    each = math.ceil(len(matrices) / multiple / group.size()) * multiple
     owned = max(0, min(each, len(matrices) - group.rank() * each))
-    pieces = torch.zeros(group.size() * each, most, columns, dtype=dtype, device=matrices[0].device)
+    pieces = torch.zeros(group.size() * each, size, dtype=dtype, device=mine.device)
     for piece, matrix in zip(pieces, matrices, strict=False):
-        piece[:held] = local(matrix)
+        piece[: mine.numel()] = local(matrix).reshape(-1)
     exchanged = torch.empty_like(pieces)
-    dist.all_to_all_single(exchanged, pieces, group=group)  # from [owners x each, most, columns] to [holders x each, ...]
-    whole = exchanged.unflatten(0, (-1, each)).transpose(0, 1).flatten(1, 2)  # [each, holders x most, columns]
+    dist.all_to_all_single(exchanged, pieces, group=group)  # from [owners x each, size] to [holders x each, size]
+    whole = exchanged.unflatten(0, (-1, each)).transpose(0, 1).flatten(1, 2)  # [each, holders x size]
     if owned:
-        whole[:owned, :rows] = orthogonalize(whole[:owned, :rows].unbind(), dtype, ops)
-    dist.all_to_all_single(pieces, whole.unflatten(1, (-1, most)).transpose(0, 1).flatten(0, 1), group=group)
-    return pieces[: len(matrices), :held]
+        found = whole[:owned, : math.prod(shape)]
+        found.copy_(orthogonalize(list(found.unflatten(1, shape)), dtype, ops).flatten(1))
+    dist.all_to_all_single(pieces, whole.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1), group=group)
+    return pieces[: len(matrices), : mine.numel()].unflatten(1, mine.shape)
 
 
 class Muon:
@@ -149,20 +149,30 @@ class Muon:
                 self.ops.add_(weights, updates.unbind(), alpha=-0.2 * group["lr"] * math.sqrt(max(shape)))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor (a DTensor), in the same memory. A plain tensor is returned as it is."""
+def local(tensor) -> Tensor:
+    """This rank's part of a sharded tensor (a DTensor or a Share), in the same memory. A plain tensor is returned as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def share_size(tensor) -> int:
+    """How many elements of a DTensor or a Share each rank holds; the last ranks may have fewer, or none."""
+    if isinstance(tensor, Tensor):  # FSDP divides rows as torch.chunk does
+        return math.ceil(len(tensor) / tensor.device_mesh.size(-1)) * math.prod(tensor.shape[1:])
+    return tensor.size
+
+
 @torch.no_grad()
-def load_rows(tensor: Tensor, whole) -> Tensor:
+def load_rows(tensor, whole):
     """Set `tensor`, which may be sharded, from the `whole` tensor, which may be a LazyTensor read by rows."""
-    rows = slice(None) if tensor.ndim else ...
-    if hasattr(tensor, "to_local"):  # FSDP divides rows as torch.chunk does
-        mesh = tensor.device_mesh
-        most = math.ceil(len(tensor) / mesh.size(-1))
-        rows = slice(most * mesh.get_local_rank(-1), most * (mesh.get_local_rank(-1) + 1))
-    local(tensor).copy_(whole[rows])
+    if not hasattr(tensor, "to_local") or not tensor.ndim:
+        local(tensor).copy_(whole[slice(None) if tensor.ndim else ...])
+        return tensor
+    mine, width = tensor.to_local(), math.prod(tensor.shape[1:])
+    rank = tensor.device_mesh.get_local_rank(-1) if isinstance(tensor, Tensor) else tensor.rank
+    first = rank * share_size(tensor)
+    top = first // width  # a share may begin and end within a row
+    rows = whole[top : math.ceil((first + mine.numel()) / width)].reshape(-1)
+    mine.copy_(rows[first - top * width :][: mine.numel()].view(mine.shape))
     return tensor
 
 
@@ -174,11 +184,13 @@ class Optimizers:
     """
 
     parts: list[AdamW | Muon]
+    after_step: Callable[[], None]  # the strategy's: under `exact` the ranks exchange what each has updated
 
     def step(self) -> None:
         """Update the weights from the gradients."""
         for part in self.parts:
             part.step()
+        self.after_step()
 
     @property
     def lr(self) -> float:
@@ -213,24 +225,30 @@ def optimizer_of(name: str, parameter: Tensor, optimizer: str) -> type[AdamW] | 
     return Muon if optimizer == "muon" and parameter.ndim == 2 and name.startswith("blocks.") else AdamW
 
 
-def build(model: nn.Module, config: OptimConfig, orthogonalize: Orthogonalize = orthogonalize) -> Optimizers:
+def build(
+    parameters: dict[str, Tensor],
+    config: OptimConfig,
+    ops: ModuleType = kernels,
+    orthogonalize: Orthogonalize = orthogonalize,
+    after_step: Callable[[], None] = lambda: None,
+) -> Optimizers:
     """AdamW for all parameters, or Muon (with `orthogonalize`) for the hidden matrices and AdamW for the rest.
 
     Weight decay applies to tensors of two or more dimensions.
     """
     matrices, others = [], []
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         (matrices if optimizer_of(name, p, config.optimizer) is Muon else others).append(p)
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "lr": config.lr, "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "lr": config.lr, "weight_decay": 0.0},
     ]
-    parts: list[AdamW | Muon] = [AdamW(groups, (config.beta1, config.beta2), ops=model.ops)]
+    parts: list[AdamW | Muon] = [AdamW(groups, (config.beta1, config.beta2), ops=ops)]
     if matrices:
         group = {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay}
         dtype = torch.float32 if config.muon_dtype == "float32" else torch.bfloat16
-        parts.append(Muon([group], config.momentum, dtype, orthogonalize, model.ops))
-    return Optimizers(parts)
+        parts.append(Muon([group], config.momentum, dtype, orthogonalize, ops))
+    return Optimizers(parts, after_step)
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:

@@ -54,10 +54,14 @@ def total(x: Tensor, dim: int) -> Tensor:
     return to_grid(x, 51 - (x.shape[dim] - 1).bit_length(), dim).sum(dim, keepdim=True)
 
 
-def total_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all `gradients` together."""
-    squares = math.fsum(row for gradient in gradients for row in total(gradient * gradient, -1).flatten().tolist())
-    return torch.tensor(math.sqrt(squares), dtype=torch.float64)
+def norm_parts(gradients: list[Tensor]) -> list[Tensor]:
+    """What `norm_of` takes of each of the `gradients`: the sums of its rows' squares."""
+    return [total(gradient * gradient, -1).flatten() for gradient in gradients]
+
+
+def norm_of(parts: list[Tensor]) -> Tensor:
+    """The norm of all gradients together."""
+    return torch.tensor(math.sqrt(math.fsum(torch.cat(parts).tolist())), dtype=torch.float64)
 
 
 # Functions of float64 numbers. Rounded to float32, they are within 0.55 units in the last place.
@@ -347,4 +351,4 @@ def baddbmm(x: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) ->
 
 def matrix_norm(x: Tensor) -> Tensor:
     """The norm [N, 1, 1] of each matrix of `x` [N, rows, columns]."""
-    return torch.stack([total_norm([matrix]) for matrix in x]).float()[:, None, None]
+    return torch.stack([norm_of(norm_parts([matrix])) for matrix in x]).float()[:, None, None]

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
-BEFORE = {"muon_dtype": "bfloat16"}  # what a run did whose version did not have the setting
+BEFORE = {"muon_dtype": "bfloat16", "shard_gradients": "off"}  # what a run did whose version did not have the setting
 # Settings that the config.toml of an older run may have, with the value that today's version keeps to (None: any).
 REMOVED = {"wandb_group": None, "wandb_tags": None, "wandb_artifact": None, "grad_compression": "none"}
 # Numbers below these meant auto.
@@ -169,6 +169,9 @@ class ParallelConfig:
     exact: the same bits on any number of ranks; scratch_*: the lessons of parallel/from_scratch.py."""
     replicate: Ranks = 1
     """Copies of the weights under fsdp. A group of ranks, such as a node, shares each copy (1: all ranks share one)."""
+    shard_gradients: Literal["auto", "on", "off"] = "auto"
+    """Send gradients to their shards after every micro-batch, under fsdp and exact: less memory, more traffic, and
+    under fsdp other bits. off: once an update. auto: on where an update would not fit otherwise."""
     check_replicas_every: Count = 0
     """Steps between comparisons of all ranks' weights (0: never). A bit that differs ends the run."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0

@@ -43,7 +43,7 @@ from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_devic
 from hardware.footprint import flops_per_token
 from kernels import activate_attention_kernel
 from model import GPT, initial_weights, on_meta
-from parallel.engine import Engine, fully_shard, load_weights, share_orthogonalization, use_float8, wrap
+from parallel.engine import Engine, build_optimizers, fully_shard, load_weights, use_float8, wrap
 from parallel.world import Stop, World, connect
 from planning import choices, startup
 from reports.log import Log, duration, require_wandb_key
@@ -183,19 +183,19 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     # Every wrapper averages the gradients over the ranks in the last backward of an update.
     model: nn.Module = module
     if strategy == "fsdp" and world.size > 1:
-        model = fully_shard(module, DTYPES[train.dtype], world, config.parallel.replicate)
+        model = fully_shard(module, DTYPES[train.dtype], world, config.parallel)
     load_weights(module, weights, device)
     if strategy == "ddp" and world.size > 1:
         # The only buffers are tables that every rank computes identically. (torch 2.13 renames this option; 2.11 has only it.)
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     elif strategy not in ("ddp", "fsdp"):
-        model = wrap(module, strategy, config.micro_batches, train.compile == "on")
+        model = wrap(module, config.parallel, config.micro_batches, train.compile == "on")
 
-    optimizers = optim.build(module, config.optim, share_orthogonalization(model, strategy, world))
+    parameters, optimizers = build_optimizers(model, module, config, world)
     # A rank averages the gradients of its micro-batches. `exact` adds integers instead and divides once, by all micro-batches.
     accumulation_steps = 1 if strategy == "exact" else len(world.share(config.micro_batches))
-    return Engine(module, model, optimizers, world, train.dtype, accumulation_steps, train.compile == "on")
+    return Engine(module, model, parameters, optimizers, world, train.dtype, accumulation_steps, train.compile == "on")
 
 
 def train(run: Run) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import itertools
 import multiprocessing
 import subprocess
 import sys
@@ -56,6 +57,9 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 # Strategy, copies of the weights, ranks. AdamW takes all; Muon, whose share of the memory is small, some.
 WORLDS = [("ddp", 1, 1), ("ddp", 1, 8), ("ddp", 1, 512), ("fsdp", 1, 8), ("fsdp", 1, 64), ("fsdp", 1, 512)]
 WORLDS += [("fsdp", 2, 8), ("fsdp", 8, 64), ("fsdp", 64, 512)]
+LARGE = dict(vocab_size=128256, tie_embeddings=False, seq_len=8192, micro_batch_size=1)  # Llama 3's shapes
+LLAMA_8B = LARGE | dict(n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, d_ff=14336)
+LLAMA_70B = LARGE | dict(n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, d_ff=28672)
 MUON = [("ddp", 1, 1), ("ddp", 1, 8), ("fsdp", 1, 8), ("fsdp", 8, 64)]
 
 
@@ -77,6 +81,14 @@ def cases():
                 yield label, preset, ranks, flags
                 if ranks == 8 and preset == "llama_1.3b":
                     yield f"{label}, checkpointing", preset, ranks, flags | {"activation_checkpointing": True}
+    for size, shape in {"1.3 B": {}, "8 B": LLAMA_8B, "70 B": LLAMA_70B}.items():
+        for ranks, shard in itertools.product((8, 64, 512), ("off", "on")):
+            flags = shape | dict(strategy="fsdp", optimizer="adamw", activation_checkpointing=True, shard_gradients=shard)
+            yield f"{size} on {ranks}, checkpointing, shard_gradients={shard}", "llama_1.3b", ranks, flags
+        if size != "70 B":  # every rank of exact holds all weights
+            for ranks, shard in itertools.product((8, 64), ("off", "on")):
+                flags = shape | dict(strategy="exact", optimizer="adamw", activation_checkpointing=True, shard_gradients=shard)
+                yield f"exact, {size} on {ranks}, checkpointing, shard_gradients={shard}", "llama_1.3b", ranks, flags
 
 
 def resolved(preset: str, ranks: int, **flags):

@@ -37,7 +37,15 @@ SETTINGS = {
     "fsdp, accumulating, checkpointing": (2, 2, dict(strategy="fsdp", activation_checkpointing=True)),
     "fsdp, four ranks, two copies": (4, 2, dict(strategy="fsdp", replicate=2, dtype="float32", micro_batch_size=1)),
     "fsdp, Muon": (2, 2, dict(strategy="fsdp", architecture="qwen3", optimizer="muon")),
-    "exact, accumulating": (2, 2, dict(strategy="exact")),
+    "exact, one rank": (1, 2, dict(strategy="exact")),
+    "exact, accumulating": (2, 2, dict(strategy="exact", shard_gradients="off")),
+    "exact, sharded gradients": (2, 2, dict(strategy="exact", shard_gradients="on")),
+    "exact, four ranks, sharded gradients, Muon": (
+        4,
+        2,
+        dict(strategy="exact", shard_gradients="on", architecture="llama", tie_embeddings=False, optimizer="muon"),
+    ),
+    "fsdp, sharded gradients": (2, 2, dict(strategy="fsdp", shard_gradients="on")),
     "scratch_reduce_scatter, accumulating": (2, 2, dict(strategy="scratch_reduce_scatter")),
     "scratch_overlap, accumulating": (2, 2, dict(strategy="scratch_overlap")),
 }

@@ -181,7 +181,7 @@ def digest(mutation: str) -> str:
         settings = resolve_model(ModelConfig(architecture, gelu=gelu, **shape), 384)
         model = GPT(settings, numerics="portable")
         model.load_state_dict(dict(initial_weights(model, 1)))
-        optimizers = optim.build(model, OptimConfig(optimizer, muon_dtype="float32"))
+        optimizers = optim.build(dict(model.named_parameters()), OptimConfig(optimizer, muon_dtype="float32"), portable)
         tokens = (torch.arange(3 * 4 * 161).view(3, 4, 161) ** 2 // 7) % 383
         for step, batch in enumerate(tokens):
             optimizers.set_learning_rate(optim.learning_rate(step, 3, OptimConfig(warmup_steps=0, min_lr=0.0), portable.cosine))
@@ -194,7 +194,7 @@ def digest(mutation: str) -> str:
                     p.grad = None
             for p, total in zip(model.parameters(), sums, strict=True):
                 p.grad = (total.double() / 2.0**50).float()
-            norm = portable.total_norm([p.grad for p in model.parameters()]).item()
+            norm = portable.norm_of(portable.norm_parts([p.grad for p in model.parameters()])).item()
             torch._foreach_mul_([p.grad for p in model.parameters()], 1 / norm)
             optimizers.step()
             sha.update(repr(norm).encode())
@@ -266,7 +266,9 @@ MUTATIONS = {
     "sums: float64, no grid": replace(total=lambda torch: lambda x, dim: x.double().sum(dim, keepdim=True)),
     "sums: embedding's gradient": lookups,
     "sums: softmax": softmax,
-    "sums: the global norm": replace(total_norm=lambda torch: torch.nn.utils.get_total_norm),
+    "sums: the global norm": replace(
+        norm_parts=lambda torch: lambda gradients: [norm.square()[None] for norm in torch._foreach_norm(gradients)]
+    ),
     "exp": replace(exp=lambda torch: lambda x: x.float().exp().double()),
     "exp: float64": replace(exp=lambda torch: torch.exp),
     "log": replace(log=lambda torch: lambda x: x.float().log().double()),

@@ -211,7 +211,8 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
         refuse([*refused, f"restore these settings, or {way_out}"])
     if done >= config.train.steps:
         return []
-    silent = SILENT | ({"threads"} if config.parallel.strategy == "exact" else set())  # on which exact's bits do not depend
+    unseen = {"threads", "shard_gradients"}  # by the bits of exact
+    silent = SILENT | (unseen if config.parallel.strategy == "exact" else set())
     lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
     if skips_otherwise and not other_tokens:
         lines.append(f"warning: {skip}, which is in these weights; an earlier checkpoint begins without it")

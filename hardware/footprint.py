@@ -15,6 +15,7 @@ SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps it
 # the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
 USABLE = 0.9
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in matrix products
+EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
 CPU_BYTES = 1 << 28  # of activations on a CPU: few enough for its caches, enough to hide Python's overhead
 
 
@@ -100,48 +101,54 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     if world_size == 1 and strategy != "exact":
         strategy = "none"
     P, s = parameter_count(model), BYTES[train.dtype]
-    shards = world_size // config.parallel.replicate if strategy == "fsdp" else 1
+    fsdp, exact, sharded = strategy == "fsdp", strategy == "exact", config.parallel.shard_gradients == "on" and world_size > 1
+    copies = config.parallel.replicate if fsdp else 1 if exact else world_size
+    shards = world_size // copies  # of the optimizer's state; fsdp's weights, too
     activation, recomputed = activations(model, train, device, strategy)
     activation += train.micro_batch_size * document_mask(config, device)
     loss, loss_backward = loss_buffers(model, train, device)
     accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
-    # exact turns each gradient into integers as soon as it is complete (compiled for a CPU, two at a time), and scratch_overlap
-    # moves it into its bucket.
-    at_once = strategy == "scratch_overlap" or (strategy == "exact" and (device, train.compile) != ("cpu", "on"))
-    between = 4.0 * P if accumulating and not at_once else 0.0
+    # exact and scratch_overlap move each gradient out of the way as soon as it is complete.
+    between = 4.0 * P / (shards if sharded else 1) if accumulating and not exact and strategy != "scratch_overlap" else 0.0
     buckets = 4.0 * P if strategy in ("ddp", "scratch_overlap") else 0.0
     # The weights in the dtype of the products. Autocast keeps its copies of all blocks until backward; a block that is computed
     # again makes its own. fsdp gathers two blocks at a time, and the embeddings for the whole update.
     blocks = block_parameters(model)
     casts = 2.0 * blocks if s == 2 else 0.0
     again = casts / model.n_layer if recomputed else casts
-    if strategy == "fsdp":
+    if fsdp:
         casts = again = s * (P - blocks + 2 * blocks / model.n_layer)
     always = {
-        "weights": 4.0 * P / shards,
+        "weights": 4.0 * P / (shards if fsdp else 1),
         "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
         "gradient buckets": buckets,
-        "exact's integers": 8.0 * P if strategy == "exact" else 0.0,
+        "exact's integers": 8.0 * P / (shards if sharded else 1) if exact else 0.0,
     }
-    # After the reduction DDP's gradients are views of its buckets, and fsdp's are shards.
+    # After the reduction DDP's gradients are views of its buckets, and those of fsdp and exact are shards.
     reduced = 0.0 if buckets else 4.0 * P / shards
     embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
     # Backward adds the embedding's two gradients, those of its lookup and of its product, before they join the others.
-    tied = embedding * (1 + accumulating) if model.tie_embeddings else 0.0
+    tied = embedding * (1 + (accumulating and not exact)) if model.tie_embeddings else 0.0
+    # exact sends and receives the gradient of a tensor at a time, or its integers, later the weights; it converts in pieces.
+    travels = (2.0 if sharded else 4.0) * embedding * (exact and world_size > 1)
+    piece = min(embedding, 4.0 * EXACT_BLOCK) * (exact and device != "cpu")
     temporary = {
         "scratch_reduce_scatter": 8.0 * P,
         "fsdp": (4.0 + s) * (P - blocks),  # it reduces what is outside the blocks as one
-        "exact": tied + 3 * embedding * (device != "cpu"),  # a tensor at a time; on a CPU a few thousand elements
+        "exact": max(travels, embedding + tied + 3 * piece),
     }.get(strategy, tied)
-    complete = reduced if buckets or strategy == "fsdp" else 4.0 * P
-    muon = muon_buffers(model, config.optim, shards if strategy == "fsdp" else 0)
+    complete = 0.0 if exact else reduced if buckets or fsdp else 4.0 * P
+    muon = muon_buffers(model, config.optim, shards if fsdp or exact else 0)
+    returns = max(2 * piece, embedding * (1 + 1 / shards) * (exact and world_size > 1))
     moments = [
         # The forward of the last micro-batch ends; its backward has begun; the ranks add the gradients up; the weights change.
         {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         {"gradients": between, "weights for backward": again, "activations": activation + recomputed, "logits": loss_backward},
         {"gradients": max(between, complete), "temporary": temporary},
-        {"gradients": reduced, "temporary": muon},
+        {"gradients": reduced, "temporary": max(muon, returns)},
     ]
+    if exact and not model.tie_embeddings:  # the output layer's gradient is the first to travel
+        moments[1]["temporary"] = travels
     return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
 
 
@@ -205,7 +212,7 @@ def optimizer_state(model: ModelConfig, optimizer: str) -> float:
 def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int) -> float:
     """The bytes that Muon takes for the matrices of one shape: iterates and updates, and the updates in float32.
 
-    shards: of fsdp, which also sends and receives rows; or 0.
+    shards: of fsdp and exact, which also send and receive shares; or 0.
     """
     if optim.optimizer != "muon":
         return 0.0

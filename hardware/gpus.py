@@ -52,12 +52,15 @@ def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float,
     compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
 
     # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Copies of
-    # weights or of shards all-reduce their gradients; exact's are integers of 8 bytes.
-    P = footprint.parameter_count(config.model)
-    copies = config.parallel.replicate if strategy == "fsdp" else world_size
+    # weights or of shards all-reduce their gradients. exact sends gradients, or integers of 8 bytes; then its share of the
+    # mean, to the ranks that compute norms; then its share of the weights.
+    P, exact = footprint.parameter_count(config.model), strategy == "exact"
+    sharded = config.parallel.shard_gradients == "on"
+    copies = config.parallel.replicate if strategy == "fsdp" else 1 if exact else world_size
     shards = world_size // copies
-    sent = (shards - 1) / shards * P * (2 * micro_steps * footprint.BYTES[train.dtype] + 4.0)
-    sent += 2 * (copies - 1) / copies * P / shards * (8.0 if strategy == "exact" else 4.0)
+    gradients = 4.0 * micro_steps if sharded else 8.0 if exact else 4.0
+    weights = 4.0 + 4.0 / shards if exact else 2 * micro_steps * footprint.BYTES[train.dtype]
+    sent = (shards - 1) / shards * P * (gradients + weights) + 2 * (copies - 1) / copies * P / shards * 4.0
     # Rings between nodes use all adapters of a node at once.
     rate = gpu.link if world_size <= NODE else min(gpu.link, NODE * gpu.network)
     # fsdp sends all the time, others during the last backward, and the first two of the lesson when nothing is computed.

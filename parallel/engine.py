@@ -15,11 +15,13 @@ import optim
 from common.errors import RunError, UserError
 from hardware import device
 from model import GPT
-from optim import Optimizers, load_rows
+from optim import Optimizers, load_rows, local
 from parallel.exact import Exact
 from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from parallel.replicas import check_replicas
+from parallel.shares import gather_own
 from parallel.world import World
+from settings import Config, ParallelConfig
 
 STAGING_BYTES = 1 << 26  # of page-locked memory, through which checkpoints leave a GPU
 SCRATCH = {
@@ -37,25 +39,24 @@ class Engine:
     the last backward of an update, the gradients on every rank are the mean over all micro-batches of all ranks.
     """
 
-    module: GPT  # the parameters
+    module: GPT
     model: nn.Module  # `module` inside the strategy's wrapper: inputs and targets [micro-batch, T] to their mean loss
+    parameters: dict[str, Any]  # what the optimizers update: the module's parameters, or this rank's shares of them
     optimizers: Optimizers
     world: World
     dtype: str  # of matrix products
     accumulation_steps: int
     compiled: bool
     scaler: torch.amp.GradScaler = field(init=False)  # the loss scale of float16
-    parameters: dict[str, nn.Parameter] = field(init=False)
     staging: Tensor | None = None
 
     def __post_init__(self):
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.dtype == "float16")
-        self.parameters = dict(self.module.named_parameters())
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds only some rows of the parameters."""
-        return any(map(is_sharded, self.parameters.values()))
+        """Whether each rank holds only some rows of the weights."""
+        return any(map(is_sharded, self.module.parameters()))
 
     @property
     def eval_model(self) -> nn.Module:
@@ -86,14 +87,14 @@ class Engine:
 
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before, the same on all ranks."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients, exact = [p.grad for p in self.parameters.values() if p.grad is not None], isinstance(self.model, Exact)
         # Here an update waits for the GPU. The optimizer's work hides the launches of the next one.
-        norm = self.module.ops.total_norm(gradients)
+        norm = self.model.total_norm(self.module.ops) if exact else nn.utils.get_total_norm(gradients)
         norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
-        if muon and self.world.size > 1 and not self.sharded:
+        if muon and self.world.size > 1 and not self.sharded and not exact:
             # Its step runs collectives, in which the others would wait for a rank that skipped it. Only a faulty rank has
-            # another norm. (Under fsdp the norm is global.)
+            # another norm. (Under fsdp and exact the norm is global.)
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
             if not finite:
@@ -102,7 +103,7 @@ class Engine:
         if self.scaler.is_enabled():  # GradScaler expects a torch optimizer; ours is not one
             self.scaler.unscale_(SimpleNamespace(param_groups=[{"params": list(self.parameters.values())}]))
         if 0 < limit < norm < math.inf:
-            torch._foreach_mul_(gradients, limit / norm)
+            torch._foreach_mul_([local(gradient) for gradient in gradients], limit / norm)
         return norm
 
     def zero_grad(self) -> None:
@@ -135,9 +136,7 @@ class Engine:
         rank, copies = self.world.rank, {}
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
         if sharded:
-            from parallel.sharded import gather_own  # here, because importing FSDP2 takes a second
-
-            group = self.model.mesh.get_group("shard")
+            group = self.model.mesh.get_group("shard") if self.sharded else dist.group.WORLD
             if rank < group.size():  # the other groups have copies of the same rows
                 copies = {name: self.to_host(tensor) for name, tensor in gather_own(sharded, writers, group)}
         for name, tensor in tensors.items():
@@ -199,32 +198,44 @@ def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: to
         load_rows(module.get_parameter(name), value)
 
 
-def fully_shard(module: GPT, dtype: torch.dtype, world: World, replicate: int) -> nn.Module:
+def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig) -> nn.Module:
     """`module` in torch's FSDP2: see `parallel.sharded.FullyShard`."""
     from parallel.sharded import FullyShard  # here, because importing FSDP2 takes a second
 
-    return FullyShard(module, dtype, world, replicate)
+    return FullyShard(module, dtype, world, parallel.replicate, parallel.shard_gradients == "on")
 
 
-def wrap(module: GPT, strategy: str, micro_batches: int, compiled: bool) -> nn.Module:
+def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
     """`module` in the wrapper of a strategy of ours, which averages the ranks' gradients.
 
     micro_batches: of an update, over all ranks. compiled: let `exact` convert in compiled code.
     """
-    return Exact(module, micro_batches, compiled) if strategy == "exact" else SCRATCH[strategy](module)
+    if parallel.strategy == "exact":
+        return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)
+    return SCRATCH[parallel.strategy](module)
+
+
+def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World) -> tuple[dict[str, Any], Optimizers]:
+    """What this rank updates, by name: the parameters of `module`, or under `exact` its shares of them; and the optimizers."""
+    orthogonalize = share_orthogonalization(model, config.parallel.strategy, world)
+    if isinstance(model, Exact):
+        return model.shares, optim.build(model.shares, config.optim, module.ops, orthogonalize, model.gather_weights)
+    parameters = dict(module.named_parameters())
+    return parameters, optim.build(parameters, config.optim, module.ops, orthogonalize)
 
 
 def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> optim.Orthogonalize:
     """How Muon orthogonalizes its matrices: each of them on one rank only."""
     if world.size == 1:
         return optim.orthogonalize
-    shares = functools.partial(optim.orthogonalize_shares, multiple=optim.BATCH if strategy == "exact" else 1)
+    if strategy == "exact":
+        return functools.partial(optim.orthogonalize_by_owners, group=dist.group.WORLD, multiple=optim.BATCH)
     if strategy != "fsdp":
-        return functools.partial(shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
+        return functools.partial(optim.orthogonalize_shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
     owners = functools.partial(optim.orthogonalize_by_owners, group=model.mesh.get_group("shard"))
     if model.mesh.ndim == 1:
         return owners
-    return functools.partial(shares, group=model.mesh.get_group("replicate"), orthogonalize=owners)
+    return functools.partial(optim.orthogonalize_shares, group=model.mesh.get_group("replicate"), orthogonalize=owners)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,6 +259,6 @@ def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
     return copy
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, which has some rows on each rank."""
-    return hasattr(tensor, "full_tensor")
+def is_sharded(tensor) -> bool:
+    """Whether it is a DTensor or a Share, of which each rank has a part."""
+    return hasattr(tensor, "to_local")

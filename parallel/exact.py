@@ -4,102 +4,241 @@ Floating-point addition is not associative. So a sum of gradients depends on how
 order in which they add. Integer addition is associative. Here each micro-batch's gradient becomes 64-bit fixed point (a
 multiple of 2^-50), and all sums, within a rank and between ranks, are sums of integers. Only the total goes back to float32.
 
+Every rank holds all weights, but only its share of the rest, as in ZeRO (Rajbhandari et al. 2020). It adds up what all ranks
+have for its share of each parameter, updates that share of the weights, and sends it to all:
+
+    shard_gradients    each rank sends                                      holds besides the weights    sends in an update
+                                                                            (bytes a parameter, AdamW)   (times (W-1)/W)
+    false              integers, once an update                             8 + 12 / W                   12 + 4 / W
+    true               float32 gradients, after each of M micro-batches     20 / W                       4 M + 4 + 4 / W
+
 One condition is left: the gradient of a micro-batch must not depend on the rank that computes it. It does not if all ranks
 use the same kernels, the same number of threads and, for dropout, the same seed.
 """
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import RunError
-from parallel.from_scratch import ScratchOverlap
+from hardware.footprint import EXACT_BLOCK
+from optim import local
+from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, group_by_kind, views
+from parallel.shares import gather_own, share_of
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, where int64 ends
+BUCKET_BYTES = 25 * 2**19  # of float32 gradients, and twice as many of integers
 CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time: few enough to stay in its cache from the first pass to the last
 
 
+@dataclass
+class Bucket:
+    """Parameters that travel together, in a matrix [W, width]: row r holds rank r's share of each of them."""
+
+    columns: dict[nn.Parameter, slice]  # of the matrix
+    width: int
+    # int64. Of whole parameters, until they are sent and the sums of this rank's shares take the first `width` places. With
+    # shard_gradients only these.
+    sums: Tensor
+    gradients: dict[nn.Parameter, Tensor | None]  # to send: views of the sums; with shard_gradients this backward's, in float32
+    waiting: set[nn.Parameter] = field(default_factory=set)  # whose gradient of this backward is not ready yet
+
+
+@dataclass
+class Exchange:
+    """A bucket under way."""
+
+    work: dist.Work | None
+    outgoing: Tensor | None  # [W, width]: what each rank gets
+    incoming: Tensor | None  # [W, width]: what comes from each rank
+    add: Callable[[Tensor], None]  # to the sums
+
+    def wait(self) -> None:
+        """Add up what has come, once, and free the memory."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.outgoing = None
+            self.add(self.incoming)
+            self.incoming = None
+
+
 class Exact(ScratchOverlap):
-    """ScratchOverlap with integers in its buckets. The ranks may hold unequal numbers of micro-batches.
+    """ScratchOverlap that adds integers. Of M micro-batches a rank may hold M // W or one more.
 
     The loss of each micro-batch must be backpropagated as it is, not divided by anything. After the backward of a forward that
-    found `require_backward_grad_sync` true, the gradients on every rank are the mean over the update: the sum over all
-    micro-batches of all ranks since the last such backward, divided by `micro_batches`.
+    found `require_backward_grad_sync` true, the `.grad` of each of `shares` is this rank's share of the mean: the sum over all
+    micro-batches of all ranks since the last such backward, divided by `micro_batches`. With one rank the shares are the
+    parameters themselves. When the optimizer has updated them, `gather_weights` brings the new weights to all ranks.
 
-    compiled: convert by compiled functions. The integers are the same.
+    shard_gradients: keep no integers of whole parameters. compiled: convert by compiled functions. Neither changes a bit.
     """
 
-    bucket_dtype = torch.int64
-
-    def __init__(self, module: nn.Module, micro_batches: int, compiled: bool = False, bucket_bytes: int = 25 * 2**20):
-        super().__init__(module, bucket_bytes=bucket_bytes // 2)  # counted in float32, which takes half as much
-        self.micro_batches = micro_batches
-        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
+    def __init__(self, module: nn.Module, micro_batches: int, shard_gradients: bool = False, compiled: bool = False):
+        self.micro_batches, self.shard_gradients = micro_batches, shard_gradients
+        self.update_ends, self.rounds = True, 0  # after this backward; backwards of the update that sent their gradients
+        super().__init__(module, bucket_bytes=BUCKET_BYTES)
+        self.shares = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if self.world_size > 1:
+            self.shares = {name: share_of(p, dist.get_rank(), self.world_size) for name, p in self.shares.items()}
+        self.own = dict(zip(self.trainable, self.shares.values(), strict=True))
         self.largest = torch.zeros(len(self.trainable), device=self.trainable[0].device)  # |gradient| of each parameter
         self.largest_of = dict(zip(self.trainable, self.largest, strict=True))
         self.add, self.mean = add_fixed_point, mean_from_fixed_point
         if compiled:
             self.add, self.mean = (torch.compile(function, dynamic=True) for function in (self.add, self.mean))
         on_cpu = self.largest.device.type == "cpu"
-        self.block = CPU_BLOCK if on_cpu and not compiled else max(p.numel() for p in self.trainable)
+        self.block = CPU_BLOCK if on_cpu and not compiled else EXACT_BLOCK
         if self.world_size == 1:  # one rank converts and adds as well; otherwise it would round differently from two
+            self.shard_gradients = False
             self.register_hooks()
 
+    def register_hooks(self) -> None:
+        for parameters in group_by_kind(self.trainable[::-1], self.bucket_bytes):
+            sizes = [share_of(p, 0, self.world_size).size if self.world_size > 1 else p.numel() for p in parameters]
+            ends = [0, *itertools.accumulate(sizes)]
+            columns = {p: slice(*ends[i : i + 2]) for i, p in enumerate(parameters)}
+            whole = 0 if self.shard_gradients else sum(p.numel() for p in parameters)
+            sums = torch.zeros(max(whole, ends[-1]), dtype=torch.int64, device=parameters[0].device)
+            pieces = [None] * len(parameters) if self.shard_gradients else views(sums, parameters)
+            self.buckets.append(Bucket(columns, ends[-1], sums, dict(zip(parameters, pieces, strict=True))))
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.columns}
+        ScratchAllReduce.register_hooks(self)
+
+    # From backward to the ranks that add -----------------------------------------------------------------------------
+
+    def forward(self, *args, **kwargs):
+        """Run the module. As in DDP, the forward decides whether the backward that follows ends an update."""
+        output = super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.update_ends = self.require_backward_grad_sync
+            self.sync_this_backward = self.update_ends or self.shard_gradients
+        return output
+
+    @torch.no_grad()
     def move_into_bucket(self, parameter: nn.Parameter) -> None:
-        """Add the gradient to the integers in the bucket, and drop it."""
-        if parameter.grad is not None:
-            for total, gradient in self.blocks(parameter, parameter.grad):
-                self.add(total, gradient)
-                raise_largest(self.largest_of[parameter], gradient)
-            parameter.grad = None
+        """Take the gradient from the parameter. Add it to the bucket's integers, or keep it until the bucket is full."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        raise_largest(self.largest_of[parameter], gradient)
+        gradients = self.bucket_of[parameter].gradients
+        if self.shard_gradients:
+            gradients[parameter] = gradient
+        else:
+            self.in_blocks(self.add, gradients[parameter].view(-1), gradient.reshape(-1))
 
     def start_full_buckets(self) -> None:
         if self.world_size > 1:
             super().start_full_buckets()
 
-    def start_all_reduce(self, flat: Tensor) -> dist.Work:
-        """Begin to replace `flat` by its sum over the ranks."""
-        return dist.all_reduce(flat, async_op=True)
+    @torch.no_grad()
+    def send(self, bucket: Bucket) -> Exchange:
+        """Begin to send each rank its row of the bucket. At most two are under way, so that few take memory."""
+        for before in self.started[:-1]:
+            before.wait()
+        dtype = torch.float32 if self.shard_gradients else torch.int64
+        outgoing = torch.empty(self.world_size, bucket.width, dtype=dtype, device=bucket.sums.device)
+        for parameter, columns in bucket.columns.items():
+            gradient = bucket.gradients[parameter]
+            if gradient is None:
+                outgoing[:, columns] = 0
+                continue
+            for row, values in rows(outgoing[:, columns], gradient.reshape(-1)):
+                row.copy_(values)
+            if self.shard_gradients:
+                bucket.gradients[parameter] = None
+        sums, incoming = bucket.sums[: bucket.width], torch.empty_like(outgoing)
+        add = functools.partial(torch.sum, dim=0, out=sums)
+        if self.shard_gradients:
+            add = functools.partial(self.in_blocks, self.add, sums)
+        return Exchange(dist.all_to_all_single(incoming, outgoing, async_op=True), outgoing, incoming, add)
+
+    # From sums to weights --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Add up over the ranks and put the mean into every `.grad`, or NaN where a gradient was not finite.
+        """Give each of `shares` its mean, or NaN where a gradient was not finite.
 
         Raises RunError on every rank, naming the parameter, where the sum might not fit into 64 bits.
         """
-        self.sync_is_queued, self.sync_this_backward = False, True
+        self.sync_is_queued = False
+        self.rounds += 1
         self.average_gradients()
+        if not self.update_ends:
+            return
+        each, more = divmod(self.micro_batches, self.world_size)
+        if self.shard_gradients and more and self.rounds == each:  # other ranks have one micro-batch more
+            self.average_gradients()
+        self.rounds, average = 0, functools.partial(self.mean, self.micro_batches)
         if self.world_size > 1:
             self.largest.nan_to_num_(nan=float("inf"))  # because the maximum of a number and NaN may be either
             dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
-        for parameter, name, largest in zip(self.trainable, self.names, self.largest.tolist(), strict=True):
+        for (name, share), parameter, largest in zip(self.shares.items(), self.own, self.largest.tolist(), strict=True):
             # A sum of n terms that are all below LIMIT / n stays below LIMIT, so nothing has wrapped around.
             if LIMIT / self.micro_batches <= largest < float("inf"):
                 raise RunError(
                     f"a gradient of {name} has reached {largest:.3g}: the sum of {self.micro_batches} like it may pass "
                     f"{LIMIT:.0f}, where the fixed point of --strategy=exact ends; lower --lr, or use --strategy=ddp"
                 )
-            parameter.grad = torch.empty_like(parameter)
-            for total, mean in self.blocks(parameter, parameter.grad):
-                self.mean(total, self.micro_batches, mean)
+            share.grad = torch.empty_like(share)
+            mean, bucket = local(share.grad).view(-1), self.bucket_of[parameter]
+            self.in_blocks(average, bucket.sums[bucket.columns[parameter]][: len(mean)], mean)
             if not largest < float("inf"):
-                parameter.grad.fill_(float("nan"))
+                mean.fill_(float("nan"))
+        for bucket in self.buckets * (self.world_size > 1):
+            bucket.sums.zero_()
         self.largest.zero_()
 
-    def blocks(self, parameter: nn.Parameter, gradient: Tensor):
-        """The parameter's integers beside its `gradient`, both flat, in blocks to be converted one at a time."""
-        total = self.bucket_of[parameter].gradients[parameter]
-        return zip(*(tensor.reshape(-1).split(self.block) for tensor in (total, gradient)), strict=True)
+    def in_blocks(self, function, sums: Tensor, values: Tensor) -> None:
+        """Call `function` on int64 `sums` [n] and float32 `values` [..., n], a block at a time."""
+        block = self.block // max(1, values.numel() // max(1, len(sums)))
+        for part in zip(sums.split(block), values.split(block, -1), strict=True):
+            function(*part)
+
+    def total_norm(self, ops) -> Tensor:
+        """The norm of all gradients, as one rank computes it: each tensor's own norm is of the whole, on one of the ranks."""
+        gradients = {name: share.grad for name, share in self.shares.items()}
+        if self.world_size == 1:
+            return ops.norm_of(ops.norm_parts(list(gradients.values())))
+        shapes = ops.norm_parts([torch.empty(share.shape, device="meta") for share in self.shares.values()])
+        places = [part.numel() for part in shapes]
+        found = torch.zeros(sum(places), dtype=shapes[0].dtype, device=self.largest.device)
+        parts = dict(zip(gradients, found.split(places), strict=True))
+        owners = {name: i % self.world_size for i, name in enumerate(gradients)}
+        for name, whole in gather_own(gradients, owners, dist.group.WORLD):
+            parts[name].copy_(ops.norm_parts([whole])[0])
+        dist.all_reduce(found)
+        return ops.norm_of(list(parts.values()))
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Bring the weights that each rank has updated to all ranks."""
+        for bucket in self.buckets * (self.world_size > 1):
+            row = torch.empty(bucket.width, device=bucket.sums.device)
+            for parameter, columns in bucket.columns.items():
+                values = self.own[parameter].to_local()
+                row[columns][: len(values)] = values
+            matrix = row.new_empty(self.world_size, bucket.width)
+            dist.all_gather_into_tensor(matrix.view(-1), row)
+            for parameter, columns in bucket.columns.items():
+                for values, place in rows(matrix[:, columns], parameter.detach().view(-1)):
+                    place.copy_(values)
 
 
 @torch.no_grad()
-def add_fixed_point(total: Tensor, gradient: Tensor) -> None:
-    """Add float32 `gradient` [n] to int64 `total` [n] as multiples of 2^-50.
+def add_fixed_point(total: Tensor, gradients: Tensor) -> None:
+    """Add float32 `gradients`, [n] or [k, n], to int64 `total` [n] as multiples of 2^-50.
 
     Scaling by a power of two is exact. Digits below 2^-50 are cut off.
     """
-    total.add_((gradient * SCALE).to(torch.int64))
+    integers = (gradients * SCALE).to(torch.int64)
+    total.add_(integers if integers.ndim == 1 else integers.sum(0))
 
 
 @torch.no_grad()
@@ -113,7 +252,15 @@ def raise_largest(largest: Tensor, gradient: Tensor) -> None:
     largest.copy_(torch.maximum(largest, torch.maximum(-low, high)))
 
 
-def mean_from_fixed_point(total: Tensor, count: int, out: Tensor) -> None:
+def mean_from_fixed_point(count: int, total: Tensor, out: Tensor) -> None:
     """Write the mean of `count` terms, whose sum is `total` [n], into float32 `out` [n]; set `total` to zero."""
     out.copy_(total.double().mul_(1 / SCALE).div_(count))
     total.zero_()
+
+
+def rows(matrix: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The elements of `flat` beside their places in `matrix` [W, size], which they fill row by row."""
+    full, rest = divmod(len(flat), matrix.shape[1])
+    yield matrix[:full], flat[: len(flat) - rest].view(full, matrix.shape[1])
+    if rest:
+        yield matrix[full, :rest], flat[len(flat) - rest :]

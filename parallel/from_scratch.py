@@ -237,8 +237,6 @@ class ScratchOverlap(ScratchAllReduce):
     Compile its blocks one by one to keep the overlap.
     """
 
-    bucket_dtype: torch.dtype | None = None  # None: the dtype of the gradients
-
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20):
         self.buckets, self.bucket_bytes = [], bucket_bytes
         self.started = []  # all-reduces in flight, in the order of their buckets
@@ -247,7 +245,7 @@ class ScratchOverlap(ScratchAllReduce):
     def register_hooks(self) -> None:
         for parameters in group_by_kind(self.trainable[::-1], self.bucket_bytes):
             first, count = parameters[0], sum(p.numel() for p in parameters)
-            flat = torch.zeros(count, dtype=self.bucket_dtype or first.dtype, device=first.device)
+            flat = torch.zeros(count, dtype=first.dtype, device=first.device)
             self.buckets.append(Bucket(flat, dict(zip(parameters, views(flat, parameters), strict=True))))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.gradients}
         super().register_hooks()
@@ -284,11 +282,11 @@ class ScratchOverlap(ScratchAllReduce):
         for bucket in self.buckets[len(self.started) :]:
             if bucket.waiting:
                 return
-            self.started.append(self.start_all_reduce(bucket.flat))
+            self.started.append(self.send(bucket))
 
-    def start_all_reduce(self, flat: Tensor) -> dist.Work:
-        """Start replacing `flat` by its mean over the ranks."""
-        return dist.all_reduce(flat.div_(self.world_size), group=self.group, async_op=True)
+    def send(self, bucket: Bucket) -> dist.Work:
+        """Start replacing the bucket's gradients by their mean over the ranks."""
+        return dist.all_reduce(bucket.flat.div_(self.world_size), group=self.group, async_op=True)
 
     def finish_all_reduces(self) -> None:
         """Wait for the all-reduces in flight."""

@@ -44,11 +44,28 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
         optim = dataclasses.replace(optim, warmup_steps=warmup)
     config = dataclasses.replace(config, model=model, optim=settings.resolve_schedule(optim, train.steps))
     config = settings.replace(config, device=machines.device, threads=machines.threads, **chosen)
+    if config.parallel.shard_gradients == "auto" and config.parallel.strategy == kept.get("strategy") == "fsdp":
+        config = settings.replace(config, shard_gradients=kept["shard_gradients"])
+    room = footprint.USABLE * machines.total / (machines.ranks if machines.device == "cpu" else 1)
+    smallest = settings.replace(config, micro_batch_size=1) if train.micro_batch_size == "auto" else config
+    shards = shard_gradients(smallest, machines.ranks, machines.device, room).parallel.shard_gradients
+    config = settings.replace(config, shard_gradients=shards)
     if train.micro_batch_size == "auto":
         size = fit_micro_batch(config, previous.get("micro_batch_size"), machines)
         config = settings.replace(config, micro_batch_size=size)
     rules.check(config, machines.ranks)
     return config
+
+
+def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Config:
+    """`config` with --shard_gradients in the place of auto: on where a rank would otherwise need more than `room` bytes."""
+    if config.parallel.shard_gradients != "auto":
+        return config
+    off, on = (settings.replace(config, shard_gradients=value) for value in ("off", "on"))
+    if config.parallel.strategy not in ("fsdp", "exact"):
+        return off
+    needed, less = (sum(footprint.of_rank(each, ranks, device).values()) for each in (off, on))
+    return on if less < needed > room else off
 
 
 def for_portable(config: Config, ranks: int) -> Config:

@@ -54,7 +54,8 @@ def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
     small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():
         for world, flags in ((ranks * 2**i, flags) for i in range(doublings) for flags in ({}, small, again, small | again)):
-            changed = settings.replace(config, strategy=strategy, **flags)
+            changed = settings.replace(config, strategy=strategy, shard_gradients="auto", **flags)
+            changed = choices.shard_gradients(changed, world, "cuda", usable)
             size = sum(footprint.of_rank(changed, world, "cuda").values())
             with contextlib.suppress(UserError):  # flags that conflict
                 rules.check(changed, world)

@@ -31,6 +31,8 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
         yield "--fp8=true needs --compile=on: eager float8 is slower than bfloat16 (0.3 to 0.9 times in pytorch/ao#685)"
     if strategy != "fsdp" and parallel.replicate != 1:
         yield f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights"
+    if strategy not in ("fsdp", "exact") and parallel.shard_gradients == "on":
+        yield f"--shard_gradients=on is for --strategy=fsdp and exact; under {strategy} every rank holds all gradients"
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
     if strategy == "fsdp" and parallel.check_replicas_every:

@@ -173,7 +173,7 @@ def recorded_collectives():
     """A list that gets the name of every collective in the block."""
     events = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all_single"):
             original = getattr(dist, name)
 
             def collective(*args, name=name, original=original, **kwargs):
@@ -256,13 +256,19 @@ def events_of_a_backward(strategy) -> list[str]:
     return events
 
 
+def exact_in_small_buckets(module):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parallel.exact.BUCKET_BYTES", 288)
+        return Exact(module, micro_batches=2)
+
+
 def test_overlap_sends_while_backward_is_running(start):
     for events in start(2).run(events_of_a_backward, functools.partial(ScratchOverlap, bucket_bytes=288)):
         assert events.index("all_reduce") < events.index("gradient 4")  # layer 5 is under way
         assert events.count("all_reduce") == 6 + 1  # a bucket a layer, and the census
-    for events in start(2).run(events_of_a_backward, functools.partial(Exact, micro_batches=2, bucket_bytes=576)):
-        assert events.index("all_reduce") < events.index("gradient 4")
-        assert events.count("all_reduce") == 6 + 1  # integers take twice as much; the last is of the largest gradients
+    for events in start(2).run(events_of_a_backward, exact_in_small_buckets):
+        assert events.index("all_to_all_single") < events.index("gradient 4")
+        assert events.count("all_to_all_single") == 6 and events.count("all_reduce") == 1  # of the largest gradients
     for events in start(2).run(events_of_a_backward, ScratchAllReduce):
         assert events.index("all_reduce") > events.index("gradient 0")
 

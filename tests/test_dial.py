@@ -120,7 +120,7 @@ def change_of_activations(width, optimizer, constant):
     module = GPT(settings.resolve_model(config.model, 384))
     module.load_state_dict(dict(initial_weights(module, seed=0)))
     settled = dataclasses.replace(config.optim, lr=constant) if constant else config.optim
-    optimizers, seen = optim.build(module, settled), []
+    optimizers, seen = optim.build(dict(module.named_parameters()), settled), []
     module.norm.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].detach()))
     tokens = torch.randint(0, 300, (8, 33), generator=torch.Generator().manual_seed(1))
     for _ in range(6):

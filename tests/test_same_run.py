@@ -32,7 +32,7 @@ def test_fixed_point_sums_do_not_depend_on_order_and_are_close_to_float64():
     forward, backward = total(range(12)), total(reversed(range(12)))
     assert torch.equal(forward[0], backward[0]) and forward[1] == max(g.abs().max() for g in gradients)
     mean = torch.empty(200_000)
-    mean_from_fixed_point(forward[0], 12, mean)
+    mean_from_fixed_point(12, forward[0], mean)
     wanted = torch.stack(gradients).double().mean(0)
     assert (mean - wanted).abs().max() <= wanted.abs().max() * 2**-24 + 1 / SCALE
     assert (mean - wanted.float()).abs().max() <= 2**-22
@@ -49,35 +49,47 @@ def test_compiled_conversion_gives_the_same_integers_in_any_order():
             add(total, gradients[i])
             raise_largest(largest[1], gradients[i])
         sums = total.clone()
-        mean(total, 5, out)
+        mean(5, total, out)
         assert not total.any()
         return sums[1:], largest.isnan(), out[1:]
 
     wanted = convert(add_fixed_point, mean_from_fixed_point, range(5))
     assert wanted[0].any() and wanted[1].tolist() == [False, True, False]
+    together = torch.zeros(70_001, dtype=torch.int64)
+    add_fixed_point(together, torch.stack(gradients))  # as they come from several ranks
+    assert torch.equal(together[1:], wanted[0])
     compiled = [torch.compile(function, dynamic=True) for function in (add_fixed_point, mean_from_fixed_point)]
     for functions in ((add_fixed_point, mean_from_fixed_point), compiled):
         for order in (range(5), (4, 0, 3, 1, 2)):
             assert all(map(torch.equal, convert(*functions, order), wanted))
 
 
+BUCKETS = "import parallel.exact; parallel.exact.BUCKET_BYTES = 5000"  # several; tensors of no width that a vector has
+ODD = dict(EXACT, n_embd=44, head_dim=22, n_head=2)
+
+
 @pytest.mark.parametrize(
-    "dtype, compile, others", [("float32", "off", (2, 4, 5)), ("bfloat16", "off", (3,)), ("bfloat16", "on", (5,))]
+    "dtype, compile, optimizer, others",
+    [
+        ("float32", "off", "adamw", ((2, "on"), (4, "off"), (5, "on"))),
+        ("bfloat16", "off", "muon", ((3, "on"), (5, "off"))),
+        ("bfloat16", "on", "muon", ((5, "on"), (2, "off"))),
+    ],
 )
-def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile, others):
-    flags = dict(EXACT, dtype=dtype, compile=compile, steps=6, eval_every=3, save_every=3)
+def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile, optimizer, others):
+    flags = dict(ODD, dtype=dtype, compile=compile, optimizer=optimizer, steps=6, eval_every=3, save_every=3)
     train("w1", **flags)
-    for ranks in others:  # 12 micro-batches: 5 ranks take unequal shares
-        train(f"w{ranks}", ranks=ranks, **flags)
+    for ranks, shard in others:  # 12 micro-batches: 5 ranks take unequal shares
+        train.changed(BUCKETS, f"w{ranks}", ranks, shard_gradients=shard, **flags)
         train.assert_same(f"w{ranks}", "w1")
 
 
 def test_exact_is_the_same_run_when_killed_and_continued_on_other_numbers_of_ranks(train):
     flags = dict(EXACT, save_every=1, eval_every=5, steps=15)
     train("whole", **flags)
-    for ranks, stop_at in ((3, " 4"), (1, " 9")):
-        train.kill("parts", f"step     {stop_at}/15  loss", ranks, **flags)
-    train("parts", ranks=4, **flags)
+    for ranks, stop_at, shard in ((3, " 4", "on"), (1, " 9", "auto")):
+        train.kill("parts", f"step     {stop_at}/15  loss", ranks, shard_gradients=shard, **flags)
+    train("parts", ranks=5, shard_gradients="on", **flags)
     train.assert_same("parts", "whole")
 
 
@@ -215,10 +227,11 @@ torch.Tensor.backward = poisoned
 """
 
 
-@pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("exact", 2)])
-def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
+@pytest.mark.parametrize("strategy, ranks, shard", [("ddp", 2, "off"), ("exact", 2, "off"), ("exact", 3, "on")])
+def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks, shard):
     third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
-    done = train.changed(POISONED.format(bad=third), "nan", ranks, strategy=strategy, steps=6, max_skipped_steps=2)
+    flags = dict(strategy=strategy, shard_gradients=shard, steps=6, max_skipped_steps=2)
+    done = train.changed(POISONED.format(bad=third), "nan", ranks, **flags)
     assert "step 3: the gradient is not finite; update skipped (1 in a row, 1 in all)" in done.stdout
     assert train.state("nan")["skipped"] == 1
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())

@@ -257,11 +257,12 @@ def test_a_reader_that_ends_early_ends_a_command_quietly_but_no_run(tokens, tmp_
 
 def test_settings_of_older_versions_are_read_or_refused_with_what_replaces_them(tmp_path):
     older = dict(vocab_size=0, n_kv_head=0, head_dim=0, d_ff=0, threads=0, min_lr=-1.0, warmup_steps=-1, rope_scaling="")
+    new = {"muon_dtype": "auto", "shard_gradients": "auto"}
     path = tmp_path / "config.toml"
     path.write_text(
         "".join(f"{name} = {json.dumps(value)}\n" for name, value in (older | {"grad_compression": "none"}).items())
     )
-    assert settings.read_preset(path) == settings.from_record(older | {"muon_dtype": "auto"}, "here") == settings.Config()
+    assert settings.read_preset(path) == settings.from_record(older | new, "here") == settings.Config()
     path.write_text('[parallel]\nstrategy = "zero1"\ngrad_compression = "bf16"\n')
     with pytest.raises(UserError, match="unknown key grad_compression; --strategy=fsdp"):
         settings.read_preset(path)

@@ -39,6 +39,8 @@ def assert_same_losses(records, wanted):
         ("muon", 3, dict(strategy="fsdp")),  # 32 rows are 11, 11 and 10
         ("muon", 4, dict(strategy="fsdp", replicate=2)),
         ("adamw", 2, dict(strategy="fsdp", compile="on")),
+        ("adamw", 3, dict(strategy="fsdp", shard_gradients="on")),
+        ("muon", 4, dict(strategy="fsdp", shard_gradients="on", replicate=2)),
     ],
 )
 def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
@@ -69,7 +71,7 @@ train.train = written
     "ranks, flags, copies",
     [
         (3, dict(strategy="ddp"), 3),
-        (2, dict(strategy="exact"), 2),
+        (2, dict(strategy="exact"), 1),
         (3, dict(strategy="fsdp"), 1),
         (4, dict(strategy="fsdp", replicate=2), 2),
     ],
@@ -122,8 +124,42 @@ def test_a_rank_holds_its_share_and_one_tensor_from_the_first_byte(train, tmp_pa
             assert held["peak"] < held["after"] + 2 * held["largest"]  # a tensor, and the copy of some of its rows
 
 
+# Every rank writes the bytes of its tensors when it has the gradients of its third update, and when the next one begins.
+HELD = """
+import json
+from pathlib import Path
+from parallel.engine import Engine
+sys.path.append("bench")
+from watch import Watch
+watch, held = Watch("cpu"), []
+def build(*args, original=train.build):
+    watch.__enter__()
+    return original(*args)
+def clip(engine, limit, original=Engine.clip):
+    norm = original(engine, limit)
+    held.append(watch.alive)
+    return norm
+def update(run, *args, original=train.update):
+    if run.state.step == 3:
+        weights = sum(4 * parameter.numel() for parameter in run.engine.module.parameters())
+        Path("{folder}", os.environ["RANK"]).write_text(json.dumps([watch.alive / weights, held[-1] / weights]))
+    return original(run, *args)
+train.build, Engine.clip, train.update = build, clip, update
+"""
+
+
+@pytest.mark.parametrize("shard, integers", [("on", 8 / 4), ("off", 8)])
+def test_a_rank_of_exact_holds_the_weights_and_its_share_of_the_rest(train, tmp_path, shard, integers):
+    flags = dict(ADAMW, strategy="exact", shard_gradients=shard, n_layer=6, n_embd=64, steps=4, eval_every=0)
+    train.changed(HELD.format(folder=tmp_path), "run", 4, **flags)
+    for rank in range(4):
+        between, with_gradients = json.loads((tmp_path / str(rank)).read_text())
+        assert 4 * between == pytest.approx(4 + integers + 8 / 4, rel=0.05)  # bytes a parameter: weights, integers, moments
+        assert 4 * with_gradients == pytest.approx(4 + integers + 12 / 4, rel=0.05)
+
+
 def test_a_killed_run_of_several_copies_continues_bit_identically(train):
-    flags = DROPOUT | dict(strategy="fsdp", replicate=2, ranks=6, steps=9)
+    flags = DROPOUT | dict(strategy="fsdp", replicate=2, ranks=6, shard_gradients="on", steps=9)
     train("whole", **flags)
     train.kill("killed", (train.runs / "killed" / "checkpoints" / "step-00000005").exists, **flags)
     train("killed", **flags)
@@ -168,6 +204,7 @@ def test_float8_is_refused_without_the_compiler():
         (dict(strategy="ddp", replicate=3), "--replicate=3 is for --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),
         (dict(replicate=0), "--replicate must be greater than 0"),
+        (dict(strategy="ddp", shard_gradients="on"), "--shard_gradients=on is for --strategy=fsdp and exact"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, said):

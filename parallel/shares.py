@@ -1,0 +1,86 @@
+"""Tensors of which each rank holds a share, and how whole ones come to the ranks that need them.
+
+FSDP2's are DTensors, some rows on each rank; those of `exact` are `Share`s. `optim.py` works on both.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optim import local, share_size
+
+UNIT = (
+    16  # elements in a cache line. AdamW's CPU kernel rounds a full vector and a remainder differently: shares split no vector.
+)
+AT_ONCE = 1 << 20  # elements that a rank receives in one exchange, unless a single tensor has more
+
+
+class Share:
+    """This rank's share of a tensor of `shape`, cut flat: `size` elements from rank * size on; the last ranks may have fewer.
+
+    torch.zeros_like and torch.empty_like of a Share return a Share.
+    """
+
+    def __init__(self, values: Tensor, shape: torch.Size, size: int, rank: int):
+        self.values, self.shape, self.size, self.rank = values, shape, size, rank
+        self.ndim, self.device, self.grad = len(shape), values.device, None
+
+    def to_local(self) -> Tensor:
+        """The elements, flat."""
+        return self.values
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None) -> "Share":
+        (share,) = args
+        return cls(function(share.values, **kwargs or {}), share.shape, share.size, share.rank)
+
+
+def share_of(whole: Tensor, rank: int, ranks: int) -> Share:
+    """The share of `rank`, in the memory of the contiguous `whole`."""
+    size = math.ceil(whole.numel() / ranks / UNIT) * UNIT
+    return Share(whole.detach().view(-1)[rank * size :][:size], whole.shape, size, rank)
+
+
+def gather_own(tensors: dict, owners: dict[str, int], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the whole of each tensor that this rank of `group` owns. tensors: DTensors or Shares.
+
+    All ranks must pass the same tensors and owners, and iterate to the end. In each exchange every owner receives one tensor,
+    or several small ones, so no rank ever holds more of what it does not keep.
+    """
+    queues = [[name for name in tensors if owners[name] == rank] for rank in range(group.size())]
+    while any(queues):
+        yield from exchange(tensors, [take(queue, tensors) for queue in queues], group)
+
+
+def take(queue: list[str], tensors: dict) -> list[str]:
+    """Remove the names of one tensor, or of several small ones, from the front of `queue`, and return them."""
+    count, elements = 0, 0
+    while count < len(queue) and (not count or elements + math.prod(tensors[queue[count]].shape) <= AT_ONCE):
+        elements += math.prod(tensors[queue[count]].shape)
+        count += 1
+    taken, queue[:] = queue[:count], queue[count:]
+    return taken
+
+
+def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """Bring the whole tensors names[r] to each rank r of `group`. Yields this rank's."""
+    mine, ranks = names[group.rank()], range(group.size())
+    shares = [[local(tensors[name]).reshape(-1) for name in each] for each in names]
+    sent = torch.cat([share for each in shares for share in each])
+    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of what each rank has of mine
+    received = sent.new_empty(sum(map(sum, sizes)))
+    numbers = [sum(each) for each in sizes], [sum(map(len, each)) for each in shares]
+    dist.all_to_all_single(received, sent, *numbers, group=group)
+    pieces = received.split([size for each in sizes for size in each])
+    for i, name in enumerate(mine):
+        whole = received if len(mine) == 1 else torch.cat(pieces[i :: len(mine)])
+        yield name, whole.view(tensors[name].shape)
+
+
+def held(tensor, rank: int) -> int:
+    """How many elements of a DTensor or a Share `rank` has."""
+    size, elements = share_size(tensor), math.prod(tensor.shape)
+    return max(0, min(size, elements - rank * size))
