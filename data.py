@@ -2,10 +2,12 @@
 
 The train shards of a dataset are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs and T targets shifted by
 one, so there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. In every block
-of 4,096 sequences of a run each of its datasets has its share, in a shuffled order. All of this is a pure function of (seed,
-sequence): no position in the data needs saving, and the tokens of a step do not depend on the number of ranks.
+of 4,096 sequences of a run each of its datasets has its share, in a shuffled order. A phase changes the shares from a step on,
+and each dataset goes on with its next sequence. All of this is a pure function of (seed, sequence): no position in the data
+needs saving, and the tokens of a step do not depend on the number of ranks.
 """
 
+import bisect
 import functools
 import itertools
 import math
@@ -24,11 +26,13 @@ import numpy as np
 from common import files
 from common.errors import UserError
 from common.records import Auto
+from common.steps import read_phases
 from dataset.tokens import Dataset, Stream, digest, open_dataset, read_windows
-from settings import Config
+from settings import Config, DataConfig
 
 ROUNDS = 6  # of the Feistel network
 BLOCK = 4096  # sequences in which each dataset has its share: shares are whole numbers that add up to it
+Phases = tuple[tuple[int, tuple[int, ...]], ...]  # of each, the step where it begins and the shares of all datasets
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,26 @@ class Mixture:
     """The datasets of a run, all of one tokenizer, and their shares. A run on a single dataset has a mixture of one."""
 
     datasets: tuple[Dataset, ...]
-    shares: tuple[int, ...]  # how many of every BLOCK sequences come from each
+    phases: Phases  # the first, from step 0, is --tokens; the datasets of later ones have a share of 0 in it
     rounded: bool = False  # whether the shares are not exactly the weights that were asked for
 
     def __str__(self) -> str:
-        parts = [f"{d.directory}:{share / BLOCK:g}" for d, share in zip(self.datasets, self.shares, strict=True)]
-        return ",".join(parts) if len(parts) > 1 else str(self.datasets[0].directory)
+        return self.describe(self.shares)
+
+    def describe(self, shares: tuple[int, ...]) -> str:
+        """A mixture as --tokens names it."""
+        parts = [(str(d.directory), share) for d, share in zip(self.datasets, shares, strict=True) if share]
+        return ",".join(f"{name}:{share / BLOCK:g}" for name, share in parts) if len(parts) > 1 else parts[0][0]
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The shares of --tokens: those of the first phase."""
+        return self.phases[0][1]
+
+    @property
+    def evaluated(self) -> int:
+        """How many datasets share --eval_tokens: those of --tokens."""
+        return sum(share > 0 for share in self.shares)
 
     @property
     def vocab_size(self) -> int:
@@ -72,16 +90,19 @@ class Mixture:
     @property
     def remarks(self) -> list[str]:
         """What the user should know: what is assumed of the files, and weights that were rounded."""
-        rounded = f"the weights of --tokens are rounded to 1/{BLOCK:,}: {self}"
+        rounded = f"the weights of mixtures are rounded to 1/{BLOCK:,}: {'; '.join(self.describe(s) for _, s in self.phases)}"
         return [dataset.remark for dataset in self.datasets if dataset.remark] + [rounded] * self.rounded
 
     @property
     def identity(self) -> str:
-        """sha256 of what the datasets hold and of their shares."""
-        if len(self.datasets) == 1:
-            return self.datasets[0].identity
+        """sha256 of what the datasets of --tokens hold and of their shares. ` STEP:SHA256` follows for each later phase."""
         # Shares are hashed in units of 1/2^24: runs that began when shares were finer go on if theirs are the same.
-        return digest([(dataset.identity, share * 4096) for dataset, share in zip(self.datasets, self.shares, strict=True)])
+        first, *later = (
+            [(i, self.datasets[i].identity, share * 4096) for i, share in enumerate(shares) if share]
+            for _, shares in self.phases
+        )
+        tokens = first[0][1] if len(first) == 1 else digest([part[1:] for part in first])
+        return " ".join([tokens, *(f"{step}:{digest(parts)}" for (step, _), parts in zip(self.phases[1:], later, strict=True))])
 
     @property
     def names(self) -> list[str]:
@@ -91,21 +112,23 @@ class Mixture:
 
     @property
     def once(self) -> dict[str, float]:
-        """After how many tokens of a run each dataset has been read once, by name."""
+        """After how many tokens of a run each dataset of --tokens has been read once, by name, if there were no other phase."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
-        return {name: len(stream) * BLOCK / share for name, stream, share in parts}
+        return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 
     def streams(self, split: str) -> list[Stream]:
         """A split of each dataset."""
         return [dataset.splits[split] for dataset in self.datasets]
 
     def validation(self, losses: list[float]) -> dict[str, float | None]:
-        """What to record of the validation losses of the datasets: their mean, weighted by the shares, and each of several.
+        """What to record of the validation losses of the datasets: their mean, and each of several.
 
-        Bits per byte is None if a dataset does not know its bytes.
+        The mean is weighted by the shares of --tokens in every phase, so that it means the same at every step. Bits per byte is
+        None if a dataset in the mean does not know its bytes.
         """
-        sizes = [share / BLOCK * dataset.bytes_per_token for share, dataset in zip(self.shares, self.datasets, strict=True)]
-        mean = sum(share / BLOCK * loss for share, loss in zip(self.shares, losses, strict=True))
+        parts = [part for part in zip(self.shares, losses, self.datasets, strict=True) if part[0]]
+        sizes = [share / BLOCK * dataset.bytes_per_token for share, _, dataset in parts]
+        mean = sum(share / BLOCK * loss for share, loss, _ in parts)
         record = {"val_loss": mean, "val_bpb": mean / math.log(2) / sum(sizes) if all(sizes) else None}
         for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
             if len(self.datasets) > 1:
@@ -113,33 +136,63 @@ class Mixture:
         return record
 
 
-def parse_mixture(tokens: str) -> list[tuple[str, Fraction]]:
+def mixtures_seen(identity: str, steps: int) -> list[str]:
+    """The parts of a mixture's `identity` on which the first `steps` steps depend: --tokens, and the phases that have begun."""
+    tokens, *phases = identity.split()
+    return [tokens, *(phase for phase in phases if step_of_phase(phase) < steps)]
+
+
+def step_of_phase(identity: str) -> int:
+    """The step of a phase in a mixture's identity."""
+    return int(identity.partition(":")[0])
+
+
+def parse_mixture(tokens: str, flag: str = "--tokens=") -> list[tuple[str, Fraction]]:
     """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
     parts = [re.fullmatch(r"\s*(.+):(\d{0,20}\.?\d{1,20})\s*", part) for part in tokens.split(",")]
     if os.path.exists(tokens) or parts == [None]:  # one directory, whatever its name looks like
         return [(tokens, Fraction(1))]
     if not all(part and Fraction(part[2]) for part in parts):
         wanted = "each dataset of a mixture needs a weight greater than 0, as in tokens/web:0.8,tokens/code:0.2"
-        raise UserError(f"--tokens={tokens}: {wanted}")
+        raise UserError(f"{flag}{tokens}: {wanted}")
     return [(part[1], Fraction(part[2])) for part in parts]
 
 
-def open_mixture(tokens: str, vocab_size: int | Auto = "auto", prepare_command: str = "") -> Mixture:
-    """Open the datasets that --tokens names; see `open_dataset`. Raises UserError if their tokenizers differ."""
-    directories, weights = zip(*parse_mixture(tokens), strict=True)
+def directories(config: DataConfig) -> list[str]:
+    """The directories that --tokens and --phase name, each once. Raises UserError."""
+    mixtures = [config.tokens, *(mixture for _, mixture in read_phases(config.phase))]
+    return list(dict.fromkeys(directory for mixture in mixtures for directory, _ in parse_mixture(mixture)))
+
+
+def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture:
+    """Open the datasets that --tokens and --phase name; see `open_dataset`. Raises UserError if their tokenizers differ."""
     vocab_size = 0 if vocab_size == "auto" else vocab_size
-    datasets = tuple(open_dataset(directory, vocab_size, prepare_command) for directory in directories)
-    first = datasets[0]
-    for dataset in datasets[1:]:
-        hashes = {files.sha256(d.tokenizer) for d in (first, dataset) if d.tokenizer}
-        ends = {d.eot_token for d in (first, dataset)} - {None}
-        if dataset.vocab_size != first.vocab_size or len(ends) > 1 or len(hashes) > 1:
-            raise UserError(f"--tokens={tokens}: {first.directory} and {dataset.directory} were made with different tokenizers")
-    shares = round_shares(weights)
-    if not all(shares):
-        raise UserError(f"--tokens={tokens}: a weight is too small; the smallest share is 1 of {BLOCK:,} sequences")
-    rounded = any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
-    return Mixture(datasets, shares, rounded)
+    opened = functools.cache(lambda directory: open_dataset(directory, vocab_size, config.prepare_command))
+    datasets, found, rounded = [], [], False
+    for step, text in [(0, config.tokens), *read_phases(config.phase)]:
+        flag = f"--phase={step}:" if step else "--tokens="
+        directories, weights = zip(*parse_mixture(text, flag), strict=True)
+        shares = round_shares(weights)
+        if not all(shares):
+            raise UserError(f"{flag}{text}: a weight is too small; the smallest share is 1 of {BLOCK:,} sequences")
+        rounded |= any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
+        numbers = []  # in `datasets`: a dataset of an earlier phase goes on
+        for dataset in map(opened, directories):
+            known = (i for i, d in enumerate(datasets) if d.directory.samefile(dataset.directory) and i not in numbers)
+            numbers.append(next(known, len(datasets)))
+            datasets += [dataset] * (numbers[-1] == len(datasets))
+            check_tokenizers(datasets[0], dataset, flag + text)
+        found.append((step, dict(zip(numbers, shares, strict=True))))
+    every = range(len(datasets))
+    return Mixture(tuple(datasets), tuple((step, tuple(shares.get(i, 0) for i in every)) for step, shares in found), rounded)
+
+
+def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
+    """Raise UserError if two datasets are known to have been made with different tokenizers."""
+    hashes = {files.sha256(d.tokenizer) for d in (first, other) if d.tokenizer}
+    ends = {d.eot_token for d in (first, other)} - {None}
+    if other.vocab_size != first.vocab_size or len(ends) > 1 or len(hashes) > 1:
+        raise UserError(f"{flag}: {first.directory} and {other.directory} were made with different tokenizers")
 
 
 def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -189,12 +242,9 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
-    """The sequences of the run from BLOCK * block on: the dataset of each, and its number in there. int64 [2, BLOCK]."""
-    mixed = np.empty((2, BLOCK), np.int64)
-    mixed[0] = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(BLOCK), BLOCK, seed, block, len(shares))]
-    for dataset, share in enumerate(shares):
-        mixed[1, mixed[0] == dataset] = np.arange(block * share, (block + 1) * share)
-    return mixed
+    """Which dataset each of the sequences of the run from BLOCK * block on is of: int64 [BLOCK]."""
+    mixed = sum(share > 0 for share in shares)
+    return np.repeat(np.arange(len(shares)), shares)[permute(np.arange(BLOCK), BLOCK, seed, block, mixed)]
 
 
 @dataclass(frozen=True)
@@ -202,7 +252,7 @@ class Batches:
     """The tokens of each micro-batch of each step, as a pure function."""
 
     streams: list[Stream]  # one for each dataset
-    shares: tuple[int, ...]
+    phases: Phases
     seq_len: int
     sequences_per_update: int
     micro_batch_size: int
@@ -215,14 +265,42 @@ class Batches:
             stream.check_length(self.seq_len, "train")
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which datasets [count] and windows [count] the sequences first ... first + count - 1 of the run are."""
+        """Which datasets [count] and windows [count] the sequences first ... first + count - 1 of a phase are."""
+        shares = self.phases[self.phase(first)][1]
         blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
-        mixed = np.concatenate([mixed_block(block, self.shares, self.seed) for block in blocks], axis=1)
-        datasets, windows = mixed[:, first % BLOCK :][:, :count]
-        for dataset in set(datasets.tolist()):
-            own = windows[datasets == dataset]  # consecutive numbers of sequences, replaced by those of their windows
-            windows[datasets == dataset] = self.windows(dataset, int(own[0]), len(own))
+        datasets = np.concatenate([mixed_block(block, shares, self.seed) for block in blocks])[first % BLOCK :][:count]
+        windows, read = np.empty(count, np.int64), self.read(first)
+        for dataset in set(datasets.tolist()):  # the next sequences of each
+            windows[datasets == dataset] = self.windows(dataset, int(read[dataset]), np.count_nonzero(datasets == dataset))
         return datasets, windows
+
+    def phase(self, sequence: int) -> int:
+        """The number of the phase of a sequence of the run."""
+        return bisect.bisect(self.starts, sequence) - 1
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The first sequence of each phase: it follows the batch of the last step before the phase."""
+        return [(self.batch_number(step - 1) + 1) * self.sequences_per_update for step, _ in self.phases]
+
+    def read(self, sequence: int) -> np.ndarray:
+        """How many of the run's sequences before this one are of each dataset: int64 [datasets]."""
+        phase = self.phase(sequence)
+        return self.ahead[phase] + self.count(phase, sequence)
+
+    @functools.cached_property
+    def ahead(self) -> list[np.ndarray]:
+        """For each phase, how many more sequences of each dataset are read than with its shares from the beginning."""
+        ahead = [np.zeros(len(self.streams), np.int64)]
+        for phase, start in enumerate(self.starts[1:]):
+            ahead.append(ahead[phase] + self.count(phase, start) - self.count(phase + 1, start))
+        return ahead
+
+    def count(self, phase: int, sequence: int) -> np.ndarray:
+        """How many sequences before this one are of each dataset in a run with the shares of `phase` from the beginning."""
+        (block, rest), shares = divmod(sequence, BLOCK), self.phases[phase][1]
+        begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares))
+        return block * np.array(shares) + begun
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
         """The windows [count] that sequences first ... first + count - 1 of a dataset are."""
@@ -257,10 +335,8 @@ class Batches:
 
     def epochs(self, step: int) -> list[float]:
         """How many times the first `step` updates read each dataset."""
-        block, rest = divmod(self.first_sequence(step), BLOCK)
-        begun = np.bincount(mixed_block(block, self.shares, self.seed)[0, :rest], minlength=len(self.shares))
-        parts = zip(self.streams, self.shares, begun.tolist(), strict=True)
-        return [(block * share + more) / stream.num_windows(self.seq_len) for stream, share, more in parts]
+        read = self.read(self.first_sequence(step)).tolist()
+        return [count / stream.num_windows(self.seq_len) for count, stream in zip(read, self.streams, strict=True)]
 
 
 def make_batches(config: Config, mixture: Mixture) -> Batches:
@@ -269,7 +345,7 @@ def make_batches(config: Config, mixture: Mixture) -> Batches:
         stream.check_length(config.model.seq_len, "validation")
     sizes = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
     order = config.run.seed, config.data.order == "shuffled", config.skipped_batches
-    return Batches(mixture.streams("train"), mixture.shares, *sizes, *order)
+    return Batches(mixture.streams("train"), mixture.phases, *sizes, *order)
 
 
 class Prefetcher:

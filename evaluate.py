@@ -80,7 +80,7 @@ def main(config: EvaluateConfig) -> None:
     trained = trained_on(directory)
     if not (config.tokens or trained.tokens):
         raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
-    mixture = data.open_mixture(config.tokens or trained.tokens, model.config.vocab_size)
+    mixture = data.open_mixture(DataConfig(config.tokens) if config.tokens else trained, model.config.vocab_size)
     model.document_token = mixture.document_token(trained.attend)
     if mixture.vocab_size > model.config.vocab_size:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, the model of {model.config.vocab_size}")

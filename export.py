@@ -136,7 +136,7 @@ def card(source: Path, state: TrainState, parameters: int, dtype: str) -> str:
         origin="from scratch" if start == "scratch" else f"starting from `{start}`",
         dtype=dtype,
         losses=losses(run / "metrics.jsonl", state.step),
-        datasets="\n".join(describe_dataset(Path(path)) for path, _ in data.parse_mixture(config.data.tokens)),
+        datasets="\n".join(describe_dataset(Path(path)) for path in data.directories(config.data)),
         ranks=errors.plural(ranks, "rank"),
         versions=", ".join(f"{name} {version}" for name, version in last["versions"].items()),
         launcher=launcher,

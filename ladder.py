@@ -105,11 +105,11 @@ def begin(args: list[str]) -> Ladder:
     config, options, names = command.config, command.ladder, settings.given(flags)
     if (options.minutes > 0) == (options.flops > 0):
         raise UserError("set the budget with one of --minutes=60 and --flops=1e17 (floating-point operations)")
-    found = ("depth", "steps", "n_layer", "init_from", "resume", "max_minutes")
+    found = ("depth", "steps", "decay_steps", "phase", "n_layer", "init_from", "resume", "max_minutes")
     refuse(f"--{name}: a ladder trains new models and chooses their size; leave it out" for name in found if name in names)
     values = {name: value for name, value in cli.flat_values(config).items() if name in names - {"name", "out_dir"}}
     words = [*args[: len(args) - len(flags)], *as_flags(values)]
-    mixture = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
+    mixture = data.open_mixture(config.data, config.model.vocab_size)
     key = hashlib.sha256(json.dumps([mixture.identity, files.sha256(preset), *words]).encode()).hexdigest()[:8]
     directory = Path(config.run.out_dir, f"ladder-{config.run.name or mixture.names[0]}-{key}")
     batch = config.train.tokens_per_update if "tokens_per_update" in names else 0

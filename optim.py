@@ -254,8 +254,8 @@ def build(
 def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
-    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024): linear over the last `cooldown_fraction` of
-    steps.
+    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024): linear over the last `decay_steps`, or over the
+    last `cooldown_fraction` of steps if that is 0.
     """
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:
@@ -265,5 +265,5 @@ def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -
     if config.schedule == "cosine":
         progress = (step - warmup) / max(1, steps - warmup)
         return floor + (config.lr - floor) * 0.5 * (1 + float(cosine(torch.tensor(math.pi * progress, dtype=torch.float64))))
-    remaining = (steps - step) / max(1, round(config.cooldown_fraction * steps))
+    remaining = (steps - step) / (config.decay_steps or max(1, round(config.cooldown_fraction * steps)))
     return floor + (config.lr - floor) * min(1.0, remaining)

@@ -32,6 +32,8 @@ class ReplayConfig:
     """The last step of --verify (0: that of the last checkpoint). It needs no checkpoint: its loss is compared."""
     tokens: str = ""
     """Where the dataset is now (empty: where the run found it)."""
+    phase: str = ""
+    """Where the datasets of its phases are now, as in the flag of train.py."""
 
 
 if __name__ == "__main__":
@@ -73,7 +75,7 @@ class Past:
     directory: Path
     state: TrainState  # of its newest checkpoint
     world: World
-    tokens: str  # where the dataset is now, if it is elsewhere
+    moved: dict[str, str]  # the settings that say where the datasets are now, if they are elsewhere
 
 
 def main(config: ReplayConfig) -> int:
@@ -83,7 +85,8 @@ def main(config: ReplayConfig) -> int:
     newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
     world = train.join(anywhere(state.config))
-    past = Past(Path(config.run), state, world, config.tokens)
+    moved = {"tokens": config.tokens, "phase": config.phase}
+    past = Past(Path(config.run), state, world, {name: value for name, value in moved.items() if value})
     if not world.is_master:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     with world.reporting_lost_ranks():
@@ -155,8 +158,7 @@ def conditions(era: Era) -> tuple:
     same = settings.replace(anywhere(config), check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
     versions = era["versions"] if config.numerics.numerics == "native" else {}
     ranks = 0 if same.parallel.strategy == "exact" else era["world_size"]
-    order = config.run.seed, config.data.order, config.skipped_batches
-    return same.model, same.numerics, same.optim, same.train, same.parallel, order, ranks, versions
+    return same.model, same.numerics, same.optim, same.train, same.parallel, ranks, versions
 
 
 def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
@@ -173,8 +175,8 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         launcher = f"torchrun --standalone --nproc_per_node={era['world_size']} replay.py {shlex.join(sys.argv[1:])}"
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
         raise CannotReplay(f"{computed}, and its bits depend on that; use {launcher}")
-    dataset = data.open_mixture(past.tokens or config.data.tokens, config.model.vocab_size)
-    if dataset.identity != state.dataset:
+    dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
+    if data.mixtures_seen(dataset.identity, step) != data.mixtures_seen(state.dataset, step):
         problem = f"{dataset} holds other tokens, or other shares of them, than the run was trained on"
         raise UserError(f"{problem}; --tokens says where they are now, of a mixture each with its weight")
     earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]

@@ -20,6 +20,7 @@ from common import cli, files
 from common.cli import flat_fields, flat_values, parse, read_values, replace
 from common.errors import UserError, refuse
 from common.records import Auto, Count, Seed, Size
+from common.steps import read_phases, read_skipped
 
 HERE = Path(__file__).parent
 # The upper limits bound what is computed or allocated from a number, such as a list.
@@ -31,7 +32,6 @@ BEFORE = {"muon_dtype": "bfloat16", "shard_gradients": "off"}  # what a run did 
 REMOVED = {"wandb_group": None, "wandb_tags": None, "wandb_artifact": None, "grad_compression": "none"}
 # Numbers below these meant auto.
 LEAST = dict.fromkeys(("vocab_size", "n_kv_head", "head_dim", "d_ff", "threads"), 1) | {"min_lr": 0, "warmup_steps": 0}
-MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class RunConfig:
 class DataConfig:
     tokens: str = "tokens/python"
     """A directory of tokens, or several and their weights, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
+    phase: str = ""
+    """Another mixture after so many steps, as in 8000:tokens/web:0.5,tokens/math:0.5, or several, as in
+    8000:tokens/web,9000:tokens/math (in a preset also a list). A run may add phases of steps to come."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows of an epoch."""
     skip_steps: str = ""
@@ -124,6 +127,8 @@ class OptimConfig:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """wsd: warmup, stable, then a linear decay over the last cooldown_fraction of the steps."""
     cooldown_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    decay_steps: Count = 0
+    """Finish a run from a checkpoint: wsd's decay over so many steps, then the end. It sets --schedule and --steps."""
     weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.1
     """Decoupled, on tensors of two and more dimensions."""
     beta1: Fraction = 0.9
@@ -231,13 +236,7 @@ class Config:
     @property
     def skipped_batches(self) -> tuple[int, ...]:
         """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises UserError."""
-        parts = [part.partition("-") for part in self.data.skip_steps.replace(" ", "").split(",") if part]
-        with suppress(ValueError, OverflowError):
-            ranges = [range(int(first) - 1, int(last if dash else first)) for first, dash, last in parts]
-            if all(0 <= batches.start < batches.stop for batches in ranges) and sum(map(len, ranges)) <= MOST_SKIPPED:
-                return tuple(sorted({batch for batches in ranges for batch in batches}))
-        allowed = f"steps from 1 on and ranges of them, such as 812-815,990, at most {MOST_SKIPPED:,} in all"
-        raise UserError(f"--skip_steps={self.data.skip_steps} must be {allowed}")
+        return read_skipped(self.data.skip_steps)
 
     @property
     def sequences_per_update(self) -> int:
@@ -279,10 +278,14 @@ def load(args: list[str], description: str) -> Config:
 def load_command(args: list[str], description: str) -> Command:
     """The checked training command: defaults < preset (config/laptop.toml if none is named) < flags. Raises UserError."""
     preset, args = divide(args)
+    if sum(word.partition("=")[0] == "--phase" for word in args) > 1:  # the last one would win
+        raise UserError("--phase is given twice; give one list, as in --phase=8000:tokens/web,9000:tokens/math")
     config, run = read_preset(preset), preset.parent if preset.parent.name else preset.absolute().parent
     if preset.name == "config.toml" and (run / "metrics.jsonl").exists() and "name" not in given(args):
         config = replace(config, out_dir=str(run.parent), name=run.name)  # where it lies now: a run may be copied, or move
     command = parse(Command, args, description, Command(config), "[config/NAME.toml]")
+    if (decay := command.config.optim.decay_steps) and "steps" in given(args):
+        raise UserError(f"--decay_steps={decay} ends the run so many steps after its checkpoint; leave --steps out")
     if not command.config.run.name:
         command = replace(command, name=preset.stem)
     if not command.plan.plan:
@@ -318,7 +321,7 @@ def read_preset(path: Path) -> Config:
             if key in values:
                 raise UserError(f"{path}: {key} is given twice; keep one")
             if key in flags:
-                values[key] = ",".join(map(str, value)) if key == "tokens" and isinstance(value, list) else value
+                values[key] = ",".join(map(str, value)) if key in ("tokens", "phase") and isinstance(value, list) else value
             elif key not in REMOVED or REMOVED[key] not in (None, value):
                 raise UserError(f"{path}: unknown key {key}{cli.suggestion(key, flags)}")
     return convert(values, f"{path}: ")
@@ -350,7 +353,7 @@ def modernize(values: dict[str, Any]) -> dict[str, Any]:
 
 def check(config: Config) -> None:
     """Raise UserError for a setting whose text cannot be read or means something else here."""
-    _ = config.skipped_batches, config.model.rope_factors  # which raise it
+    _ = config.skipped_batches, read_phases(config.data.phase), config.model.rope_factors  # which raise it
     run, tokens = config.run, config.data.tokens
     if run.name in (".", "..") or "/" in run.name:
         raise UserError(f"--name={run.name} must be a plain directory name; --out_dir says where the directory is")

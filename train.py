@@ -106,7 +106,7 @@ def join(config: Config) -> World:
 
 def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, Start, Log]:
     """Open the data, find where the run starts, resolve every `auto`, and print what will run. Raises UserError."""
-    dataset = data.open_mixture(config.data.tokens, config.model.vocab_size, config.data.prepare_command)
+    dataset = data.open_mixture(config.data, config.model.vocab_size)
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     if config.eval.sample_every and not dataset.tokenizer:
@@ -132,7 +132,7 @@ def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, l
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
     run.log = log
     peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
-    run.progress = Progress(log, config.train, config.log.log_every, peak_speed)
+    run.progress = Progress(log, config.train, config.log.log_every, peak_speed, dataset.names, run.batches)
     state.begin(cli.flat_values(config), dataset.identity, world, start.continues)
     run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, dataset, log)
     if world.is_master and config.log.wandb == "online":
@@ -286,7 +286,7 @@ def validate(run: Run) -> None:
     """Evaluate on all ranks, report the result, and remember the best checkpoint."""
     config, state, engine, began = run.config, run.state, run.engine, time.monotonic()
     streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
-    tokens = -(-config.eval.eval_tokens // len(streams))  # per dataset; the mixture weights their losses
+    tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # per dataset; the mixture weights their losses
     engine.module.eval()
     losses = [evaluate(engine.eval_model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     engine.module.train()

@@ -15,6 +15,7 @@ import machine  # puts the project's folder on the path
 import numpy as np
 
 import data
+from settings import DataConfig
 
 TOKENS = 15 * 10**12
 LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
@@ -27,10 +28,10 @@ def main(config: machine.Out) -> None:
         for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 1024, 16384])]:
             make_sparse(folder / str(tokens), tokens)
             began = time.perf_counter()
-            mixture = data.open_mixture(str(folder / str(tokens)))
+            mixture = data.open_mixture(DataConfig(str(folder / str(tokens))))
             opened = time.perf_counter() - began
             # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens an update.
-            batches = data.Batches(mixture.streams("train"), mixture.shares, 8192, 16384, 1, seed=1)
+            batches = data.Batches(mixture.streams("train"), mixture.phases, 8192, 16384, 1, seed=1)
             in_epoch = batches.streams[0].num_windows(batches.seq_len) // batches.sequences_per_update
             for ranks in sizes:
                 # The first update of a run, one in the middle of an epoch, and the one that crosses into the second epoch.

@@ -13,8 +13,9 @@ from checkpoints.mirror import Mirror
 from checkpoints.retention import MANIFEST, find_damage, newest, published, step_of
 from common import cli
 from common.errors import UserError, refuse, say
-from data import Mixture
+from data import Mixture, mixtures_seen, step_of_phase
 from model import GPT, on_meta
+from optim import learning_rate
 from parallel.world import World
 from settings import Config, ModelConfig
 
@@ -22,7 +23,7 @@ from settings import Config, ModelConfig
 # checkpoint with the optimizer's state keeps those of the weights.
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
-SILENT = {"name", "out_dir", "resume", "tokens", "prepare_command"}  # what may change without a note
+SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # what may change without a note
 
 
 def find(name: str) -> tuple[Path, list[str]]:
@@ -123,6 +124,7 @@ class Start:
         """`config` with what the start decides: the shape of the model, what the run began from, and what stays."""
         if config.model.init_from != "scratch":
             config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
+        config = self.settle_decay(config)
         if self.continues:
             before = self.state.config
             if before.run.resume not in ("auto", "off"):
@@ -136,6 +138,23 @@ class Start:
         elif self.pretrained and (self.pretrained / MANIFEST).exists():
             config = settings.replace(config, init_from=str(self.pretrained))
         return config
+
+    def settle_decay(self, config: Config) -> Config:
+        """`config` with the schedule and the steps of --decay_steps, if it is given. Raises UserError."""
+        if not (decay := config.optim.decay_steps):
+            return config
+        done, before = self.state.step, self.state.config
+        steps = before.train.steps  # of a run that is in its decay
+        if not self.continues or before.optim.decay_steps != decay:
+            if not self.checkpoint:
+                problem = "finishes a run from one of its checkpoints: give --resume=PATH"
+                raise UserError(f"--decay_steps={decay} {problem}; a new run has --schedule=wsd and --cooldown_fraction")
+            peak = settings.resolve_schedule(before.optim, before.train.steps)
+            if (rate := learning_rate(done, before.train.steps, peak)) < peak.lr:
+                problem = f"the learning rate of {self.checkpoint} is {rate:.3g}, and its peak is {peak.lr:.3g}"
+                raise UserError(f"--decay_steps={decay}: {problem}; take a checkpoint from its stable part")
+            steps = done + decay
+        return settings.replace(config, schedule="wsd", steps=steps)
 
 
 def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror: Mirror | None) -> Start:
@@ -195,9 +214,14 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
     fixed = FIXED if own else OF_WEIGHTS
     changed = [name for name in now if name in before and now[name] != before[name]]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
-    other_tokens = state.dataset not in ("", dataset)
+    saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
+    other_tokens = saw[0] != sees[0]
     if own and other_tokens:
         refused.append(f"--tokens={now['tokens']} is not the same tokens in the same shares as {was.data.tokens} was")
+    elif own and saw != sees:
+        first = min(map(step_of_phase, set(saw[1:]) ^ set(sees[1:])))
+        changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, and {done} steps are done"
+        refused.append(f"{changes}; a phase may begin after step {done} or later")
     skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
     skip = f"--skip_steps={config.data.skip_steps} changes what one of the {done} steps that are done saw"
     if own and skips_otherwise:
@@ -218,6 +242,8 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
         lines.append(f"warning: {skip}, which is in these weights; an earlier checkpoint begins without it")
     if other_tokens:
         lines.append(f"changed: tokens {was.data.tokens} -> {now['tokens']}")
+    if (state.dataset or dataset).split()[1:] != dataset.split()[1:]:
+        lines.append(f"changed: phase {was.data.phase or 'none'} -> {now['phase'] or 'none'}")
     return lines
 
 

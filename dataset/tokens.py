@@ -259,11 +259,11 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     """
     directory = Path(directory)
     if directory.is_file():
-        raise UserError(f"--tokens={directory} is a file; give its directory")
+        raise UserError(f"the dataset {directory} is a file; give its directory")
     if not directory.is_dir():
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
-        raise UserError(f"--tokens={directory} does not exist; make it with: {prepare_command}")
+        raise UserError(f"the dataset {directory} does not exist; make it with: {prepare_command}")
     return _open_own(directory) if (directory / "dataset.json").exists() else _open_foreign(directory, vocab_size)
 
 
@@ -285,7 +285,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     names = {split: _foreign_files(directory, split) for split in ("train", "val")}
     if not names["train"] or not names["val"]:
         raise UserError(
-            f"--tokens={directory} is not a dataset: expected dataset.json from prepare_data.py, or token files for train and "
+            f"{directory} is not a dataset: expected dataset.json from prepare_data.py, or token files for train and "
             "val, named *_train_*.bin, *_train_*.npy, train.bin or train/*.ds"
         )
     datatrove = read_datatrove(names["train"][0])[0] if names["train"][0].suffix == ".ds" else ""

@@ -54,10 +54,12 @@ def turn(command: Command, args: list[str]) -> Command:
         content = tomllib.loads(files.read_text(preset))  # its tables are headings
         given |= {name for key, keys in content.items() for name in (keys if isinstance(keys, dict) else [key])}
     if not (values := previous(config)):
-        once, vocab_size = dataset(config)
+        mixture, vocab_size = dataset(config)
         values, optimizer = shape_of(config, given), config.optim.optimizer
         model = settings.resolve_model(dataclasses.replace(config.model, **values), vocab_size)
-        tokens = min([TOKENS_PER_WEIGHT * weights(model), *(EPOCHS * available for available in once.values())])
+        tokens = TOKENS_PER_WEIGHT * weights(model)
+        if mixture:
+            tokens = min(tokens, EPOCHS * min(mixture.once.values()))
         length = {name: getattr(config.train, name) for name in LENGTH if name in given}
         length = length_of(tokens, model.seq_len, optimizer, **length)
         values |= length | {"micro_batch_size": "auto"} | rate_of(model, optimizer, **length)
@@ -73,15 +75,15 @@ def previous(config: Config) -> dict:
     return {name: values[name] for name in SHAPE + LENGTH + RATE} if values["depth"] == config.run.depth else {}
 
 
-def dataset(config: Config) -> tuple[dict[str, float], int]:
-    """After how many tokens of a run each dataset has been read once (empty if one is missing), and the vocabulary size."""
+def dataset(config: Config):
+    """The `data.Mixture` of a run, or None if a dataset is missing, and the vocabulary size."""
     import data  # here, because it imports numpy, which --help does not need
 
-    tokens, vocab_size = config.data.tokens, config.model.vocab_size
-    if all(Path(directory).is_dir() for directory, _ in data.parse_mixture(tokens)):
-        mixture = data.open_mixture(tokens, vocab_size)
-        return mixture.once, mixture.vocab_size
-    return {}, 50257 if vocab_size == "auto" else vocab_size  # GPT-2's
+    vocab_size = config.model.vocab_size
+    if all(Path(directory).is_dir() for directory in data.directories(config.data)):
+        mixture = data.open_mixture(config.data, vocab_size)
+        return mixture, mixture.vocab_size
+    return None, 50257 if vocab_size == "auto" else vocab_size  # GPT-2's
 
 
 def shape_of(config: Config, given: set[str]) -> dict:

@@ -9,6 +9,7 @@ import dataclasses
 
 import settings
 from common.errors import UserError, plural, say
+from common.steps import read_phases
 from hardware import footprint, gpus
 from hardware.host import read_ranks
 from planning import choices, dial, rules
@@ -32,20 +33,26 @@ def read_command(args: list[str], description: str) -> Config:
 
 
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
-    """`config` resolved as on the planned GPUs, and after how many tokens it has read each dataset once (see `dial`)."""
+    """`config` resolved as on the planned GPUs, and how often it reads each dataset (empty if one is missing)."""
     if config.model.init_from != "scratch":
         from checkpoints import huggingface, lookup  # import torch
 
         directory, _ = lookup.find_model(config.model.init_from, ("config.json",))
         config = dataclasses.replace(config, model=huggingface.shape_of(directory, config.model))
-    once, vocab_size = dial.dataset(config)
+    mixture, vocab_size = dial.dataset(config)
 
     def choose_compile(wanted: str, *_) -> str:
         return "on" if wanted == "auto" else wanted
 
     memory = gpus.GPUS[options.plan_gpu].memory
     machines = choices.Machines(options.plan_world_size, "cuda", "bfloat16", "bfloat16", memory, memory, 1, choose_compile)
-    return choices.resolve(config, vocab_size, machines, {}), once
+    config = choices.resolve(config, vocab_size, machines, {})
+    if mixture is None:
+        return config, {}
+    import data  # here, because it imports numpy, and --help does without
+
+    times = data.make_batches(config, mixture).epochs(config.train.steps)
+    return config, dict(zip(mixture.names, times, strict=True))
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
@@ -67,8 +74,8 @@ def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
     return found
 
 
-def text(config: Config, once: dict[str, float], options: PlanConfig) -> str:
-    """The plan of a resolved `config` as a table, verdict first. once: see `resolve`."""
+def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
+    """The plan of a resolved `config` as a table, verdict first. epochs: see `resolve`."""
     model, train, ranks, gpu = config.model, config.train, options.plan_world_size, gpus.GPUS[options.plan_gpu]
     sizes, memory, usable = footprint.parameters(model), footprint.of_rank(config, ranks, "cuda"), footprint.USABLE * gpu.memory
     count, needed, tokens = sum(sizes.values()), sum(memory.values()), train.steps * train.tokens_per_update
@@ -96,8 +103,9 @@ def text(config: Config, once: dict[str, float], options: PlanConfig) -> str:
         ("  micro-steps per update", f"{-(-config.micro_batches // ranks):,}"),
         ("  updates", f"{train.steps:,}"),
         ("  tokens", f"{tokens:,}"),
-        *((f"  epochs of {name}", f"{tokens / size:.2f}") for name, size in once.items()),
-        ("  vocabulary, padded", f"{model.vocab_size:,}", "" if once else f"{config.data.tokens} does not exist"),
+        *((f"  epochs of {name}", f"{times:.2f}") for name, times in epochs.items()),
+        *(("  another mixture after step", f"{step:,}", mixture) for step, mixture in read_phases(config.data.phase)),
+        ("  vocabulary, padded", f"{model.vocab_size:,}", "" if epochs else f"{config.data.tokens} does not exist"),
         ("  tokens per parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} are {CHINCHILLA * count:,} tokens"),
         ("Time and money",),
         ("  FLOPs", f"{flops * tokens:.2e}"),

@@ -4,9 +4,11 @@ Imports no torch, so that wrong flags are answered at once. The limits of a sing
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from common.errors import refuse
+from common.steps import read_phases
 from settings import Config, ModelConfig
 
 
@@ -21,10 +23,14 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     parallel, strategy, train, optim = config.parallel, config.parallel.strategy, config.train, config.optim
     if optim.min_lr != "auto" and optim.min_lr > optim.lr:
         yield f"--min_lr={optim.min_lr} must be at most --lr={optim.lr}"
+    steps = math.inf if optim.decay_steps else train.steps  # which --decay_steps sets
     for number, batch in enumerate(config.skipped_batches):
-        if batch >= (end := train.steps + number):
+        if batch >= (end := steps + number):
             skipped = f"--skip_steps={config.data.skip_steps} has {batch + 1}"
             yield f"{skipped}, which no step of this run would see; the last is {end}"
+    for step, mixture in read_phases(config.data.phase):
+        if step >= steps:
+            yield f"--phase={step}:{mixture} begins after the last step; --steps must be more than {step}"
     if strategy == "exact" and train.dtype == "float16":
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use bfloat16"
     if train.fp8 and train.compile == "off":

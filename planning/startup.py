@@ -107,16 +107,19 @@ def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> st
         kernel = f"{'a mask' if footprint.document_mask(config, own.type) else 'FlexAttention'}, within documents"
     memory, total = sum(footprint.of_rank(config, world.size, own.type).values()), device.memory(own)[1]
     peak, known = device.peak_flops(own, train.dtype) * world.size, device.known_peak_flops(own, train.dtype)
-    parts = zip(mixture.datasets, mixture.shares, batches.streams, batches.epochs(train.steps), strict=True)
+    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # of each dataset, one for each phase
+    parts = zip(mixture.datasets, shares, batches.streams, batches.epochs(train.steps), strict=True)
+    several = len(mixture.datasets) > 1
     source = "by its datasheet" if known else "measured here by matrix products"
     rows = [
         f"model   {model.architecture}, {footprint.parameter_count(model):,} parameters: "
         f"{plural(model.n_layer, 'layer')}, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}",
         *(
             f"tokens  {len(stream):,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
-            + f", for {100 * share / data.BLOCK:.3g} % of its sequences" * (len(mixture.datasets) > 1)
+            + f", for {', then '.join(f'{100 * n / data.BLOCK:.3g}' for n in share)} % of its sequences" * several
             for dataset, share, stream, epochs in parts
         ),
+        *(f"phase   after step {step}: {mixture.describe(shares)}" for step, shares in mixture.phases[1:]),
         f"batch   {train.tokens_per_update:,} tokens = {plural(config.micro_batches, 'micro-batch')} of "
         f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
         f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",

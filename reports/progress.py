@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from common.errors import RunError, plural
+from data import Batches
 from hardware import device
 from reports import curves
 from reports.log import Log, duration
@@ -17,10 +18,14 @@ DRAW_SECONDS = 20  # between drawings: one takes half a second, while training w
 
 
 class Progress:
-    """Reports the updates and evaluations of a run. peak_speed: tokens a second at the peak rate of all ranks (MFU 1)."""
+    """Reports the updates and evaluations of a run. peak_speed: tokens a second at the peak rate of all ranks (MFU 1).
 
-    def __init__(self, log: Log, train: TrainConfig, log_every: int, peak_speed: float):
+    datasets: their names, in the order in which the `batches` have them.
+    """
+
+    def __init__(self, log: Log, train: TrainConfig, log_every: int, peak_speed: float, datasets: list[str], batches: Batches):
         self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
+        self.datasets, self.batches = datasets, batches
         self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
         # Since the last report. The first update does not count: it allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
@@ -60,6 +65,8 @@ class Progress:
         step, steps, speed = state.step, self.train.steps, self.speed()
         record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
         memory = round(device.peak_memory_gb(torch.device(self.train.device)), 3)
+        epochs = zip(self.datasets, self.batches.epochs(step), strict=True)
+        record |= {f"epochs/{name}": float(f"{read:.6g}") for name, read in epochs}
         self.log.metrics(record | {"memory_gb": memory, "skipped": state.skipped or None})
         line = f"step {step:>6}/{steps}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.2f}"
         if speed:

@@ -22,8 +22,9 @@ from common.errors import RunError, UserError
 from conftest import foreign_tokens, wait_for
 from dataset.tokens import Stream, open_dataset, open_shard, write_shard
 from parallel.world import World
+from settings import DataConfig
 
-ONE = (data.BLOCK,)
+ONE = ((0, (data.BLOCK,)),)  # one phase, of one dataset
 # Digests of the order in which mixtures take sequences, as it was when shares had 24 bits.
 WHOLE = {
     (4096,): "86dc42eb04570308",
@@ -120,6 +121,10 @@ def test_shares_are_contiguous_and_as_equal_as_can_be():
             shares = [list(world(rank, size).share(count)) for rank in range(size)]
             assert sum(shares, []) == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def opened(tokens, phase=""):
+    return data.open_mixture(DataConfig(tokens, phase))
 
 
 def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
@@ -236,15 +241,13 @@ def test_weights_become_shares_of_4096(given, wanted):
 @given(shares=mixtures, seed=st.integers(0, 100), block=st.integers(0, 300_000))
 def test_every_block_has_the_share_of_each_dataset_in_another_order(shares, seed, block):
     mixed, other = (data.mixed_block(number, shares, seed) for number in (block, block + 1))
-    assert np.bincount(mixed[0], minlength=len(shares)).tolist() == list(shares)
-    for dataset, share in enumerate(shares):
-        assert mixed[1, mixed[0] == dataset].tolist() == list(range(block * share, (block + 1) * share))
-    assert not np.array_equal(mixed[0], other[0]) or max(shares) > data.BLOCK * 0.999
+    assert np.bincount(mixed, minlength=len(shares)).tolist() == list(shares)
+    assert not np.array_equal(mixed, other) or max(shares) > data.BLOCK * 0.999
 
 
 def test_the_order_of_the_datasets_is_shuffled_and_depends_on_the_seed():
     shares = weights("0.7", "0.3")
-    orders = [data.mixed_block(block, shares, seed)[0] for block, seed in ((0, 1), (1, 1), (0, 2))]
+    orders = [data.mixed_block(block, shares, seed) for block, seed in ((0, 1), (1, 1), (0, 2))]
     for i, order in enumerate(orders):
         assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.06
         for other in orders[:i]:
@@ -261,7 +264,7 @@ def test_the_order_of_the_datasets_is_shuffled_and_depends_on_the_seed():
 )
 def test_a_mixture_reads_each_dataset_as_if_alone_on_any_number_of_ranks(shares, seq_len, seed, shuffled, first_step):
     streams = [stream_of([50 + 20 * i, 30]) for i in range(len(shares))]
-    batches = data.Batches(streams, shares, seq_len, 24, 2, seed, shuffled)
+    batches = data.Batches(streams, ((0, shares),), seq_len, 24, 2, seed, shuffled)
     alone = [data.Batches([stream], ONE, seq_len, 24, 2, seed, shuffled) for stream in streams]
     sizes = [stream.num_windows(seq_len) for stream in streams]
     read = [round(epochs * size) for epochs, size in zip(batches.epochs(first_step), sizes, strict=True)]
@@ -279,15 +282,57 @@ def test_a_mixture_reads_each_dataset_as_if_alone_on_any_number_of_ranks(shares,
     assert batches.epochs(first_step + 3) == [count / size for count, size in zip(read, sizes, strict=True)]
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    mixtures=st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 9), min_size=1), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 400), min_size=4, max_size=4),
+    per_update=st.integers(1, 40),
+    skipped=st.sets(st.integers(0, 1500), max_size=40),
+    seed=st.integers(0, 100),
+)
+def test_each_dataset_goes_on_with_its_next_sequence_through_phases_and_skips(mixtures, lengths, per_update, skipped, seed):
+    starts, streams = np.cumsum([0, *lengths]).tolist(), [stream_of([90 + 40 * i]) for i in range(4)]
+    shares = [dict(zip(mixture, weights(*mixture.values()), strict=True)) for mixture in mixtures]
+    phases = tuple((start, tuple(own.get(i, 0) for i in range(4))) for start, own in zip(starts, shares, strict=False))
+    batches = data.Batches(streams, phases, 4, per_update, 1, seed, skipped=tuple(sorted(skipped)))
+    alone = [data.Batches([stream], ONE, 4, 1, 1, seed) for stream in streams]
+    read, left, batch = [0] * 4, sorted(skipped), 0
+    for step in range(starts[len(mixtures)]):
+        phase = max(i for i, (start, _) in enumerate(phases) if start <= step)
+        while batch in left:  # its sequences count as read
+            for dataset in batches.sequences(batch * per_update, per_update)[0]:
+                read[dataset] += 1
+            batch += 1
+        if step in starts:
+            read_before = batches.read(batch * per_update).tolist()
+            assert read == read_before
+        datasets, windows = batches.sequences(batches.first_sequence(step), per_update)
+        assert {int(dataset) for dataset in datasets} <= mixtures[phase].keys()
+        for dataset, window in zip(datasets, windows, strict=True):
+            assert alone[dataset].sequences(read[dataset], 1)[1][0] == window
+            read[dataset] += 1
+        batch += 1
+    assert np.array_equal(batches.read(batch * per_update), read)
+
+
+def test_a_batch_that_a_phase_begins_with_can_be_left_out():
+    streams, phases = [stream_of([5000]), stream_of([7000])], ((0, weights(1, 0)), (3, weights(1, 1)))
+    plain, skipping = (data.Batches(streams, phases, 4, 8, 1, 1, skipped=skipped) for skipped in ((), (3,)))
+    for step in range(8):
+        assert np.array_equal(skipping.batch(step, 0), plain.batch(step + (step >= 3), 0))
+    assert np.array_equal(plain.batch(2, 5), data.Batches(streams, phases[:1], 4, 8, 1, 1).batch(2, 5))
+
+
 def test_mixtures_of_whole_shares_keep_the_order_of_earlier_versions():
     for shares, wanted in WHOLE.items():
-        batches = data.Batches([stream_of([50_000 + 7 * i, 3000]) for i in range(len(shares))], shares, 64, 48, 4, seed=1337)
+        streams = [stream_of([50_000 + 7 * i, 3000]) for i in range(len(shares))]
+        batches = data.Batches(streams, ((0, shares),), 64, 48, 4, seed=1337)
         order = [np.stack(batches.sequences(first, 100)).tobytes() for first in (0, 4090, 10**7)]
         assert hashlib.sha256(b"".join(order)).hexdigest()[:16] == wanted
 
 
 def test_any_sequence_of_an_enormous_run_is_reached_at_once():
-    batches = data.Batches([stream_of([5000])] * 3, weights(5, 3, 1), 4, 1, 1, seed=1)
+    batches = data.Batches([stream_of([5000])] * 3, ((0, weights(5, 3, 1)),), 4, 1, 1, seed=1)
     began = time.perf_counter()
     datasets, windows = batches.sequences(10**15 - 50, 100)
     assert time.perf_counter() - began < 2 and set(datasets) == {0, 1, 2} and len(set(windows)) > 50
@@ -297,33 +342,60 @@ def test_any_sequence_of_an_enormous_run_is_reached_at_once():
 def test_a_mixture_is_opened_by_directories_and_weights(tmp_path):
     make(tmp_path / "web", train=(500, 300))
     make(tmp_path / "code", train=(400,))
-    mixture = data.open_mixture(f"{tmp_path}/web:0.8,{tmp_path}/code:0.2")
+    mixture = opened(f"{tmp_path}/web:0.8,{tmp_path}/code:0.2")
     assert mixture.names == ["web", "code"] and [len(stream) for stream in mixture.streams("train")] == [800, 400]
     assert mixture.shares == weights(8, 2) and mixture.vocab_size == 300
     assert str(mixture) == f"{tmp_path}/web:0.800049,{tmp_path}/code:0.199951"
-    assert mixture.remarks == [f"the weights of --tokens are rounded to 1/4,096: {mixture}"]
-    exact = data.open_mixture(f"{tmp_path}/web:3,{tmp_path}/code:1")
+    assert mixture.remarks == [f"the weights of mixtures are rounded to 1/4,096: {mixture}"]
+    exact = opened(f"{tmp_path}/web:3,{tmp_path}/code:1")
     assert exact.remarks == [] and exact.shares == (3072, 1024)
     in_24_bits = [[dataset.identity, share << 12] for dataset, share in zip(exact.datasets, exact.shares, strict=True)]
     assert exact.identity == hashlib.sha256(json.dumps(in_24_bits).encode()).hexdigest()  # as runs of earlier versions have it
-    one = data.open_mixture(str(tmp_path / "web"))
-    assert one.shares == ONE and one.identity == open_dataset(tmp_path / "web").identity and one.names == ["web"]
-    assert data.open_mixture(f"{tmp_path}/web:3").identity == one.identity
+    one = opened(str(tmp_path / "web"))
+    assert one.phases == ONE and one.identity == open_dataset(tmp_path / "web").identity and one.names == ["web"]
+    assert opened(f"{tmp_path}/web:3").identity == one.identity
     others = [f"{tmp_path}/web:0.7,{tmp_path}/code:0.3", f"{tmp_path}/code:0.8,{tmp_path}/web:0.2"]
-    assert len({mixture.identity, one.identity, *(data.open_mixture(other).identity for other in others)}) == 4
-    assert data.open_mixture(str(make(tmp_path / "a:1,b"))).names == ["a:1,b"]
+    assert len({mixture.identity, one.identity, *(opened(other).identity for other in others)}) == 4
+    assert opened(str(make(tmp_path / "a:1,b"))).names == ["a:1,b"]
+
+
+def test_phases_share_their_datasets_and_only_those_of_tokens_count_in_the_validation_loss(tmp_path):
+    for name in ("web", "code", "math"):
+        make(tmp_path / name, train=(400 + len(name),), val=(200,))
+    before = opened(f"{tmp_path}/web:3,{tmp_path}/code:1")
+    mixture = opened(
+        before.describe(before.shares), f"8:{tmp_path}/math:1,{tmp_path}/../{tmp_path.name}/web:1,90:{tmp_path}/code"
+    )
+    assert mixture.names == ["web", "code", "math"]
+    assert mixture.phases == ((0, (3072, 1024, 0)), (8, (2048, 0, 2048)), (90, (0, 4096, 0)))
+    seen = [data.mixtures_seen(mixture.identity, steps) for steps in (8, 9, 90, 91)]
+    assert [len(parts) for parts in seen] == [1, 2, 2, 3] and seen[0] == [before.identity]
+    record = mixture.validation([2.0, 4.0, 9.0])
+    assert {key: record[key] for key in before.validation([2.0, 4.0])} == before.validation([2.0, 4.0])
+    assert record["val_loss/math"] == 9.0 and mixture.once.keys() == {"web", "code"}
+    with pytest.raises(UserError, match="--phase=8:.*: each dataset of a mixture needs a weight"):
+        opened(str(tmp_path / "web"), f"8:{tmp_path}/web:1,{tmp_path}/math")
+    make(tmp_path / "other", 301)
+    with pytest.raises(UserError, match="--phase=8:.*/other: .*/web and .*/other were made with different tokenizers"):
+        opened(str(tmp_path / "web"), f"8:{tmp_path}/other")
+
+
+@pytest.mark.parametrize("phase", ["8", "web:1", "0:web", "9:web,8:code", "8:web,8:code", "8:", "-8:web", "1.5:web"])
+def test_a_phase_without_a_step_or_a_mixture_is_refused(phase):
+    with pytest.raises(UserError, match=f"--phase={phase} must be a step and the mixture after it"):
+        opened("tokens", phase)
 
 
 def test_validation_losses_are_recorded_for_the_mixture_and_each_dataset(tmp_path):
     make(tmp_path / "web", val=(200,))
     make(tmp_path / "code", val=(500,))
-    mixture = data.open_mixture(f"{tmp_path}/web:3,{tmp_path}/code:1")
+    mixture = opened(f"{tmp_path}/web:3,{tmp_path}/code:1")
     record = mixture.validation([2.0, 4.0])
     bits = 2.5 / np.log(2) / 3  # three bytes a token in both
     assert list(record) == ["val_loss", "val_bpb", "val_loss/web", "val_bpb/web", "val_loss/code", "val_bpb/code"]
     assert record["val_loss"] == 2.5 and record["val_bpb"] == pytest.approx(bits)
     assert record["val_loss/code"] == 4.0 and record["val_bpb/code"] == pytest.approx(bits * 4 / 2.5)
-    one = data.open_mixture(f"{tmp_path}/code")
+    one = opened(f"{tmp_path}/code")
     assert one.validation([1.2345]) == {"val_loss": 1.2345, "val_bpb": one.datasets[0].bits_per_byte(1.2345)}
 
 
@@ -332,7 +404,7 @@ def test_validation_losses_are_recorded_for_the_mixture_and_each_dataset(tmp_pat
 )
 def test_a_mixture_without_weights_is_refused(tokens):
     with pytest.raises(UserError, match="each dataset of a mixture needs a weight greater than 0"):
-        data.open_mixture(tokens)
+        opened(tokens)
 
 
 def test_datasets_that_do_not_go_together_are_refused(tmp_path):
@@ -341,16 +413,16 @@ def test_datasets_that_do_not_go_together_are_refused(tmp_path):
         (tmp_path / name / "tokenizer.json").write_text("one" if name == "a" else "another")
     for other in "bc":
         with pytest.raises(UserError, match=rf"/a and {tmp_path}/{other} were made with different tokenizers"):
-            data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/{other}:1")
+            opened(f"{tmp_path}/a:1,{tmp_path}/{other}:1")
     with pytest.raises(UserError, match="a weight is too small"):
-        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/a:0.0001")
+        opened(f"{tmp_path}/a:1,{tmp_path}/a:0.0001")
     with pytest.raises(UserError, match="nothing does not exist; make it with: python prepare_data.py"):
-        data.open_mixture(f"{tmp_path}/a:1,{tmp_path}/nothing:1")
+        opened(f"{tmp_path}/a:1,{tmp_path}/nothing:1")
     make(tmp_path / "short", train=(5,))
-    mixture = data.open_mixture(f"{tmp_path}/b:1,{tmp_path}/b:1")
+    mixture = opened(f"{tmp_path}/b:1,{tmp_path}/b:1")
     assert mixture.names == [f"{tmp_path}/b"] * 2
     with pytest.raises(UserError, match=rf"{tmp_path}/short has 5 train tokens, less than one window of --seq_len=8"):
-        data.Batches(data.open_mixture(str(tmp_path / "short")).streams("train"), ONE, 8, 1, 1, 0)
+        data.Batches(opened(str(tmp_path / "short")).streams("train"), ONE, 8, 1, 1, 0)
 
 
 def test_a_shard_that_is_truncated_under_a_run_is_named_and_the_run_goes_on_when_it_is_whole_again(train, tokens, tmp_path):

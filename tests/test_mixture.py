@@ -4,10 +4,13 @@ import json
 import re
 import sys
 
+import numpy as np
 import pytest
 
+import machine
 from conftest import ROOT, execute
 
+CPU = ["--device=cpu", "--dtype=float32"]
 FLAGS = dict(strategy="exact", dropout=0.1, eval_tokens=1280)
 
 
@@ -42,8 +45,7 @@ def test_the_losses_of_each_dataset_and_of_the_mixture_are_recorded(train, mixtu
     for record in records:
         assert record["val_loss"] == 0.75 * record["val_loss/tiny"] + 0.25 * record["val_loss/tests"]
         assert record["val_bpb/tiny"] != record["val_bpb/tests"] > 0
-    same = ["--eval_tokens=640", "--device=cpu", "--dtype=float32"]
-    out = execute([sys.executable, "evaluate.py", train.latest("mixed"), *same]).stdout
+    out = execute([sys.executable, "evaluate.py", train.latest("mixed"), "--eval_tokens=640", *CPU]).stdout
     losses = re.findall(r"loss (\d+\.\d+)", out)
     assert len(losses) == 3 and f"{mixture}\nloss" in out
     assert losses[:2] == [f"{records[-1][f'val_loss/{name}']:.4f}" for name in ("tiny", "tests")]
@@ -58,6 +60,94 @@ def test_a_preset_names_a_mixture_as_a_list(train, mixture, tmp_path):
     assert f'tokens = "{mixture}"' in (train.runs / "listed" / "config.toml").read_text()
 
 
+@pytest.fixture(scope="module")
+def phase(mixture):
+    """A phase from which on the second dataset of the mixture has three quarters, as --phase names it."""
+    tiny, tests = (part.partition(":")[0] for part in mixture.split(","))
+    return f"10:{tests}:0.75,{tiny}:0.25"
+
+
+def test_a_phase_gives_the_same_bits_on_any_number_of_ranks_killed_right_before_and_after_it_begins(train, mixture, phase):
+    flags = dict(FLAGS, tokens=mixture, save_every=1, keep_last=0, phase=phase)
+    for ranks in (1, 2, 3):
+        train(f"w{ranks}", ranks, **flags)
+        train.assert_same(f"w{ranks}", "w1")
+    for order in ((3, 1, 2), (2, 3, 1), (1, 2, 3)):
+        name = f"killed{order[0]}"
+        for ranks, step in zip(order, (10, 11), strict=False):  # the last step before the phase, and its first
+            train.kill(name, f"step     {step}/20  loss", ranks, **flags)
+        train(name, ranks=order[2], **flags)
+        train.assert_same(name, "w1")
+    train("one mixture", **flags | dict(phase=""))
+    assert train.metrics("one mixture", "loss")[:10] == train.metrics("w1", "loss")[:10]
+    assert train.metrics("one mixture", "loss")[10] != train.metrics("w1", "loss")[10]
+    before, after = (train.metrics(name, "val_loss")[-1].keys() for name in ("one mixture", "w1"))
+    assert before == after
+
+    shown = execute([sys.executable, "replay.py", train.runs / "killed3", "--step=12", "--sequences=0"]).stdout
+    assert "bit for bit" in shown and 12 < len(re.findall(r"sequence \d+: .*/tests/train_", shown)) < 24
+    assert "DOES NOT" not in (shown := execute([sys.executable, "replay.py", train.runs / "killed3", "--verify"]).stdout)
+    assert "step-00000011 follows from step-00000010" in shown
+
+
+def test_a_phase_may_be_added_for_steps_to_come_and_no_done_step_sees_another_mixture(train, mixture, phase):
+    flags = dict(FLAGS, tokens=mixture, eval_every=10, schedule="constant")
+    train("planned", **flags, phase=phase)
+    train("run", **flags, steps=10)
+    shown = train("run", **flags, phase=phase).stdout
+    assert f"changed: phase none -> {phase}" in shown and "% of its sequences" in shown
+    assert re.search(
+        r"for 75, then 25 % of its .*\n.*for 25, then 75 % of its .*\n  phase   after step 10: \S+:0.25,\S+", shown
+    )
+    train.assert_same("run", "planned")
+    assert f'phase = "{phase}"' in (train.runs / "run" / "config.toml").read_text()
+
+    epochs = [[record[f"epochs/{name}"] for name in ("tiny", "tests")] for record in train.metrics("run", "loss")]
+    speeds = np.diff(np.array(epochs), axis=0)  # of a step
+    assert (speeds[8] * [1, 3] < speeds[18] * [3, 1]).any() and speeds[:9, 0].sum() > 1.5 * speeds[10:, 0].sum()
+
+    done = "and 20 steps are done; a phase may begin after step 20 or later"
+    for other in ("", phase.replace("10:", "12:", 1), f"5:{train.tokens},{phase}", phase.replace(":0.75", ":0.5")):
+        first = 6 if other.startswith("5:") else 11
+        refused = train("run", **flags | dict(steps=30), phase=other, status=2).stderr
+        assert refused.startswith(f"error: --phase={other} changes the mixture of step {first}, {done}\n"), refused
+    later = f"{phase},20:{train.tokens},25:{phase[3:]}"
+    assert f"changed: phase {phase} -> {later}" in train("run", **flags | dict(steps=30), phase=later).stdout
+    out = execute([sys.executable, "replay.py", train.runs / "run", "--step=27"]).stdout
+    assert "bit for bit" in out
+    wrong = train("run", **flags | dict(steps=30), phase="30:tokens", status=2).stderr
+    assert wrong == "error: --phase=30:tokens begins after the last step; --steps must be more than 30\n"
+
+
+def test_a_preset_names_phases_as_a_list_and_a_plan_has_the_epochs_of_each(train, mixture, phase, tmp_path):
+    preset = tmp_path / "phases.toml"
+    phases = [phase, f"15:{train.tokens}"]
+    preset.write_text(f"[data]\ntokens = {json.dumps(mixture)}\nphase = {json.dumps(phases)}\n")
+    flags = [flag for flag in train.arguments("listed", **FLAGS)[1:] if not flag.startswith("--tokens=")]
+    train_py = [sys.executable, "train.py", preset, *flags]
+    planned = execute([*train_py, "--plan", "--plan_world_size=1"]).stdout
+    execute(train_py)
+    assert f'phase = "{",".join(phases)}"' in (train.runs / "listed" / "config.toml").read_text()
+    for name in ("tiny", "tests"):
+        epochs = train.metrics("listed", "loss")[-1][f"epochs/{name}"]
+        assert f"{epochs:.2f}" == re.search(rf"epochs of {name} +(\S+)", planned)[1]
+    assert re.search(rf"another mixture after step +15 +{train.tokens}\n", planned)
+    twice = execute([*train_py, "--phase=5:a", "--phase=6:b"], status=2).stderr
+    assert twice.startswith("error: --phase is given twice; give one list")
+
+
+def test_a_dataset_of_a_phase_alone_is_evaluated_beside_the_mean(train, mixture):
+    tiny, tests = (part.partition(":")[0] for part in mixture.split(","))
+    train("alone", **FLAGS, tokens=tiny, steps=4)
+    train("phases", **FLAGS, tokens=tiny, phase=f"2:{tests}", steps=4)
+    (alone,), (both,) = train.metrics("alone", "val_loss"), train.metrics("phases", "val_loss")
+    assert both["val_loss"] == both["val_loss/tiny"] != alone["val_loss"] and both["val_loss/tests"] > 0
+    assert "val_loss/tests" not in alone
+    out = execute([sys.executable, "evaluate.py", train.latest("phases"), "--eval_tokens=1280", *CPU]).stdout
+    losses = re.findall(r"loss (\d+\.\d+)", out)
+    assert losses == [f"{both[f'val_loss/{name}']:.4f}" for name in ("tiny", "tests", "tiny")]
+
+
 def test_weights_change_with_a_new_run_not_within_one(train, mixture):
     train("first", **FLAGS, tokens=mixture, steps=5)
     other = mixture.replace("0.75", "0.5").replace("0.25", "0.5")
@@ -65,3 +155,13 @@ def test_weights_change_with_a_new_run_not_within_one(train, mixture):
     assert errors.startswith(f"error: --tokens={other} is not the same tokens in the same shares as {mixture} was")
     train("annealed", **FLAGS, tokens=other, steps=10, resume=train.runs / "first")
     assert train.metrics("annealed", "loss")[0]["step"] == 6
+
+
+def test_a_decay_on_another_mixture_has_the_bits_of_the_run_that_had_planned_both(train, mixture, phase):
+    train("trunk", **FLAGS, tokens=mixture, schedule="constant", steps=10, keep_last=0)
+    train("planned", ranks=3, **FLAGS, tokens=mixture, phase=phase, schedule="wsd", cooldown_fraction=1 / 6, steps=12)
+    start = train.runs / "trunk" / "checkpoints" / "step-00000010"
+    finish = ["--name=annealed", f"--resume={start}", "--decay_steps=2", f"--phase={phase}"]
+    execute([*machine.launcher(2), "train.py", train.runs / "trunk" / "config.toml", *finish])
+    assert train.files("annealed") == train.files("planned")
+    assert train.metrics("annealed", "epochs/tests") == train.metrics("planned", "epochs/tests")[10:]

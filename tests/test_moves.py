@@ -1,12 +1,13 @@
 """A run that moves to another directory, and ranks that end together. tests/test_sharded.py goes from strategy to strategy."""
 
 import os
+import re
 import shutil
 import sys
 
 import pytest
 
-from common.files import sha256
+import machine
 from conftest import execute
 
 
@@ -65,10 +66,31 @@ def test_a_last_save_longer_than_the_timeout_does_not_end_the_other_ranks(train)
 
 
 def test_a_decay_from_a_stable_checkpoint_has_the_bits_of_the_straight_run(train):
-    wsd = dict(schedule="wsd", cooldown_fraction=0.25, steps=12, warmup_steps=2)
-    train("trunk", schedule="constant", steps=11, warmup_steps=2, save_every=3, keep_last=0)
-    train("ending", resume=train.runs / "trunk" / "checkpoints" / "step-00000009", **wsd)
-    train("straight", **wsd)
-    model = "model.safetensors"
-    ending, straight, trunk = (sha256(train.latest(name) / model) for name in ("ending", "straight", "trunk"))
-    assert ending == straight != trunk
+    flags = dict(strategy="exact", eval_every=0, save_every=3, keep_last=0, log_every=1)
+    trunk = train.runs / "trunk"
+    train("trunk", schedule="constant", steps=14, **flags)
+
+    def finish(step, name, ranks=1, status=0):
+        start = trunk / "checkpoints" / f"step-{step:08d}"
+        flags = [f"--name={name}", f"--resume={start}", "--decay_steps=3", "--save_every=1"]
+        return execute([*machine.launcher(ranks), "train.py", trunk / "config.toml", *flags], status)
+
+    for step in (6, 9):
+        train(f"straight{step}", ranks=3, schedule="wsd", cooldown_fraction=3 / (step + 3), steps=step + 3, **flags)
+        shown = finish(step, f"ending{step}", ranks=step // 3 - 1).stdout
+        assert "changed: schedule constant -> wsd" in shown and f"changed: steps 14 -> {step + 3}" in shown
+        assert train.files(f"ending{step}") == train.files(f"straight{step}") != train.files("trunk")
+    assert "ending9 is complete at step 12" in finish(9, "ending9").stdout  # the same command again
+    for lost in ("ending9/checkpoints/step-00000012", "trunk/checkpoints/step-00000009"):
+        shutil.rmtree(train.runs / lost)
+    finish(9, "ending9")
+    assert train.files("ending9") == train.files("straight9")
+
+    execute([sys.executable, "train.py", trunk / "config.toml", "--decay_steps=2"])  # in its own place
+    train("straight", schedule="wsd", cooldown_fraction=2 / 16, steps=16, **flags)
+    assert train.files("trunk") == train.files("straight")
+    falls = finish(15, "late", status=2).stderr
+    assert re.match(r"error: --decay_steps=3: the learning rate of \S+15 is 0.005, and its peak is 0.01; take a check", falls)
+    new = execute([sys.executable, "train.py", trunk / "config.toml", "--name=new", "--decay_steps=3"], status=2).stderr
+    assert "error: --decay_steps=3 finishes a run from one of its checkpoints: give --resume=PATH; a new run" in new
+    assert "--decay_steps=3 ends the run so many steps after its checkpoint" in train("new", decay_steps=3, status=2).stderr

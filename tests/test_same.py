@@ -17,6 +17,7 @@ import same
 from checkpoints import retention
 from common.files import sha256
 from conftest import ROOT, Trainer, execute, wait_for
+from settings import DataConfig
 
 SAME = same.FLAGS | dict(warmup_steps="auto", micro_batch_size="auto")  # without what a Trainer sets
 PORTABLE = dict(numerics="portable", strategy="exact", steps=12, tokens_per_update=96, save_every=3, keep_last=0, eval_every=0)
@@ -153,7 +154,7 @@ def test_an_exchanged_document_is_found(forged, shared, tmp_path):
     (tokens / "dataset.json").write_text(record.replace(sha256(shared.tokens / shard.name), sha256(shard)))
     assert "holds other tokens" in verify(forged, f"--tokens={tokens}", status=2)
     path = forged / "checkpoints" / "step-00000012" / "trainer_state.json"
-    before, after = (data.open_mixture(str(directory)).identity for directory in (shared.tokens, tokens))
+    before, after = (data.open_mixture(DataConfig(str(directory))).identity for directory in (shared.tokens, tokens))
     path.write_text(path.read_text().replace(before, after))
     reseal(path.parent)
     assert "step-00000006 DOES NOT follow from step-00000003" in verify(forged, f"--tokens={tokens}", "--to=6", status=1)

@@ -225,7 +225,7 @@ def test_every_preset_is_valid_and_knows_the_command_that_makes_its_dataset(pres
     assert config.run.name == preset.stem
     assert command.startswith("python prepare_data.py ") and f"--out={config.data.tokens}" in command.split()
     with pytest.raises(UserError) as error:
-        data.open_mixture(str(tmp_path / "mine"), 0, command)
+        data.open_mixture(settings.replace(config.data, tokens=str(tmp_path / "mine")))
     assert f"make it with: python prepare_data.py [SOURCE ...] --out={tmp_path}/mine" in str(error.value)
 
 
