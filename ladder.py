@@ -93,7 +93,12 @@ def main(args: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits until the rung has saved
     ladder = begin(args)
-    rungs = choose(ladder, ladder.options.flops or measure(ladder))
+    try:
+        rungs = choose(ladder, ladder.options.flops or measure(ladder))
+    except UserError:
+        if not [*ladder.directory.glob("depth-*")]:  # only what was measured
+            files.remove(ladder.directory)
+        raise
     say(f"ladder  {len(rungs)} runs of depth {sorted({depth for depth, _ in rungs})} in {ladder.directory}")
     report(ladder, [climb(ladder, *rung) for rung in rungs])
 
@@ -103,6 +108,7 @@ def begin(args: list[str]) -> Ladder:
     preset, flags = settings.divide(args)
     command = cli.parse(LadderCommand, flags, __doc__, LadderCommand(settings.read_preset(preset)), "[config/NAME.toml]")
     config, options, names = command.config, command.ladder, settings.given(flags)
+    settings.check(config)
     if (options.minutes > 0) == (options.flops > 0):
         raise UserError("set the budget with one of --minutes=60 and --flops=1e17 (floating-point operations)")
     found = ("depth", "steps", "decay_steps", "phase", "n_layer", "init_from", "resume", "max_minutes")
@@ -134,7 +140,19 @@ def measure(ladder: Ladder) -> float:
 
 
 def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs (depth and tokens), cheapest first, for the ladder's share of the budget. Raises UserError.
+    """The rungs for a budget in FLOPs. Raises UserError where it, or the text, is too small for a ladder."""
+    if not (rungs := choose_rungs(ladder, budget)):
+        enough = next((times for times in (2**n for n in range(1, 20)) if choose_rungs(ladder, times * budget)), 0)
+        name, most = ("minutes", ladder.options.minutes) if ladder.options.minutes else ("flops", budget)
+        more = f"--{name}={enough * most:.3g} is enough" if enough else "prepare more text"
+        cheaper = "a shorter --seq_len, a smaller --tokens_per_update or a smaller vocabulary (--tokenizer=bytes) needs less"
+        few = f"{budget:.2g} FLOPs and {ladder.unique_tokens:,.0f} tokens are too few for a ladder of this shape"
+        raise UserError(f"{few}; {more}; {cheaper}")
+    return rungs
+
+
+def choose_rungs(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
+    """The rungs (depth and tokens), cheapest first, for the ladder's share of the budget; empty if it is too small.
 
     The largest model is the deepest one that gets at least a third of the dial's tokens. Smaller ones get more tokens per
     weight, so that the fit can separate weights from tokens. One layer is a different kind of model, which cannot look up what
@@ -151,8 +169,7 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     most = dial.EPOCHS * ladder.unique_tokens
     rungs = [(depth, horizon * min(part * tokens[depth], most)) for depth in depths for horizon in HORIZONS]
     if part < FEWEST_TOKENS or not all(ladder.is_long_enough(tokens) for _, tokens in rungs):
-        few = f"{budget:.2g} FLOPs and {ladder.unique_tokens:,.0f} tokens are too few for a ladder of this shape"
-        raise UserError(f"{few}; raise --minutes or --flops, add text, or lower --seq_len or --tokens_per_update")
+        return []
     return sorted(rungs, key=lambda rung: (rung[1] * flops[rung[0]], rung[0]))
 
 

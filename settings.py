@@ -27,11 +27,6 @@ HERE = Path(__file__).parent
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
-BEFORE = {"muon_dtype": "bfloat16", "shard_gradients": "off"}  # what a run did whose version did not have the setting
-# Settings that the config.toml of an older run may have, with the value that today's version keeps to (None: any).
-REMOVED = {"wandb_group": None, "wandb_tags": None, "wandb_artifact": None, "grad_compression": "none"}
-# Numbers below these meant auto.
-LEAST = dict.fromkeys(("vocab_size", "n_kv_head", "head_dim", "d_ff", "threads"), 1) | {"min_lr": 0, "warmup_steps": 0}
 
 
 @dataclass(frozen=True)
@@ -249,50 +244,37 @@ class Config:
         return self.sequences_per_update // self.train.micro_batch_size
 
 
-@dataclass(frozen=True)
-class PlanConfig:
-    plan: bool = False
-    """Say what the run will need (memory, time, money, traffic) and exit. It needs no GPU, no data and no other rank."""
-    plan_world_size: Ranks = 8
-    """GPUs of the planned run."""
-    plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
-    plan_mfu: Annotated[float, Meta(gt=0, le=1)] | Auto = "auto"
-    """Model FLOPs utilization to plan with, at most 1. auto: a usual one."""
-    dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
-    """Price to plan with."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line of train.py. Plan flags are not run settings, so config.toml omits them."""
-
-    config: Config = field(default_factory=Config)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-
-
 def load(args: list[str], description: str) -> Config:
-    """The `Config` of `load_command`."""
-    return load_command(args, description).config
+    """The settings of a command line of train.py, without its plan flags. See `complete`. Raises UserError."""
+    return complete(parse(Config, divide(args)[1], description, start_of(args)), args)
 
 
-def load_command(args: list[str], description: str) -> Command:
-    """The checked training command: defaults < preset (config/laptop.toml if none is named) < flags. Raises UserError."""
-    preset, args = divide(args)
-    if sum(word.partition("=")[0] == "--phase" for word in args) > 1:  # the last one would win
+def start_of(args: list[str]) -> Config:
+    """The preset of a command line, before its flags. Raises UserError."""
+    path, flags = divide(args)
+    config, run = read_preset(path), path.parent if path.parent.name else path.absolute().parent
+    if path.name == "config.toml" and (run / "metrics.jsonl").exists() and "name" not in given(flags):
+        return replace(config, out_dir=str(run.parent), name=run.name)  # where it lies now: a run may be copied, or move
+    return config
+
+
+def complete(config: Config, args: list[str]) -> Config:
+    """`config`, a preset with the flags in `args`, after a look at the run that it names: default < preset < run < flag.
+
+    A run that continues keeps what it was asked for, except for the flags. Raises UserError.
+    """
+    preset, flags = divide(args)
+    if sum(word.partition("=")[0] == "--phase" for word in flags) > 1:  # the last one would win
         raise UserError("--phase is given twice; give one list, as in --phase=8000:tokens/web,9000:tokens/math")
-    config, run = read_preset(preset), preset.parent if preset.parent.name else preset.absolute().parent
-    if preset.name == "config.toml" and (run / "metrics.jsonl").exists() and "name" not in given(args):
-        config = replace(config, out_dir=str(run.parent), name=run.name)  # where it lies now: a run may be copied, or move
-    command = parse(Command, args, description, Command(config), "[config/NAME.toml]")
-    if (decay := command.config.optim.decay_steps) and "steps" in given(args):
-        raise UserError(f"--decay_steps={decay} ends the run so many steps after its checkpoint; leave --steps out")
-    if not command.config.run.name:
-        command = replace(command, name=preset.stem)
-    if not command.plan.plan:
-        planned = (name for name, value in flat_values(command.plan).items() if value != getattr(PlanConfig, name))
-        refuse(f"--{name} needs --plan" for name in planned)
-    check(command.config)
-    return command
+    if not config.run.name:
+        config = replace(config, name=preset.stem)
+    if own := of_run(config):
+        config = replace(own, **{name: value for name, value in flat_values(config).items() if name in given(flags)})
+    if config.optim.decay_steps and "steps" in given(flags):
+        decay = f"--decay_steps={config.optim.decay_steps} ends the run so many steps after its checkpoint"
+        raise UserError(f"{decay}; leave --steps out")
+    check(config)
+    return config
 
 
 def divide(args: list[str]) -> tuple[Path, list[str]]:
@@ -306,8 +288,22 @@ def given(flags: list[str]) -> set[str]:
     return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
 
 
-def read_preset(path: Path) -> Config:
-    """The `Config` in a TOML file, whose tables are headings. Raises UserError."""
+def of_run(config: Config) -> Config | None:
+    """What was asked for at the last start of the run that `config` names. None unless it has checkpoints. Raises UserError."""
+    run = Path(config.run.out_dir, config.run.name)
+    if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
+        return None
+    own = read_preset(run / "config.toml", asked=True)
+    return replace(own, name=config.run.name, out_dir=config.run.out_dir, resume="auto")
+
+
+def read_preset(path: Path, asked: bool = False) -> Config:
+    """The `Config` in a TOML file. See `read_toml`."""
+    return from_record(read_toml(path, asked), str(path))
+
+
+def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
+    """The values in a TOML file by key; its tables are headings. asked: as `dumps` was given them. Raises UserError."""
     if not path.is_file():
         presets = sorted(str(preset.relative_to(HERE)) for preset in HERE.glob("config/*.toml"))
         raise UserError(f"no preset {path}; there are {', '.join(presets)}")
@@ -315,40 +311,23 @@ def read_preset(path: Path) -> Config:
         content = tomllib.loads(files.read_text(path, 1 << 20))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a preset in TOML: {error}") from None
-    flags, values = flat_fields(Config), {}
+    values, before = {}, content.pop("asked") if isinstance(content.get("asked"), dict) else {}
     for table, keys in content.items():
         for key, value in keys.items() if isinstance(keys, dict) else [(table, keys)]:
             if key in values:
                 raise UserError(f"{path}: {key} is given twice; keep one")
-            if key in flags:
-                values[key] = ",".join(map(str, value)) if key in ("tokens", "phase") and isinstance(value, list) else value
-            elif key not in REMOVED or REMOVED[key] not in (None, value):
-                raise UserError(f"{path}: unknown key {key}{cli.suggestion(key, flags)}")
-    return convert(values, f"{path}: ")
+            values[key] = ",".join(map(str, value)) if key in ("tokens", "phase") and isinstance(value, list) else value
+    return values | (before if asked else {})
 
 
 def from_record(values: dict[str, Any], where: str) -> Config:
-    """The `Config` whose settings a run has recorded as `values`. Unknown ones are left out. Raises UserError."""
-    known = {name: value for name, value in (BEFORE | values).items() if name in flat_fields(Config)}
-    if known.get("strategy") == "zero1":  # of an older run; ddp has the same bits
-        known["strategy"] = "ddp"
-    config = convert(known, f"{where}: settings.")
-    check(config)
+    """The checked `Config` with these settings by flag name. Raises UserError, which begins each mistake with `where`."""
+    flags = flat_fields(Config)
+    refuse(f"{where}: unknown key {name}{cli.suggestion(name, flags)}" for name in values if name not in flags)
+    found, wrong = read_values(Config, values, strict=True)
+    refuse(f"{where}: {name} {mistake}" for name, mistake in wrong.items())
+    check(config := replace(Config(), **found))
     return config
-
-
-def convert(values: dict[str, Any], where: str) -> Config:
-    """The `Config` with these settings by flag name. Raises UserError, which begins each mistake with `where`."""
-    found, wrong = read_values(Config, modernize(values), strict=True)
-    refuse(f"{where}{name} {mistake}" for name, mistake in wrong.items())
-    return replace(Config(), **found)
-
-
-def modernize(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings by flag name, which an older version may have written, as today's version writes them."""
-    low = [name for name in LEAST if isinstance(values.get(name), int | float) and values[name] < LEAST[name]]
-    renamed = {"rope_scaling": "none"} if values.get("rope_scaling") == "" else {}
-    return values | dict.fromkeys(low, "auto") | renamed
 
 
 def check(config: Config) -> None:
@@ -357,9 +336,11 @@ def check(config: Config) -> None:
     run, tokens = config.run, config.data.tokens
     if run.name in (".", "..") or "/" in run.name:
         raise UserError(f"--name={run.name} must be a plain directory name; --out_dir says where the directory is")
+    if config.model.init_from == "resume":
+        raise UserError("--init_from=resume: leave it out; the same command again continues a run")
     if "@" in urlsplit(config.checkpoint.mirror).netloc:
         raise UserError("--mirror has a password in its URL, which logs would show; the store's own settings can have it")
-    cli.require_local("out_dir", run.out_dir, "python export.py makes a copy of a model to publish")
+    cli.require_local("out_dir", run.out_dir, "--mirror=URL copies each checkpoint there")
     cli.require_local("tokens", tokens, "python prepare_data.py URL --out=tokens/NAME makes a dataset of a text")
 
 
@@ -388,11 +369,17 @@ def with_chosen(group, chosen: dict[str, Any]):
     return dataclasses.replace(group, **{name: value for name, value in chosen.items() if getattr(group, name) == "auto"})
 
 
-def dumps(config: Config) -> str:
-    """`config` as TOML, one table a group. As a preset of train.py it repeats the run."""
-    tables = []
-    for group in dataclasses.fields(config):
+def dumps(config: Config, asked: Config | None = None) -> str:
+    """`config` as TOML, one table a group. As a preset of train.py it repeats the run.
+
+    asked: the settings before they were resolved. The table `asked` has those that differ, for a start that continues the run.
+    """
+    tables = {group.name: vars(getattr(config, group.name)) for group in dataclasses.fields(config)}
+    resolved = flat_values(config)
+    tables["asked"] = {name: value for name, value in flat_values(asked or config).items() if value != resolved[name]}
+    text = []
+    for table, values in tables.items():
         # JSON writes these values as TOML does, but for DEL, which TOML wants escaped.
-        values = {name: json.dumps(value, ensure_ascii=False) for name, value in vars(getattr(config, group.name)).items()}
-        tables.append(f"[{group.name}]\n" + "".join(f"{name} = {value}\n" for name, value in values.items()))
-    return "\n".join(tables).replace("\x7f", "\\u007f")
+        lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items()]
+        text.append(f"[{table}]\n" + "".join(lines))
+    return "\n".join(text).replace("\x7f", "\\u007f")

@@ -5,7 +5,8 @@
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.toml  # on eight GPUs
     python train.py config/gpt2_124m.toml --plan                             # what it will cost; trains nothing
 
-Running the same command again continues the run. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 failed.
+Running the same command again continues the run. `--name=NAME` is enough: a run keeps its settings (runs/NAME/config.toml)
+until a flag changes them, whatever the preset says. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 failed.
 """
 
 # Read from top to bottom: setup, the loop, one update, and two helpers of the loop.
@@ -104,8 +105,9 @@ def join(config: Config) -> World:
     return connect(rank, world_size, device, config.parallel.timeout_minutes)  # NCCL between GPUs, gloo between CPUs
 
 
-def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, Start, Log]:
+def settle(asked: Config, world: World) -> tuple[Config, Config, World, data.Mixture, Start, Log]:
     """Open the data, find where the run starts, resolve every `auto`, and print what will run. Raises UserError."""
+    config = asked
     dataset = data.open_mixture(config.data, config.model.vocab_size)
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
@@ -120,10 +122,10 @@ def settle(config: Config, world: World) -> tuple[Config, World, data.Mixture, S
         log.say(startup.banner(config, dataset, world, start.state.step))
     for note in notes:
         log.say(note)
-    return config, world, dataset, start, log
+    return asked, config, world, dataset, start, log
 
 
-def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
+def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
     """Make everything that training needs, then open the run's directory. Nothing is written until everything is checked."""
     began, state = time.monotonic(), start.state
     run = build(config, world, dataset, start)
@@ -143,7 +145,7 @@ def prepare(config: Config, world: World, dataset: data.Mixture, start: Start, l
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)
     if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings it was trained with
-        files.publish_text(log.directory / "config.toml", settings.dumps(config))
+        files.publish_text(log.directory / "config.toml", settings.dumps(config, asked))
     facts = cli.flat_values(config) | {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
     state.wandb_run_id = log.start_trackers(config.log, facts, state.step, state.wandb_run_id if start.continues else "")
     return run

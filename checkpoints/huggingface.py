@@ -123,12 +123,26 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
-    """`model` with the shape of the model in `directory`. Only the context may be shorter. Raises UserError."""
-    found = read_config(directory)
+    """`model` with the shape of the model in `directory`. Only the context may be shorter.
+
+    It may be longer if `model` stretches the rotary positions by Llama 3's factors or a larger base. Raises UserError.
+    """
+    found, rope = read_config(directory), {}
     if found.seq_len < model.seq_len:
-        longest = f"{directory} has a context of {found.seq_len} tokens; use --seq_len={found.seq_len} or less"
-        raise UserError(f"--seq_len={model.seq_len}: {longest}")
-    return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from)
+        longest = f"--seq_len={model.seq_len}: {directory} has a context of {found.seq_len}"
+        if found.architecture == "gpt2":
+            raise UserError(
+                f"{longest} learned positions, and there are no weights for more; --seq_len={found.seq_len} is the most"
+            )
+        if model.rope_factors:
+            rope["rope_scaling"] = model.rope_scaling
+        if model.rope_theta > found.rope_theta:
+            rope["rope_theta"] = model.rope_theta
+        if not rope:
+            factor = math.ceil(model.seq_len / found.seq_len)
+            stretch = f"--rope_scaling={factor},1,4,{found.seq_len}, or a --rope_theta above {found.rope_theta:g}"
+            raise UserError(f"{longest}; a longer one needs {stretch}; --seq_len={found.seq_len} is the most without")
+    return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from, **rope)
 
 
 def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:

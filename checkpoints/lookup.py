@@ -190,8 +190,9 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         path, damaged = newest(run / "checkpoints")
         if path is None:
             refuse([f"no checkpoint in {run} is intact; delete it to start over", *damaged])
+        continuing = f"continuing from {path}, with the settings of its last start where no flag says otherwise"
         unread = [f"--resume={resume} is for a new run and is not read"] if resume != "auto" else []
-        return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, f"continuing from {path}"])
+        return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
@@ -210,7 +211,7 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
     dataset: its identity. A run keeps its model and its data; a new run from its checkpoint may change the data.
     """
     state, own, done = start.state, start.continues, start.state.step
-    now, before, was = cli.flat_values(config), settings.modernize(state.settings), state.config
+    now, before, was = cli.flat_values(config), state.settings, state.config
     fixed = FIXED if own else OF_WEIGHTS
     changed = [name for name in now if name in before and now[name] != before[name]]
     refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]

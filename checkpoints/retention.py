@@ -95,8 +95,9 @@ def prepare(checkpoints: Path, start: Path) -> set[Path]:
         files.make_directory(checkpoints)
         for path in checkpoints.glob(".*.tmp"):
             files.remove(path)
-        files.publish_text(checkpoints / ".probe.tmp", "")
-        files.remove(checkpoints / ".probe.tmp")
+        files.publish_text(probe := checkpoints / ".probe.tmp", "")
+        files.link(probe, checkpoints)
+        files.remove(probe)
         if start.is_dir():
             files.link(checkpoints / "latest", start)
     except OSError as error:

@@ -28,19 +28,11 @@ OTHER_NAMES = {
     **dict(log_interval="log_every", logging_steps="log_every", save_steps="save_every", always_save_checkpoint="save_every"),
     **dict(output_dir="out_dir", wandb_run_name="name", wandb_log="wandb", report_to="wandb"),
 }
-# Flags of nanoGPT, flags and values of earlier versions, and what replaces each.
+# Flags of nanoGPT that have no counterpart, and what replaces each.
 NO_FLAGS = {
-    **dict.fromkeys(
-        ("part", "join"), "datatrove prepares a corpus on many machines, and train.py reads its .ds files as they are"
-    ),
     "eval_only": "python evaluate.py runs/NAME does that",
     "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
-    "csv": 'pandas.read_json("runs/NAME/metrics.jsonl", lines=True) reads what a run measured',
-    "json": "replay.py prints text; metrics.jsonl has what a run measured as JSON",
     "backend": "nccl on GPUs and gloo on CPUs are chosen",
-    "plan_depths": "plan one depth at a time with --depth=N; python ladder.py finds the depth for a text and a time",
-    "zero1": "--strategy=fsdp shards the optimizer state and more, --strategy=ddp gives the bits of zero1",
-    "grad_compression": "--strategy=fsdp --dtype=bfloat16 sends less between the ranks",
 }
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
@@ -163,7 +155,7 @@ def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, An
         except (msgspec.ValidationError, OverflowError) as error:
             outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
             allowed = limits(kind) + ", or auto" * syntax(kind).endswith("|auto") if outside else syntax(kind)
-            wrong[name] = f"must be {allowed}, not {value!r}" + (f"; {NO_FLAGS[value]}" if str(value) in NO_FLAGS else "")
+            wrong[name] = f"must be {allowed}, not {value!r}"
     return found, wrong
 
 

@@ -4,7 +4,6 @@ Everything is written under a hidden name, flushed to disk, then renamed. A kill
 new, never a mixture. `read_json` validates JSON against a type.
 """
 
-import errno
 import fcntl
 import hashlib
 import itertools
@@ -20,7 +19,6 @@ import msgspec
 from common.errors import UserError
 
 LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use is about half of that
-NO_SYMLINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without symbolic links
 
 
 def hidden(path: Path) -> Path:
@@ -135,17 +133,10 @@ def remove(path: Path) -> None:
 
 
 def link(name: Path, target: Path) -> None:
-    """Atomically point the symbolic link `name` at its sibling directory `target`. Where links are unsupported, copy it."""
+    """Atomically point the symbolic link `name` at its sibling directory `target`."""
     temporary = hidden(name)
     remove(temporary)
-    try:
-        temporary.symlink_to(target.name)
-    except OSError as error:
-        if error.errno not in NO_SYMLINKS:
-            raise
-        with publish_directory(name) as copy:
-            shutil.copytree(target, copy, dirs_exist_ok=True)
-        return
+    temporary.symlink_to(target.name)
     if name.is_dir() and not name.is_symlink():  # the run was copied by a tool that follows links
         retire(name)
     os.replace(temporary, name)

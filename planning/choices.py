@@ -33,7 +33,7 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
     """
     config = for_portable(config, machines.ranks)
     train, optim, model = config.train, config.optim, settings.resolve_model(config.model, vocab_size)
-    kept = settings.BEFORE | previous if previous.get("device") == machines.device else {}
+    kept = previous if previous.get("device") == machines.device else {}
     given = {"dtype": train.dtype, "muon_dtype": optim.muon_dtype, "compile": train.compile}
     chosen = {"dtype": machines.dtype, "muon_dtype": machines.muon_dtype, "compile": "auto"} | kept
     chosen = {name: chosen[name] if value == "auto" else value for name, value in given.items()}

@@ -5,16 +5,14 @@ torch.
 """
 
 import dataclasses
-import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import settings
-from common import files
-from common.cli import flat_values, replace
+from common.cli import replace
 from common.errors import UserError
 from hardware.footprint import flops_per_token
-from settings import Command, Config, ModelConfig
+from settings import Config, ModelConfig
 
 
 class Tuned(NamedTuple):
@@ -34,45 +32,34 @@ TOKENS_PER_WEIGHT = 12  # as nanochat; Chinchilla's 20 counts other weights
 EPOCHS = 4  # up to here, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al. 2023, arXiv 2305.16264)
 FEWEST_STEPS = 100
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
-LENGTH = ("steps", "tokens_per_update")
-RATE = ("lr", "min_lr", "warmup_steps", "schedule", "cooldown_fraction", "weight_decay")
 
 
-def turn(command: Command, args: list[str]) -> Command:
-    """`command` with the settings that follow from --depth. Settings in `args`, or in a preset that sets depth, win.
+def turn(config: Config, args: list[str]) -> Config:
+    """`config` with the settings that follow from --depth. Settings in `args`, or in a preset that sets depth, win.
 
     The dial adapts to the settings that win. A resumed run keeps its settings. Raises UserError.
     """
-    config, depth = command.config, command.config.run.depth
+    depth = config.run.depth
     if depth == "off":
-        return command
+        return config
     if config.model.init_from != "scratch":
         raise UserError(f"--depth={depth} is for models from scratch; leave out --init_from={config.model.init_from}")
+    if (own := settings.of_run(config)) and own.run.depth == depth:
+        return config
     preset, flags = settings.divide(args)
     given = settings.given(flags)
     if "depth" not in given:
-        content = tomllib.loads(files.read_text(preset))  # its tables are headings
-        given |= {name for key, keys in content.items() for name in (keys if isinstance(keys, dict) else [key])}
-    if not (values := previous(config)):
-        mixture, vocab_size = dataset(config)
-        values, optimizer = shape_of(config, given), config.optim.optimizer
-        model = settings.resolve_model(dataclasses.replace(config.model, **values), vocab_size)
-        tokens = TOKENS_PER_WEIGHT * weights(model)
-        if mixture:
-            tokens = min(tokens, EPOCHS * min(mixture.once.values()))
-        length = {name: getattr(config.train, name) for name in LENGTH if name in given}
-        length = length_of(tokens, model.seq_len, optimizer, **length)
-        values |= length | {"micro_batch_size": "auto"} | rate_of(model, optimizer, **length)
-    return replace(command, **{name: value for name, value in values.items() if name not in given})
-
-
-def previous(config: Config) -> dict:
-    """The settings that the dial gave the existing run of this name, if it was trained at this depth. Otherwise empty."""
-    run = Path(config.run.out_dir, config.run.name)
-    if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
-        return {}
-    values = flat_values(settings.read_preset(run / "config.toml"))
-    return {name: values[name] for name in SHAPE + LENGTH + RATE} if values["depth"] == config.run.depth else {}
+        given |= settings.read_toml(preset).keys()
+    mixture, vocab_size = dataset(config)
+    values, optimizer = shape_of(config, given), config.optim.optimizer
+    model = settings.resolve_model(dataclasses.replace(config.model, **values), vocab_size)
+    tokens = TOKENS_PER_WEIGHT * weights(model)
+    if mixture:
+        tokens = min(tokens, EPOCHS * min(mixture.once.values()))
+    length = {name: getattr(config.train, name) for name in ("steps", "tokens_per_update") if name in given}
+    length = length_of(tokens, model.seq_len, optimizer, **length)
+    values |= length | {"micro_batch_size": "auto"} | rate_of(model, optimizer, **length)
+    return replace(config, **{name: value for name, value in values.items() if name not in given})
 
 
 def dataset(config: Config):
@@ -99,9 +86,14 @@ def weights(model: ModelConfig) -> int:
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
+def tuned(optimizer: str) -> Tuned:
+    """What was found for `optimizer`; AdamW's numbers for one that was not swept."""
+    return TUNED.get(optimizer, TUNED["adamw"])
+
+
 def batch_of(tokens: float, optimizer: str) -> float:
     """The right number of tokens per update for a run of `tokens`."""
-    return TUNED[optimizer].batch * (tokens / TOKENS) ** GROWTH
+    return tuned(optimizer).batch * (tokens / TOKENS) ** GROWTH
 
 
 def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
@@ -138,7 +130,7 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's by less, as measured.
     """
     # We have not measured whether a batch larger than the dial's allows a larger rate.
-    batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), TUNED[optimizer]
+    batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), tuned(optimizer)
     lr = float(f"{best.lr * (model.n_embd / WIDTH) ** best.width_power * (batch / RATE_BATCH) ** best.batch_power:.3g}")
     # Weights forget their past within 1 / (lr weight_decay) steps. The best fraction of all steps for this is
     # 1.084 (tokens / weights)^-0.527 (arXiv 2505.13738).

@@ -6,30 +6,84 @@ speed is an assumption: --plan_mfu, or a typical value.
 
 import contextlib
 import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 import settings
-from common.errors import UserError, plural, say
+from common import cli, files
+from common.errors import UserError, plural, refuse, say
+from common.records import Auto
 from common.steps import read_phases
 from hardware import footprint, gpus
 from hardware.host import read_ranks
 from planning import choices, dial, rules
 from reports.log import duration
-from settings import Config, PlanConfig
+from settings import Config, Ranks
 
 CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
 SMALL, SMALL_MFU = 300e6, 0.8  # below this many parameters, short kernels keep a GPU less busy
 
 
+@dataclass(frozen=True)
+class PlanConfig:
+    plan: bool = False
+    """Say what the run will need (memory, time, money, traffic) and exit. It needs no GPU, no data and no other rank."""
+    plan_world_size: Ranks = 8
+    """GPUs of the planned run."""
+    plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
+    plan_mfu: Annotated[float, Meta(gt=0, le=1)] | Auto = "auto"
+    """Model FLOPs utilization to plan with, at most 1. auto: a usual one."""
+    dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
+    """Price to plan with."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of train.py. Plan flags are not run settings, so config.toml omits them."""
+
+    config: Config = field(default_factory=Config)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
 def read_command(args: list[str], description: str) -> Config:
     """Read and check a command line of train.py. With --plan, print the plan and exit. Raises UserError."""
-    command = dial.turn(settings.load_command(args, description), args)
+    config, options = load_command(args, description)
     rank, world_size = read_ranks()[:2]
-    rules.check(command.config, command.plan.plan_world_size if command.plan.plan else world_size)
-    if not command.plan.plan:
-        return command.config
+    if rank == 0 and (note := not_taken(args, config)):
+        say(note)
+    rules.check(config, options.plan_world_size if options.plan else world_size)
+    if not options.plan:
+        return config
     if rank == 0:
-        say(text(*resolve(command.config, command.plan), command.plan))
+        say(text(*resolve(config, options), options))
     raise SystemExit(0)
+
+
+def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
+    """The settings of a command line, with the dial turned, and its plan flags. Raises UserError."""
+    start = Command(settings.start_of(args))
+    command = cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]")
+    if not command.plan.plan:
+        planned = (name for name, value in vars(command.plan).items() if value != getattr(PlanConfig, name))
+        refuse(f"--{name} needs --plan" for name in planned)
+    return dial.turn(settings.complete(command.config, args), args), command.plan
+
+
+def not_taken(args: list[str], config: Config) -> str:
+    """A note on settings of the preset that the run which continues as `config` has otherwise; empty for none."""
+    preset, flags = settings.divide(args)
+    given = settings.given(flags)
+    unnamed = flags == args and "name" in given  # the preset is only the default, and the run may be of another
+    if unnamed or config.run.depth != "off" or not settings.of_run(config):
+        return ""
+    values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
+    names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
+    other = [f"--{name}={values[name]}" for name in sorted(names) if values[name] != now[name]]
+    keeps = f"note: {config.run.name} keeps its settings; these of {os.path.relpath(preset)} change it only as flags:"
+    return f"{keeps} {files.shortened(other)}" if other else ""
 
 
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:

@@ -46,19 +46,19 @@ class Progress:
         if self.skipped_in_a_row > self.train.max_skipped_steps:
             found = f"{self.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps)"
             raise RunError(f"{found}; lower --lr, or try --dtype=float32; checkpoints are in {self.log.directory}/checkpoints")
-        self.watch(state.step, loss)
+        self.watch(state, loss)
         if due(self.log_every, state.step) or state.step in (1, self.train.steps):
             self.report(state, loss, grad_norm, lr)
 
-    def watch(self, step: int, loss: float) -> None:
-        """Warn when losses rise far above the lowest so far, because the exit status will not show it."""
+    def watch(self, state, loss: float) -> None:
+        """Warn when losses rise far above the lowest, also of earlier starts, because the exit status will not show it."""
         self.losses.append(loss if math.isfinite(loss) else math.inf)
         recent, was_high = median(self.losses), self.is_high  # the median ignores a single spike
-        self.lowest = min(self.lowest, recent)
+        self.lowest = min(self.lowest, recent, state.best_val_loss or math.inf)
         self.is_high = recent > max(2 * self.lowest, self.lowest + 1)
         if self.is_high and not was_high:
             remedy = "if it stays high, start a new run from an earlier checkpoint (--resume=PATH) with a lower --lr"
-            self.log.warn(f"step {step}: the loss rose from {self.lowest:.4g} to {recent:.4g}; {remedy}")
+            self.log.warn(f"step {state.step}: the loss rose from {self.lowest:.4g} to {recent:.4g}; {remedy}")
 
     def report(self, state, loss: float, grad_norm: float, lr: float) -> None:
         """Log the last update, and the speed since the last report."""
@@ -113,6 +113,8 @@ class Progress:
             self.log.say(f"{run} is complete at step {state.step}; use a larger --steps to continue it")
         else:
             self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {run}")
+        if self.is_high:
+            self.log.warn(f"the last losses, around {median(self.losses):.4g}, are far above the lowest, {self.lowest:.4g}")
         command = f"sample.py {run}" if dataset.tokenizer else f"evaluate.py {run}"
         if dataset.tokenizer and dataset.eot_token is None:  # the model cannot start a document
             command += ' --prompt="..."'

@@ -19,7 +19,7 @@ from planning import dial, rules
 def turned(*args):
     """The configuration of a command line, with the dial turned. Its dataset is not there, as for a plan."""
     args = [*args, "--tokens=tokens/none"]
-    return dial.turn(settings.load_command(args, "test"), args).config
+    return dial.turn(settings.load(args, "test"), args)
 
 
 def test_depth_12_is_the_shape_of_gpt2():
@@ -62,6 +62,12 @@ def test_a_preset_is_read_as_utf_8_whatever_the_locale(tmp_path):
         "größe"
         in execute(command, env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}, fork=False).stdout
     )
+
+
+def test_an_optimizer_that_was_not_swept_gets_adamws_numbers():
+    model = settings.resolve_model(turned("--depth=2").model, 50257)
+    unknown, adamw = ((dial.length_of(1e8, 256, name), dial.rate_of(model, name, 1000, 65536)) for name in ("lion", "adamw"))
+    assert unknown == adamw
 
 
 def test_steps_and_batch_agree_whichever_is_given():
@@ -110,7 +116,7 @@ def test_a_run_keeps_what_the_dial_has_set(tokens, tmp_path):
     assert kept.optim.lr == 0.001 and kept.train.tokens_per_update == first.train.tokens_per_update
     # The file repeats the run, the dial or none.
     args = [str(path), "--name=again"]
-    assert dial.turn(settings.load_command(args, ""), args).config.optim == kept.optim
+    assert dial.turn(settings.load(args, ""), args).optim == kept.optim
 
 
 def change_of_activations(width, optimizer, constant):
@@ -154,5 +160,5 @@ def test_a_larger_batch_than_the_dial_s_bears_no_larger_rate():
 def test_a_mixture_reads_no_dataset_more_than_four_times(tokens, tmp_path):
     (tmp_path / "other").symlink_to(tokens)
     args = ["--depth=1", "--seq_len=16", f"--tokens={tokens}:0.9,{tmp_path / 'other'}:0.1"]
-    train = dial.turn(settings.load_command(args, "test"), args).config.train
+    train = dial.turn(settings.load(args, "test"), args).train
     assert train.steps * train.tokens_per_update <= 4 * len(open_dataset(tokens).splits["train"]) / 0.9

@@ -121,6 +121,6 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
         assert "--max_shard_size" in refused(run, f"--out={out}", f"--max_shard_size={size}")
     assert "neither a run" in refused(tmp_path, f"--out={out}")
     state = dataclasses.replace(checkpoint.load_state(shared.latest("plain")), settings={"strategy": "other"})
-    with pytest.raises(UserError, match="settings.strategy must be"):
+    with pytest.raises(UserError, match=": strategy must be"):
         export.card(shared.latest("plain"), state, 1, "float32")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

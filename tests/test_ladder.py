@@ -104,15 +104,16 @@ def test_other_tokens_or_settings_make_another_ladder(tokens, tmp_path):
     [
         (dict(flops=0), "set the budget with one of --minutes"),
         (dict(minutes=1), "one of --minutes=60 and --flops"),
-        (dict(flops=1e6), r"1e\+06 FLOPs and [\d,]+ tokens are too few for a ladder .*; raise --minutes or --flops"),
+        (dict(flops=1e6), r"1e\+06 FLOPs and [\d,]+ tokens are too few for a ladder .*; --flops=[\d.e+]+ is enough; a shorter"),
         (
             dict(tokens_per_update=16 * 10**5),
-            "too few for a ladder .* add text, or lower --seq_len or --tokens_per_update",
+            "too few for a ladder .*; prepare more text; a shorter --seq_len, a smaller --tokens_per_update or a smaller vocab",
         ),
         (dict(depth=3), "--depth: a ladder trains new models and chooses their size"),
         (dict(share=1.5), "--share must be"),
         (dict(resume="off"), "--resume: a ladder trains new models"),
         (dict(max_minutes=1), "--max_minutes: a ladder trains new models"),
+        (dict(out_dir="s3://bucket/x"), "--out_dir=s3://bucket/x must be a local path"),
         (dict(mintues=1), "unknown flag --mintues; perhaps you meant --minutes"),
     ],
 )
@@ -121,11 +122,29 @@ def test_wrong_flags_are_refused(tokens, tmp_path, flags, said):
         ladder.choose(begun := begin(tokens, tmp_path, **flags), begun.options.flops)
 
 
-def test_a_budget_of_minutes_is_measured_by_a_short_run(tokens, tmp_path, climb, capsys):
+def test_a_budget_of_minutes_is_measured_and_one_that_is_too_small_leaves_nothing(tokens, tmp_path, climb, capsys):
+    words = command(tokens, tmp_path, flops=0, minutes=1e-4)
+    with pytest.raises(
+        UserError, match=r"\d FLOPs and [\d,]+ tokens are too few for a ladder .*; --minutes=[\d.e-]+ is enough"
+    ):
+        climb(words, capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_leaves_the_rungs_of_a_larger_budget(tokens, tmp_path):
+    rung = begin(tokens, tmp_path).directory / "depth-1-tokens-19200" / "metrics.jsonl"
+    rung.parent.mkdir(parents=True)
+    rung.touch()
     with pytest.raises(UserError, match="too few for a ladder"):
-        climb(command(tokens, tmp_path, flops=0, minutes=1e-4), capsys)
-    (probe,) = tmp_path.glob("ladder-small-*/probe-2/metrics.jsonl")
-    assert len(probe.read_text().splitlines()) > ladder.PROBE_STEPS
+        ladder.main(flags_of(tokens, tmp_path, flops=1e6))
+    assert rung.exists()
+
+
+def test_what_a_refusal_calls_enough_is_enough(tokens, tmp_path):
+    begun = begin(tokens, tmp_path)
+    with pytest.raises(UserError) as refused:
+        ladder.choose(begun, 1e6)
+    assert ladder.choose(begun, float(re.search(r"--flops=(\S+) is enough", str(refused.value))[1]))
 
 
 def test_rungs_that_diverge_end_the_ladder(tokens, tmp_path, monkeypatch):

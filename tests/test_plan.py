@@ -18,15 +18,15 @@ from model import GPT
 from parallel.world import World
 from planning import choices, plan, rules, startup
 from power_cut import Miniature
-from settings import CheckpointConfig, ModelConfig, PlanConfig
+from settings import CheckpointConfig, ModelConfig
 
 
 def planned(*args, preset="gpt2_124m"):
     """The resolved settings of a planned run, whether it `fits`, and its `table`: what --plan prints, cell by cell."""
-    command = settings.load_command([str(ROOT / f"config/{preset}.toml"), "--plan", *args], "")
-    rules.check(command.config, command.plan.plan_world_size)
-    config, once = plan.resolve(command.config, command.plan)
-    verdict, *lines = plan.text(config, once, command.plan).splitlines()
+    asked, options = plan.load_command([str(ROOT / f"config/{preset}.toml"), "--plan", *args], "")
+    rules.check(asked, options.plan_world_size)
+    config, once = plan.resolve(asked, options)
+    verdict, *lines = plan.text(config, once, options).splitlines()
     table = {cells[0]: cells[1:] for cells in (re.split("  +", line.strip()) for line in lines)}
     return SimpleNamespace(config=config, verdict=verdict, table=table, fits="DOES NOT FIT" not in verdict)
 
@@ -273,7 +273,7 @@ def test_init_from_takes_what_training_takes_and_downloads_no_weights(monkeypatc
     assert run.save(1)
     few = ["--seq_len=4", "--micro_batch_size=1", "--tokens_per_update=64", "--tokens=nowhere"]
     assert planned(f"--init_from={tmp_path / 'run'}", *few).config.model.n_embd == 2
-    with pytest.raises(errors.UserError, match="has a context of 4 tokens; use --seq_len=4 or less"):
+    with pytest.raises(errors.UserError, match="has a context of 4.*; --seq_len=4 is the most"):
         planned(f"--init_from={tmp_path / 'run'}", "--seq_len=8", *few[1:])
     saved, asked = run.checkpoints.directory / "latest", []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns) or saved)
@@ -281,9 +281,9 @@ def test_init_from_takes_what_training_takes_and_downloads_no_weights(monkeypatc
 
 
 def test_plan_flags_are_no_settings_of_the_run():
-    command = settings.load_command(["--plan", "--plan_gpu=h200"], "")
-    assert command.plan == PlanConfig(plan=True, plan_gpu="h200")
-    assert "plan" not in settings.dumps(command.config)
+    config, options = plan.load_command(["--plan", "--plan_gpu=h200"], "")
+    assert options == plan.PlanConfig(plan=True, plan_gpu="h200")
+    assert "plan" not in settings.dumps(config)
 
 
 @pytest.mark.slow

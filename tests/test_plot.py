@@ -153,5 +153,3 @@ def test_runs_are_told_apart_by_the_settings_that_were_chosen_differently(train,
     order = sorted(range(3), key=lowest.__getitem__)
     assert [line.split()[0] for line in out[1:4]] == [str(runs[i]) for i in order]
     assert [float(line.split()[-2]) for line in out[1:4]] == [round(lowest[i], 4) for i in order]
-    gone = execute([sys.executable, "plot.py", *runs, "--csv=a.csv"], status=2).stderr
-    assert 'pandas.read_json("runs/NAME/metrics.jsonl", lines=True)' in gone

@@ -1,6 +1,5 @@
 """Presets and flags: one parser, flags win, bad input is refused with what would work."""
 
-import json
 import os
 import re
 import subprocess
@@ -72,8 +71,9 @@ def test_every_way_to_write_a_boolean():
         (["--plan_mfu=0.5"], "--plan_mfu needs --plan"),
         (["--skip_steps=1-1000000000000"], "at most 1,000,000 in all"),
         (["--name=a/b"], "--out_dir"),
-        (["--out_dir=s3://bucket/x"], "--out_dir=s3://bucket/x must be a local path; python export.py"),
+        (["--out_dir=s3://bucket/x"], "--out_dir=s3://bucket/x must be a local path; --mirror=URL copies"),
         (["--tokens=hf://datasets/a/b"], "must be a local path; python prepare_data.py URL --out="),
+        (["--init_from=resume"], "--init_from=resume: leave it out; the same command again continues a run"),
         (["--start=x"], "unknown flag --start (--help lists all flags)"),
     ],
 )
@@ -111,7 +111,7 @@ def test_bad_presets_are_refused(tmp_path, text, said):
         load(str(tmp_path / "mine.toml"))
 
 
-@pytest.mark.parametrize("config", [settings.Command, sample.SampleConfig, evaluate.EvaluateConfig])
+@pytest.mark.parametrize("config", [plan.Command, sample.SampleConfig, evaluate.EvaluateConfig])
 def test_every_number_has_a_range(config):
     for name, item in cli.flat_fields(config).items():
         if re.search("INTEGER|NUMBER", cli.syntax(item.type)):
@@ -128,7 +128,7 @@ wandb wandb_project
 
 
 def test_flags_that_scripts_rely_on_are_there():
-    assert set(CONTRACT.split()) <= cli.flat_fields(settings.Command).keys()
+    assert set(CONTRACT.split()) <= cli.flat_fields(plan.Command).keys()
 
 
 @given(
@@ -171,7 +171,7 @@ def test_config_toml_reads_back(name, lr, steps, tied):
 
 def test_config_toml_is_a_preset(tmp_path):
     config = load("--lr=0.125", "--tie_embeddings=false", "--name=again")
-    (tmp_path / "config.toml").write_text(settings.dumps(config) + 'wandb_tags = "of an older version"\n')
+    (tmp_path / "config.toml").write_text(settings.dumps(config))
     assert load(str(tmp_path / "config.toml")) == config
 
 
@@ -205,7 +205,7 @@ def test_help_shows_the_defaults_of_the_preset_and_every_flag(tmp_path):
         assert f"(default: {steps})" in text.split("--steps INTEGER")[1][:100]
         assert f"(default: {tied})" in text.split("--tie_embeddings true false")[1][:100]
     assert "    python train.py config/gpt2_124m.toml --lr=3e-4  " in shown.stdout
-    assert not [name for name in cli.flat_fields(settings.Command) if f"--{name}" not in shown.stdout]
+    assert not [name for name in cli.flat_fields(plan.Command) if f"--{name}" not in shown.stdout]
 
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])
@@ -255,18 +255,41 @@ def test_a_reader_that_ends_early_ends_a_command_quietly_but_no_run(tokens, tmp_
     assert (process.communicate()[1], process.returncode) == ("", status)
 
 
-def test_settings_of_older_versions_are_read_or_refused_with_what_replaces_them(tmp_path):
-    older = dict(vocab_size=0, n_kv_head=0, head_dim=0, d_ff=0, threads=0, min_lr=-1.0, warmup_steps=-1, rope_scaling="")
-    new = {"muon_dtype": "auto", "shard_gradients": "auto"}
-    path = tmp_path / "config.toml"
-    path.write_text(
-        "".join(f"{name} = {json.dumps(value)}\n" for name, value in (older | {"grad_compression": "none"}).items())
+@pytest.fixture
+def mine(tmp_path):
+    """The flags of a run that has a checkpoint. It was started with `config/gpt2_124m.toml --lr=0.01 --steps=30`."""
+    flags = ["--name=mine", f"--out_dir={tmp_path}"]
+    asked = load("config/gpt2_124m.toml", "--lr=0.01", "--steps=30", *flags)
+    resolved = settings.replace(asked, device="cpu", dtype="float32", threads=4, micro_batch_size=2, n_kv_head=12)
+    (tmp_path / "mine/checkpoints/step-00000010").mkdir(parents=True)
+    (tmp_path / "mine/config.toml").write_text(settings.dumps(resolved, asked))
+    return flags
+
+
+def test_a_run_that_continues_keeps_what_it_was_asked_for_and_flags_win(mine, tmp_path):
+    asked = load(*mine)
+    assert (asked.optim.lr, asked.train.steps, asked.model.n_layer, asked.data.tokens) == (0.01, 30, 12, "tokens/fineweb10B")
+    # What was left open is open again: another machine may need another value.
+    assert (asked.train.device, asked.train.micro_batch_size, asked.model.n_kv_head) == ("auto", "auto", "auto")
+    assert load("config/laptop.toml", *mine) == asked
+    assert load(*mine, "--lr=0.02", "--steps", "40") == settings.replace(asked, lr=0.02, steps=40)
+    assert load(str(tmp_path / "mine/config.toml"), "--name=new").train.device == "cpu"  # a new run repeats it
+    (tmp_path / "mine/checkpoints/step-00000010").rmdir()
+    assert load(*mine) == load("--name=other", f"--out_dir={tmp_path}", "--name=mine")  # nothing to continue
+
+
+def test_a_preset_that_a_run_does_not_follow_is_named(mine, tmp_path, capsys):
+    load(*mine), load("config/gpt2_124m.toml", "--lr=0.01", "--steps=30", *mine), load(str(tmp_path / "mine/config.toml"))
+    assert capsys.readouterr().out == ""
+    load("config/gpt2_124m.toml", "--steps=40", *mine)
+    assert capsys.readouterr().out == (
+        "note: mine keeps its settings; these of config/gpt2_124m.toml change it only as flags: --lr=0.0006\n"
     )
-    assert settings.read_preset(path) == settings.from_record(older | new, "here") == settings.Config()
-    path.write_text('[parallel]\nstrategy = "zero1"\ngrad_compression = "bf16"\n')
-    with pytest.raises(UserError, match="unknown key grad_compression; --strategy=fsdp"):
-        settings.read_preset(path)
-    path.write_text('strategy = "zero1"\n')
-    with pytest.raises(UserError, match="not 'zero1'; --strategy=fsdp"):
-        settings.read_preset(path)
-    assert settings.from_record({"strategy": "zero1", "grad_compression": "bf16"}, "here").parallel.strategy == "ddp"
+
+
+def test_a_record_with_an_unknown_setting_is_refused(tmp_path):
+    (tmp_path / "config.toml").write_text("[parallel]\nstrategyy = 1\n")
+    with pytest.raises(UserError, match="config.toml: unknown key strategyy; perhaps you meant --strategy"):
+        settings.read_preset(tmp_path / "config.toml")
+    with pytest.raises(UserError, match="here: unknown key strategyy"):
+        settings.from_record({"strategyy": 1}, "here")

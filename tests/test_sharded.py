@@ -198,8 +198,6 @@ def test_float8_is_refused_without_the_compiler():
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (dict(strategy="zero1"), "not 'zero1'; --strategy=fsdp shards the optimizer state and more"),
-        (dict(grad_compression="bf16"), "unknown flag --grad_compression; --strategy=fsdp --dtype=bfloat16"),
         (dict(strategy="fsdp", optimizer="adamw", replicate=2), "--replicate=2 does not divide the number of ranks, 3"),
         (dict(strategy="ddp", replicate=3), "--replicate=3 is for --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),

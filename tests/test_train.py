@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import machine
 import settings
-from checkpoints import retention
+from checkpoints import lookup, retention
 from conftest import ROOT, before_update, execute, largest_difference, wait_for
 from evaluate import describe
 
@@ -164,6 +164,48 @@ def test_resume_off_and_resume_from_another_run(train):
     again = train("branch", steps=12, resume=train.runs / "first")
     assert f"--resume={train.runs / 'first'} is for a new run and is not read" in again.stdout
     assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
+
+
+def by_name(train, name, *flags):
+    """`python train.py --name=NAME` for a run of `train`, as a user continues it."""
+    return execute([sys.executable, "train.py", f"--out_dir={train.runs}", f"--name={name}", *flags]).stdout
+
+
+def test_a_name_is_enough_to_continue_a_run_with_its_own_settings(train):
+    train("whole", steps=10, schedule="constant", lr=5e-3)
+    train("mine", steps=5, schedule="constant", lr=5e-3)
+    said = by_name(train, "mine", "--steps=10")
+    assert re.findall("^changed: .*", said, re.M) == ["changed: steps 5 -> 10"]
+    train.assert_same("mine", "whole")
+    train("branch", steps=12, resume=train.runs / "mine")
+    assert "is not read" not in by_name(train, "branch", "--steps=13")
+    state = train.state("branch")
+    assert state["step"] == 13 and state["settings"]["resume"].endswith("mine/checkpoints/step-00000010")
+
+
+@pytest.mark.parametrize("stretch, rope_type", [(dict(rope_scaling="2,1,4,16"), "llama3"), (dict(rope_theta=4e4), "default")])
+def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretch, rope_type):
+    train("short", steps=2)
+    longer = dict(init_from=train.runs / "short", seq_len=32, steps=2, optimizer="adamw")
+    refused = train("longer", status=2, **longer).stderr
+    assert "has a context of 16; a longer one needs --rope_scaling=2,1,4,16, or a --rope_theta above 10000; " in refused
+    train("longer", **longer, **stretch)
+    assert "continuing from" in train("longer", **longer | dict(steps=3), **stretch).stdout
+    theirs = AutoModelForCausalLM.from_pretrained(train.latest("longer"))
+    assert theirs.config.max_position_embeddings == 32 and theirs.config.rope_parameters["rope_type"] == rope_type
+    tokens = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        ours = lookup.load_model(str(train.runs / "longer"))[1](tokens)
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_learned_positions_have_no_longer_context(train):
+    train("gpt2", steps=1, architecture="gpt2", optimizer="adamw")
+    longer = dict(init_from=train.runs / "gpt2", seq_len=32, rope_scaling="2,1,4,16", optimizer="adamw")
+    assert (
+        "has a context of 16 learned positions, and there are no weights for more; "
+        in train("longer", status=2, **longer).stderr
+    )
 
 
 FULL_DISK = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=9)"
@@ -384,7 +426,15 @@ def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
         assert steps == sorted(set(steps))
 
 
-def test_a_loss_that_leaves_its_history_is_told_once(train, shared):
-    wild = train("wild", optimizer="adamw", lr=3.0, grad_clip=0, eval_every=0).stdout
-    assert len(re.findall(r"^warning: step \d+: the loss rose from [\d.]+ to [\d.]+; if it stays high", wild, re.M)) == 1
-    assert "the loss rose" not in shared.log("plain")
+def test_a_loss_that_leaves_its_history_is_told_once_and_at_the_end(train, shared):
+    rose = r"^warning: step \d+: the loss rose from [\d.]+ to [\d.]+; if it stays high"
+    wild = dict(optimizer="adamw", lr=3.0, grad_clip=0, eval_every=0)
+    said = train("wild", **wild).stdout
+    assert len(re.findall(rose, said, re.M)) == 1 and "are far above the lowest, " in said.splitlines()[-2]
+    assert "the loss rose" not in shared.log("plain") and "far above" not in shared.log("plain")
+    train("calm", steps=5, eval_every=2, optimizer="adamw")
+    lowest = train.metrics("calm", "val_loss")[-1]["val_loss"]
+    spoilt = "import train\nload = train.load_weights\ntrain.load_weights = lambda module, weights, device: (\n"
+    spoilt += "    load(module, weights, device), [parameter.data.mul_(30) for parameter in module.parameters()])\n"
+    said = train.changed(spoilt, "calm", steps=6, optimizer="adamw", lr=1e-9, warmup_steps=0).stdout
+    assert re.search(r"the loss rose from ([\d.]+) to", said)[1] == f"{lowest:.4g}"  # of the start before
