@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -35,3 +36,15 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
     with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
     os._exit(status)
+
+
+def launcher(ranks: int, of_node: int = 0) -> str:
+    """What starts a script on so many ranks; of_node: on one machine (0: all of them)."""
+    nodes = ranks // (of_node or ranks)
+    machines = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
+    return "python" if ranks == 1 else f"torchrun {machines} --nproc_per_node={ranks // nodes}"
+
+
+def again(ranks: int, of_node: int) -> str:
+    """The command line of this process. With several machines it lacks torchrun's flags of the rendezvous."""
+    return f"{launcher(ranks, of_node)} {shlex.join(sys.argv)}"

@@ -73,19 +73,19 @@ class Run:
 
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
-    world = join(config)
-    with world.reporting_lost_ranks():
-        run = prepare(*settle(config, world))
-        status = 1  # until train returns
-        try:
-            status = train(run)
-        except torch.OutOfMemoryError as error:
-            raise RunError(f"rank {world.rank} ran {startup.out_of_memory(run.config)}") from error
-        finally:
-            run.checkpoints.wait(failed=status == 1)  # if training fails during a save, the save is worth finishing
-            run.log.close(status)
-        world.leave()
-    return status
+    is_master = int(os.environ.get("RANK", 0)) == 0
+    with Log(Path(config.run.out_dir, config.run.name), is_master) as log:
+        world = join(config)
+        with world.reporting_lost_ranks():
+            run = prepare(*settle(config, world, log))
+            try:
+                log.status = train(run)
+            except torch.OutOfMemoryError as error:
+                raise RunError(f"rank {world.rank} ran {startup.out_of_memory(run.config)}") from error
+            finally:  # if training fails during a save, the save is worth finishing
+                run.checkpoints.wait(failed=log.status == 1)
+            world.leave()
+    return log.status
 
 
 def join(config: Config) -> World:
@@ -105,7 +105,7 @@ def join(config: Config) -> World:
     return connect(rank, world_size, device, config.parallel.timeout_minutes)  # NCCL between GPUs, gloo between CPUs
 
 
-def settle(asked: Config, world: World) -> tuple[Config, Config, World, data.Mixture, Start, Log]:
+def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World, data.Mixture, Start, Log]:
     """Open the data, find where the run starts, resolve every `auto`, and print what will run. Raises UserError."""
     config = asked
     dataset = data.open_mixture(config.data, config.model.vocab_size)
@@ -113,7 +113,6 @@ def settle(asked: Config, world: World) -> tuple[Config, Config, World, data.Mix
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     if config.eval.sample_every and not dataset.tokenizer:
         raise UserError(f"--sample_every needs a tokenizer.json, but {dataset} does not have one")
-    log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
     mirror = Mirror(config.checkpoint.mirror, log) if config.checkpoint.mirror else None
     start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
     config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), start.state.settings)
@@ -140,6 +139,7 @@ def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, 
     if world.is_master and config.log.wandb == "online":
         require_wandb_key()
     evaluation = world.broadcast(log.begin(state.step))
+    log.set_status(state="running", step=state.step, steps=config.train.steps, next=command.again(world.size, world.local_size))
     run.checkpoints.begin(state.step)
     if evaluation:
         run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
@@ -236,6 +236,7 @@ def train(run: Run) -> int:
     run.checkpoints.finish(state, final=True)
     if stopping:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; run the same command to continue")
+        log.set_status(step=state.step, reason=stop.reason)
         return EX_TEMPFAIL
     run.progress.done(state, run.dataset, run.val_loss, loss)
     return 0

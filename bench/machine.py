@@ -177,8 +177,11 @@ def ready(config, steps: int) -> tuple:
     """A run and its prefetcher, ready for `steps` updates as train.py makes them."""
     import data
     import train
+    from reports.log import Log
 
-    run = train.prepare(*train.settle(config, train.join(config)))
+    world = train.join(config)
+    log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
+    run = train.prepare(*train.settle(config, world, log))
     upcoming = itertools.product(range(steps), run.world.share(run.config.micro_batches))
     prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
     train.warm_up(run)

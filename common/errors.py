@@ -26,30 +26,22 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def user_errors():
-    """Print an error that the user can act on as `error: ...`, without a traceback, and exit.
+    """Print an error that the user can act on as `error: ...`, without a traceback, and exit. See `outcome`.
 
-    The status is 2 for bad input (a UserError, or a file that cannot be opened). It is 1 if the run cannot continue (a
-    RunError or a full disk), and 130 after Ctrl-C. --debug also prints the traceback.
+    --debug also prints the traceback.
     """
     try:
         yield
         sys.stdout.flush()
         return
-    except (UserError, RunError) as error:
-        message, status = f"error: {error}", 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130  # as a shell reports it
-    except ModuleNotFoundError as error:
-        message = f"error: {error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there"
-        status = 2
-    except BrokenPipeError:  # nobody reads stdout any more, as after `| head`; discard what is still to be printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        message, status = "", 1
-    except OSError as error:
-        status = 1 if error.errno in FULL_DISK else 2
-        if status == 2 and error.filename is None:
+    except SystemExit:
+        raise
+    except BaseException as error:
+        message, status = outcome(error)
+        if message is None:
             raise
-        message = f"error: {error.filename or 'the disk'}: {error.strerror}"
+        if isinstance(error, BrokenPipeError):  # nobody reads stdout any more, as after `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what is still to be printed
     if rank := os.environ.get("RANK", "0").strip("0"):
         # torchrun ends all ranks when one exits. Let the master exit first: it usually has the same message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -61,6 +53,25 @@ def user_errors():
         sys.stderr.write(f"{printable(message)}\n")  # in one call: other ranks write to stderr too
         sys.stderr.flush()
     raise SystemExit(status)
+
+
+def outcome(error: BaseException) -> tuple[str | None, int]:
+    """The message and exit status for an error that ends a command. The message is None if the user cannot act on it.
+
+    The status is 2 for bad input (a UserError, or a file that cannot be opened). It is 1 if the run cannot continue (a
+    RunError or a full disk), and 130 after Ctrl-C.
+    """
+    if isinstance(error, UserError | RunError):
+        return f"error: {error}", 2 if isinstance(error, UserError) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130  # as a shell reports it
+    if isinstance(error, ModuleNotFoundError):
+        return f"error: {error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there", 2
+    if isinstance(error, BrokenPipeError):
+        return "", 1
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL_DISK):
+        return f"error: {error.filename or 'the disk'}: {error.strerror}", 1 if error.errno in FULL_DISK else 2
+    return None, 1
 
 
 def say(message: str) -> None:

@@ -34,18 +34,23 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def publish(path: Path) -> Iterator[BinaryIO]:
-    """Yield a binary file to write to. It becomes `path` when the block ends, and is deleted if the block raises."""
+def publish(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a binary file to write to. It becomes `path` when the block ends, and is deleted if the block raises.
+
+    durable: False does not wait for the disk, so a power cut may lose the file.
+    """
     temporary = hidden(path)
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def publish_text(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -20,7 +21,7 @@ from common.steps import read_phases
 from hardware import footprint, gpus
 from hardware.host import read_ranks
 from planning import choices, dial, rules
-from reports.log import duration
+from reports.log import Log, duration
 from settings import Config, Ranks
 
 CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
@@ -54,7 +55,13 @@ def read_command(args: list[str], description: str) -> Config:
     rank, world_size = read_ranks()[:2]
     if rank == 0 and (note := not_taken(args, config)):
         say(note)
-    rules.check(config, options.plan_world_size if options.plan else world_size)
+    try:
+        rules.check(config, options.plan_world_size if options.plan else world_size)
+    except UserError:
+        if options.plan:
+            raise
+        with Log(Path(config.run.out_dir, config.run.name), rank == 0):  # status.json is to say it
+            raise
     if not options.plan:
         return config
     if rank == 0:

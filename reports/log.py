@@ -1,13 +1,17 @@
-"""What a run reports: the console, train.log, metrics.jsonl, wandb and TensorBoard. Only the master's `Log` does anything."""
+"""What a run reports: the console, train.log, metrics.jsonl, status.json, wandb and TensorBoard.
+
+Only the master's `Log` does anything.
+"""
 
 import io
 import json
 import os
+import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Required, TypedDict
@@ -15,11 +19,13 @@ from typing import Any, BinaryIO, Required, TypedDict
 import msgspec
 
 from common import files
-from common.errors import FULL_DISK, UserError, plural, printable, within
+from common.errors import EX_TEMPFAIL, FULL_DISK, UserError, outcome, plural, printable, within
 from common.records import Count
 from settings import LogConfig
 
 FINISH_SECONDS = (3600, 30)  # what trackers have to send the rest; after a failure, others wait
+STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # in status.json, by exit status; any other: failed
+SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # grouped so by wandb and TensorBoard
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
 Record = TypedDict(
@@ -39,13 +45,28 @@ def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
 
 
 class Log:
-    """The text files of a run directory. Before `begin` nothing is written there. Raises UserError if it is in use."""
+    """The text files of a run directory. Before `begin` nothing is written there. Raises UserError if it is in use.
+
+    As a context, it records in status.json how the block ends: with an error, or with the exit status that `status` then has.
+    """
 
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
+        self.status, self._facts = 1, {}  # the exit status, and what status.json says
         self.trackers: dict[str, tuple[Callable, Callable]] = {}  # by name: show(record) and end(status)
         self._text, self._metrics = io.BytesIO(), io.BytesIO()  # until there are files
         self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        reason = {}
+        if error:
+            message, self.status = outcome(error)
+            reason["reason"] = message.removeprefix("error: ") if message else f"{kind.__name__}: {error}"
+        self.set_status(state=STATES.get(self.status, "failed"), status=self.status, **reason)
+        self.close(self.status)
 
     def begin(self, step: int) -> Record | None:
         """Make the directory, if need be, and open its files at `step`. Returns the evaluation recorded there, if any."""
@@ -86,6 +107,14 @@ class Log:
         """Write a line that asks for attention."""
         self.say(f"warning: {message}")
 
+    def set_status(self, **facts) -> None:
+        """Replace status.json: `facts` join those from before. Only the process that holds the directory writes it."""
+        if self._lock:
+            self._facts |= facts
+            process = {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
+            with suppress(OSError), files.publish(self.directory / "status.json", durable=False) as file:  # a disk may be full
+                file.write(json.dumps(self._facts | process).encode() + b"\n")
+
     @contextmanager
     def surviving(self, what: str):
         """Warn where `what`, which only reports, fails: the run can go on without it."""
@@ -116,6 +145,7 @@ class Log:
         if self.is_master:
             record = {key: value for key, value in record.items() if value is not None} | {"time": round(time.time(), 3)}
             append(self._metrics, json.dumps(record).encode() + b"\n")
+            self.set_status(step=record["step"])
             self.track(record)
 
     def sample(self, step: int, text: str) -> None:
@@ -125,7 +155,8 @@ class Log:
             self.track({"step": step, "sample": text, "time": round(time.time(), 3)})
 
     def track(self, record: dict[str, Any]) -> None:
-        """Show a record to the trackers. One that fails is off from then on."""
+        """Show a record to the trackers, under `tag`s. One that fails is off from then on."""
+        record = {tag(name): value for name, value in record.items()}
         for name in list(self.trackers):
             show, end = self.trackers.pop(name)
             with self.surviving(name):
@@ -189,9 +220,16 @@ def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], r
     except wandb.Error as error:
         raise UserError(f"--wandb={options.wandb}: {error}; --wandb=offline needs no account") from None
     run.define_metric("*", step_metric="step")
-    for name in ("loss", "val_loss", "val_bpb"):
+    for name in ("train/loss", "val/loss", "val/bpb"):
         run.define_metric(name, step_metric="step", summary="min,last")
     return run
+
+
+def tag(name: str) -> str:
+    """The name of a value in wandb and TensorBoard, which show together what has the same first word."""
+    if name in ("step", "time", "sample") or name.startswith("tasks/"):
+        return name
+    return f"val/{name[4:]}" if name.startswith("val_") else f"speed/{name}" if name in SPEED else f"train/{name}"
 
 
 def add_to_board(board, record: dict[str, Any]) -> None:
@@ -200,7 +238,7 @@ def add_to_board(board, record: dict[str, Any]) -> None:
     for name, value in record.items():
         if name == "sample":  # Markdown, in which four spaces keep text as it is
             board.add_text(name, textwrap.indent(value, "    "), step, at)
-        elif name not in ("step", "time") and not (name == "tokens" and "val_loss" in record):  # that of the update is there
+        elif name not in ("step", "time") and not (name == "train/tokens" and "train/loss" not in record):  # already there
             board.add_scalar(name, value, step, at)
 
 

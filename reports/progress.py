@@ -118,6 +118,7 @@ class Progress:
         command = f"sample.py {run}" if dataset.tokenizer else f"evaluate.py {run}"
         if dataset.tokenizer and dataset.eot_token is None:  # the model cannot start a document
             command += ' --prompt="..."'
+        self.log.set_status(step=state.step, next=f"python {command}")
         self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")
 
 

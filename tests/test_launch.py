@@ -1,5 +1,6 @@
 """What launches a run elsewhere, checked without a cloud: names of files, flags, and the rules of the others."""
 
+import os
 import re
 import shlex
 import shutil
@@ -24,9 +25,20 @@ def test_skypilot_accepts_the_task():
 
 
 def test_the_command_of_the_task_is_one_of_ours():
-    command = re.search(r"train\.py (.*)", SKYPILOT.read_text())[1].replace("$PRESET", "config/llama_1.3b.toml")
-    command = command.replace("$MIRROR", "s3://bucket/run").replace("$FLAGS", "")
-    assert settings.load(shlex.split(command), "").checkpoint.mirror == "s3://bucket/run"
+    command = re.search(r"train\.py (.*) && exit", SKYPILOT.read_text())[1].replace("$PRESET", "config/llama_1.3b.toml")
+    command = command.replace("$NAME", "big").replace("$MIRROR", "s3://bucket/run").replace("$FLAGS", "")
+    config = settings.load(shlex.split(command), "")
+    assert (config.run.name, config.checkpoint.mirror) == ("big", "s3://bucket/run")
+
+
+@pytest.mark.parametrize(("status", "wanted"), [('{"status": 75, "pid": 1}', 75), ('{"pid": 1}', 1), (None, 1)])
+def test_the_task_ends_with_the_status_of_the_run(tmp_path, status, wanted):
+    script = "torchrun() { return 1; }\n" + SKYPILOT.read_text().split("run: |\n  . .venv/bin/activate\n")[1]
+    if status:
+        (tmp_path / "runs/big").mkdir(parents=True)
+        (tmp_path / "runs/big/status.json").write_text(status)
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env={"NAME": "big", "PATH": os.environ["PATH"]})
+    assert done.returncode == wanted
 
 
 def test_the_image_copies_files_that_are_there_and_starts_a_run():

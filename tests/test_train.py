@@ -115,7 +115,7 @@ def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
     seen = []
     for folder, lr in ((first, 1e-2), (second, 5e-3)):
         content = next(folder.glob("*.wandb")).read_bytes()  # protocol buffers, in which texts are as they are
-        for told in (run_id, "test", "logged", "sweep", "small", "tiny", "val_bpb", f"{lr}"):
+        for told in (run_id, "test", "logged", "sweep", "small", "tiny", "val/bpb", "speed/mfu", f"{lr}"):
             assert told.encode() in content
         seen += map(int, re.findall(rb"\x04step\x82\x01.(\d+)", content))
     assert sorted(set(seen)) == steps
@@ -401,6 +401,9 @@ def test_what_only_reports_does_not_end_a_run(train):
     for what in ("wandb", "drawing curves.png"):
         assert said.count(f"warning: {what} failed: [Errno 28] No space left on device; the run goes on without it") == 1
     assert train.files("broken") == train.files("plain")
+    without = train.changed("sys.modules['matplotlib.figure'] = None", "bare", steps=2).stdout
+    assert "warning: drawing curves.png failed: " in without and "matplotlib" in without
+    assert train.files("bare") == train.files("plain") and not (train.runs / "bare" / "curves.png").exists()
 
 
 def test_evaluate_agrees_with_the_run(shared):
@@ -418,10 +421,12 @@ def test_tensorboard_shows_no_step_of_a_killed_and_resumed_run_twice(train):
     train.changed(before_update(13, "os.kill(os.getpid(), 9)"), "board", status=-9, tensorboard=True)
     train("board", tensorboard=True)
     board = EventAccumulator(str(train.runs / "board/tensorboard"), size_guidance={"scalars": 0}).Reload()
-    for name in ("loss", "val_loss", "lr"):
+    for name, tag in {"loss": "train/loss", "val_loss": "val/loss", "lr": "train/lr"}.items():
         wanted = [(record["step"], pytest.approx(record[name])) for record in train.metrics("board", name)]
-        assert [(event.step, event.value) for event in board.Scalars(name)] == wanted
-    for name in board.Tags()["scalars"]:
+        assert [(event.step, event.value) for event in board.Scalars(tag)] == wanted
+    tags = board.Tags()["scalars"]
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "val", "speed"} and "speed/step_ms" in tags
+    for name in tags:
         steps = [event.step for event in board.Scalars(name)]
         assert steps == sorted(set(steps))
 

@@ -1,0 +1,88 @@
+"""status.json: what a run is doing, or how it ended, for whoever starts runs without reading their text."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from conftest import before_update, execute, wait_for
+
+
+def status(run):
+    """The content of status.json, without the time."""
+    found = json.loads((run / "status.json").read_text())
+    assert found.pop("time") > 1.7e9 and found.pop("host") == socket.gethostname()
+    return found
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_complete_run_says_so_and_what_is_next(shared):
+    run = shared.runs / "plain"
+    found = status(run)
+    assert found.pop("pid") != os.getpid()
+    assert found == {"state": "complete", "step": 20, "steps": 20, "status": 0, "next": f"python sample.py {run}"}
+
+
+def test_a_stopped_run_gives_the_command_that_continues_it(train):
+    process = train.torchrun("asked", ranks=2, steps=400, save_every=0, eval_every=0)
+    wait_for(lambda: "step      3/" in train.log("asked"))
+    while "step     40/" not in train.log("asked"):  # whenever one looks, the file is whole
+        assert status(train.runs / "asked")["state"] == "running"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 1  # torchrun makes 1 of 75
+    found = status(train.runs / "asked")
+    assert (found["state"], found["status"], found["reason"]) == ("stopped", 75, "SIGTERM")
+    assert 3 <= found["step"] == train.state("asked")["step"] < 400 == found["steps"]
+    command, last = found["next"], found["step"] + 3
+    assert command.startswith("torchrun --standalone --nproc_per_node=2 train.py --")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    execute([*shlex.split(command), f"--steps={last}"], env={"PATH": path}, fork=False)
+    found = status(train.runs / "asked")
+    assert (found["state"], found["step"]) == ("complete", last) and "reason" not in found
+
+
+def test_a_refused_start_of_a_run_says_why(train, shared):
+    train("mine", steps=2)
+    for flags in (dict(seed=7), dict(tokens_per_update=385)):
+        said = train("mine", steps=4, status=2, **flags).stderr
+        found = status(train.runs / "mine")
+        assert (found["state"], found["status"]) == ("refused", 2) and said == f"error: {found['reason']}\n"
+    train("mine", steps=4, plan=True, tokens_per_update=385, status=2)  # no start
+    train("never", n_embd=33, status=2)
+    assert not (train.runs / "never").exists()
+    train("mine", steps=2)
+    assert status(train.runs / "mine")["state"] == "complete"
+
+
+def test_a_run_that_fails_says_why(train):
+    train.changed(before_update(3, "raise ZeroDivisionError('in the model')"), "crashed", status=1)
+    found = status(train.runs / "crashed")
+    assert (found["state"], found["status"], found["reason"]) == ("failed", 1, "ZeroDivisionError: in the model")
+    assert found["step"] == 3 and found["next"].startswith("python ")
+    change = before_update(2, "run.state.step = 20; train.validate = lambda run: setattr(run, 'val_loss', float('nan'))")
+    train.changed(change, "useless", status=1)
+    assert "ended at step 21 with a loss that is not finite" in status(train.runs / "useless")["reason"]
+
+
+def test_a_killed_run_is_running_by_a_process_that_is_gone_and_a_second_start_changes_nothing(train):
+    process = train.start("killed", steps=100000, save_every=0, eval_every=0)
+    wait_for(lambda: "step      5/" in train.log("killed"))
+    assert is_alive(status(train.runs / "killed")["pid"])
+    train("killed", status=2)  # in use
+    assert status(train.runs / "killed")["state"] == "running"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    found = status(train.runs / "killed")
+    assert found["state"] == "running" and found["step"] >= 5 and "status" not in found
+    wait_for(lambda: not is_alive(found["pid"]))
