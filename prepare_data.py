@@ -16,6 +16,7 @@ from msgspec import Meta
 
 import command
 from common import cli
+from common.hub import HubConfig
 from common.records import Auto
 
 
@@ -27,8 +28,8 @@ class PrepareConfig:
     out: str = ""
     """Dataset directory (default: tokens/ and the first source's name; tokens/python without a source)."""
     tokenizer: str = ""
-    """train:N, gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json or .tiktoken file (default: gpt2; without
-    a source train:4096)."""
+    """train:N, train:N:llama3 (which llama.cpp knows), gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json or
+    .tiktoken file (default: gpt2; without a source train:4096)."""
     column: str = "text"
     """The column of .parquet files, or the key in .jsonl files, that holds the text."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
@@ -44,6 +45,7 @@ class PrepareConfig:
     check: str = ""
     """Make nothing. Read this whole dataset directory, ours or another tool's, and report what it holds, or its first fault.
     --tokenizer decodes another tool's tokens."""
+    hub: HubConfig = HubConfig()
 
 
 if __name__ == "__main__":
@@ -56,8 +58,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import errors, files
+from common import errors, files, hub
 from common.errors import UserError, say
+from dataset.card import dataset_card
 from dataset.check import check, describe
 from dataset.encode import Split, choose_split, encode_all, read_units
 from dataset.sources import HUB, SourceFile, at_commit, embedded_corpus, list_files, read_pieces
@@ -137,7 +140,7 @@ def prepare(config: PrepareConfig) -> None:
             return
         split = choose_split(source_files, config.val_fraction)
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files))
-        if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"][6:]):
+        if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
             say(f"there is too little text for more than {tokenizer.vocab_size} tokens")
         # A restart goes on only with the same files and tokens, cut into units in the same way (the version of progress.json).
         listing = digest([(file.name, file.size) for file in source_files])
@@ -190,6 +193,10 @@ def main(config: PrepareConfig) -> int:
             check(Path(config.check), config.tokenizer)
         else:
             prepare(config)
+            if config.hub.push:
+                directory = out_directory(config)
+                files.publish_text(directory / "README.md", dataset_card(directory, config.hub))
+                say(f"{directory} is now {hub.push(directory, config.hub, 'dataset', ['*.bin'])}")
     except KeyboardInterrupt:
         print("stopped; run the same command to continue after the last finished shard", file=sys.stderr)
         return errors.EX_TEMPFAIL

@@ -26,7 +26,7 @@ def git_sha1(content: bytes) -> str:
 
 
 class HubServer:
-    """Dataset repositories by name: the content of each file at each commit, the last of which is main.
+    """Repositories by name: the content of each file at each commit, the last of which is main.
 
     misbehave: what to do instead of answering a request, by its number, method and path: "drop" the connection, "truncate"
     the content, "corrupt" it, answer with an HTTP status (an int), or None to answer it.
@@ -35,6 +35,11 @@ class HubServer:
     def __init__(self, token: str = ""):
         self.token = token
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.branches: dict[str, dict[str, str]] = {}  # the last commit of each branch but main, by repository
+        self.aside: set[str] = set()  # the commits of those branches
+        self.private: dict[str, bool] = {}  # of the repositories that clients have made
+        self.large: dict[str, bytes] = {}  # files that were sent in front of their commit, by sha256
+        self.takes_large_files = False  # by git-lfs's protocol, without which they come with their commit
         self.misbehave: Callable[[int, str, str], str | int | None] = lambda number, method, path: None
         self.requests: list[tuple[str, str]] = []
         self.authorizations: dict[str, set] = {"hub": set(), "content": set()}
@@ -54,6 +59,12 @@ class HubServer:
         sha = hashlib.sha1(f"{repository} {len(commits)}".encode()).hexdigest()
         commits[sha] = contents
         return sha
+
+    def head(self, repository: str, branch: str = "main") -> dict[str, bytes]:
+        """The files of a branch."""
+        commits = self.repositories[repository]
+        of_main = [commit for commit in commits if commit not in self.aside]
+        return commits[of_main[-1] if branch == "main" else self.branches[repository][branch]]
 
     def close(self):
         for server in self.servers.values():
@@ -77,9 +88,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self):
         self.do_GET()
 
-    def do_GET(self):
-        url = urlsplit(self.path)
-        path = unquote(url.path)
+    def fails(self, path: str) -> bool:
+        """Note a request. Returns whether it is not to be answered as it should."""
         with self.hub.lock:
             self.hub.requests.append((self.command, path))
             number = len(self.hub.requests) - 1
@@ -87,9 +97,15 @@ class Handler(BaseHTTPRequestHandler):
         self.fault = self.hub.misbehave(number, self.command, path)
         if self.fault == "drop":
             self.close_connection = True
+        elif isinstance(self.fault, int):
+            self.answer(b"", self.fault, {"Retry-After": "1"} if self.fault == 429 else {})
+        return self.fault == "drop" or isinstance(self.fault, int)
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        path = unquote(url.path)
+        if self.fails(path):
             return
-        if isinstance(self.fault, int):
-            return self.answer(b"", self.fault, {"Retry-After": "1"} if self.fault == 429 else {})
         if self.host == "content":
             sha256 = path.removeprefix("/")
             found = [c for r in self.hub.repositories.values() for s in r.values() for c in s.values()]
@@ -97,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self.answer(b'{"error": "Invalid username or password."}', 401)
         words = path.strip("/").split("/")
-        if words[:2] == ["api", "datasets"]:
+        if words[0] == "api" and words[1] in ("datasets", "models"):
             self.interface("/".join(words[2:4]), words[4:], parse_qs(url.query))
         elif words[0] == "datasets" and words[3] == "resolve":
             self.resolve("/".join(words[1:3]), words[4], "/".join(words[5:]))
@@ -105,30 +121,78 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(b"", 404)
 
     def do_POST(self):
-        """What an upload asks for: a model repository, how to send each file, and the commit that carries them."""
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        words = self.path.strip("/").split("/")
+        """What an upload asks for: a repository, a branch, how to send each file, and the commit that carries them."""
+        content, words = self.rfile.read(int(self.headers["Content-Length"])), unquote(self.path).strip("/").split("/")
+        if self.fails("/".join(["", *words])):
+            return
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self.answer(b'{"error": "Invalid username or password."}', 401)
+        asked, repository = json.loads(content.splitlines()[0] if content else b"{}"), "/".join(words[2:4])
         if words[-1] == "validate-yaml":
             return self.json({"errors": [], "warnings": []})
         if words[-1] == "create":
-            asked = json.loads(content)
-            return self.json({"url": f"{self.hub.url()}/{asked.get('organization') or 'me'}/{asked['name']}"})
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            url = f"{self.hub.url()}/{'datasets/' * (asked.get('type') == 'dataset')}{name}"
+            if name in self.hub.private:
+                return self.json({"url": url}, status=409)
+            self.hub.private[name] = bool(asked.get("private")) or asked.get("visibility") == "private"
+            self.hub.commit_files(name, {})  # as the hub begins a repository
+            return self.json({"url": url})
+        if words[-1] == "batch":  # of large files, those that are here need not be sent
+            missing = [file for file in asked["objects"] if file["oid"] not in self.hub.large]
+            where = {file["oid"]: {"href": f"{self.hub.url('content')}/{file['oid']}"} for file in missing}
+            found = [
+                file | ({"actions": {"upload": where[file["oid"]]}} if file in missing else {}) for file in asked["objects"]
+            ]
+            return self.json({"transfer": "basic", "objects": found})
+        if words[4] == "branch":
+            branches = self.hub.branches.setdefault(repository, {})
+            if words[5] in branches:
+                return self.json({}, status=409)
+            branches[words[5]] = self.commit_of(repository, "main")
+            return self.json({}, status=201)
         if words[4] == "preupload":
-            asked = [file["path"] for file in json.loads(content)["files"]]
-            return self.json({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in asked]})
-        lines = [json.loads(line) for line in content.splitlines()]
-        sent = {line["value"]["path"]: b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"}
-        sha = self.hub.commit_files("/".join(words[2:4]), sent)
-        self.json({"commitUrl": f"{self.hub.url()}/{words[2]}/{words[3]}/commit/{sha}", "commitOid": sha})
+            files = [{"path": file["path"], "shouldIgnore": False, "uploadMode": "regular"} for file in asked["files"]]
+            large = {"uploadMode": "lfs"} if self.hub.takes_large_files else {}
+            return self.json(
+                {"files": [file | (large if file["path"].endswith((".safetensors", ".bin")) else {}) for file in files]}
+            )
+        self.commit(repository, words[5], [json.loads(line) for line in content.splitlines()])
+
+    def do_PUT(self):
+        """The content of a large file."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self.fails(self.path):
+            assert sha256_of(content) == self.path.removeprefix("/")
+            self.hub.large[sha256_of(content)] = content
+            self.answer(b"", 200)
+
+    def commit(self, repository: str, branch: str, lines: list[dict]):
+        """Add what a commit carries to what the branch has."""
+        found = dict(self.hub.repositories[repository].get(self.commit_of(repository, branch), {}))
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "deletedFile":
+                del found[value["path"]]
+            else:
+                sent = line["key"] == "file"
+                found[value["path"]] = b64decode(value["content"]) if sent else self.hub.large[value["oid"]]
+        sha = self.hub.commit_files(repository, found)
+        if branch != "main":
+            self.hub.branches[repository][branch] = sha
+            self.hub.aside.add(sha)
+        self.json({"commitUrl": f"{self.hub.url()}/{repository}/commit/{sha}", "commitOid": sha})
 
     def commit_of(self, repository: str, revision: str) -> str | None:
         commits = self.hub.repositories.get(repository, {})
-        return revision if revision in commits else list(commits)[-1] if commits and revision == "main" else None
+        revision = self.hub.branches.get(repository, {}).get(revision, revision)
+        of_main = [commit for commit in commits if commit not in self.hub.aside]
+        return revision if revision in commits else of_main[-1] if of_main and revision == "main" else None
 
     def interface(self, repository: str, words: list[str], query: dict):
-        """/api/datasets/REPOSITORY[/revision/REVISION] and .../tree/REVISION[/FOLDER]."""
+        """/api/KIND/REPOSITORY[/revision/REVISION] and .../tree/REVISION[/FOLDER]."""
+        if repository in self.hub.private and not words:
+            return self.json({"id": repository, "private": self.hub.private[repository], "siblings": []})
         commit = self.commit_of(repository, words[1] if words else "main")
         if commit is None:
             error = "RevisionNotFound" if repository in self.hub.repositories else "RepoNotFound"
@@ -138,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
         folder, contents = "/".join(words[2:]), self.hub.repositories[repository][commit]
         recursive, prefix = query.get("recursive", ["false"])[0].lower() == "true", f"{folder}/" if folder else ""
         inside = {p: c for p, c in contents.items() if p.startswith(prefix)}
-        if not inside:
+        if folder and not inside:
             return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
         folders = {str(parent) for p in inside for parent in PurePosixPath(p).parents if str(parent).startswith(prefix or "d")}
         found = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": path} for path in sorted(folders - {folder})]
@@ -181,8 +245,8 @@ class Handler(BaseHTTPRequestHandler):
             headers = headers | {"Content-Range": f"bytes {start}-{min(end, size - 1)}/{size}"}
         self.answer(content, status, headers | {"Accept-Ranges": "bytes"})
 
-    def json(self, value, headers: dict | None = None):
-        self.answer(json.dumps(value).encode(), 200, {"Content-Type": "application/json"} | (headers or {}))
+    def json(self, value, headers: dict | None = None, status: int = 200):
+        self.answer(json.dumps(value).encode(), status, {"Content-Type": "application/json"} | (headers or {}))
 
     def answer(self, content: bytes, status: int, headers: dict | None = None):
         self.send_response(status)

@@ -1,0 +1,142 @@
+"""The model card (README.md) of an export: what the weights are, what was measured, and how the run can be repeated."""
+
+import json
+import re
+from pathlib import Path
+
+import command
+import data
+import settings
+from checkpoints.checkpoint import TrainState
+from common import errors, files
+from dataset.card import hub_datasets, prepare_command, totals
+from dataset.tokens import Metadata, read_metadata
+from reports.log import read_records
+
+LOSSES = {"val_loss": "validation loss, nats per token", "val_bpb": "bits per byte", "loss": "training loss, nats per token"}
+CARD = """---
+{head}---
+
+# {config.run.name}
+
+A language model of {parameters:,} parameters ({config.model.architecture}), trained with Lockstep for {state.step:,} steps on
+{state.tokens:,} tokens, {origin}. The weights are in {dtype}.
+
+{losses}
+
+## Data
+
+{datasets}
+
+Their sha256, as checkpoints record it, is `{state.dataset}`.
+
+## The run
+
+It ran on {ranks} ({versions}). This command repeats it, with the tokens in the same place:
+
+```sh
+{launcher} train.py config.toml --name={config.run.name}-again
+```
+
+{repeats}
+
+On the machine that has the run and its tokens, `python replay.py {run} --verify` checks that each kept checkpoint follows from
+the one before, bit for bit. This export has not run that check. `config.toml` has all settings.
+"""
+
+
+def describe(source: Path, state: TrainState, parameters: int, dtype: str, given: dict) -> dict[str, str]:
+    """The files that describe the export of a checkpoint, by name: its card, and its settings. Raises UserError.
+
+    given: what the user says of it: `license` and `language`, as the hub calls them.
+    """
+    known, config = known_datasets(state), state.config
+    if len(known) == 1:  # a preset's command may make other tokens
+        commands = [prepare_command(Path(path), metadata) for path, metadata in known.items() if metadata]
+        config = settings.replace(config, prepare_command="".join(commands))
+    card = model_card(source, state, known, parameters, dtype, given)
+    return {"README.md": card, "config.toml": settings.dumps(config)}
+
+
+def known_datasets(state: TrainState) -> dict[str, Metadata | None]:
+    """The directories of the run's tokens, each with its dataset.json, where there is one."""
+    paths = data.directories(state.config.data)
+    return {path: read_metadata(Path(path)) if Path(path, "dataset.json").exists() else None for path in paths}
+
+
+def model_card(source: Path, state: TrainState, known: dict, parameters: int, dtype: str, given: dict) -> str:
+    """The card of a checkpoint. Raises UserError."""
+    run, last, config, ranks = source.parent.parent, state.history[-1], state.config, state.history[-1]["world_size"]
+    began = settings.from_record(state.history[0]["settings"], str(source))
+    start = began.model.init_from if began.run.resume in ("auto", "off") else began.run.resume
+    number = "any" if config.parallel.strategy == "exact" else "the same"
+    repeats = f"The weights are the same bit for bit on {number} number of ranks, with these versions and such hardware."
+    if len(state.history) > 1:
+        steps = ", ".join(str(era["step"]) for era in state.history[1:])
+        repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command has the last ones only."
+    measured = measurements(run / "metrics.jsonl", state.step)
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", start) and not Path(start).exists()
+    return CARD.format(
+        head=head(config.run.name, known, measured, state.step, given | {"base_model": start if on_hub else None}),
+        config=config,
+        state=state,
+        parameters=parameters,
+        origin="from scratch" if start == "scratch" else f"starting from `{start}`",
+        dtype=dtype,
+        losses=table(measured),
+        datasets="\n".join(describe_dataset(path, metadata) for path, metadata in known.items()),
+        ranks=errors.plural(ranks, "rank"),
+        versions=", ".join(f"{name} {version}" for name, version in last["versions"].items()),
+        launcher=command.launcher(ranks),
+        repeats=repeats,
+        run=run,
+    )
+
+
+def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]:
+    """What the run recorded up to `step`, by name: (value, step), in order."""
+    found = {}
+    for line, record in read_records(metrics) if metrics.exists() else []:
+        if record and record["step"] <= step:
+            for name, value in json.loads(line).items():
+                if name in LOSSES or (name.count("/") > 1 and name.startswith("tasks/")):
+                    found.setdefault(name, []).append((value, record["step"]))
+    return found
+
+
+def table(measured: dict[str, list[tuple[float, int]]]) -> str:
+    """The last values of what was measured, and the lowest validation loss."""
+    rows = ["| measured in training | value | at step |", "|---|---|---|"]
+    for key in sorted(measured, key=[*LOSSES, *measured].index):
+        name = LOSSES.get(key) or key.removeprefix("tasks/").replace("/", ", ", 1)
+        shown = {name: measured[key][-1]}
+        if key == "val_loss":
+            shown["lowest validation loss so far"] = min(measured[key])
+        rows += [f"| {name} | {value:.4f} | {at:,} |" for name, (value, at) in shown.items()]
+    return "\n".join(rows)
+
+
+def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
+    """The card's metadata in YAML, as the hub reads it. The model-index has what was measured of these very weights."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results, tokens = [], ", ".join(Path(path).name for path in known)
+    for key, (*_, (value, at)) in measured.items():
+        if at == step and key != "loss":  # which is of the weights before
+            dataset, metric = key.split("/", 2)[1:] if key.startswith("tasks/") else (tokens, key)
+            of = dict(dataset_type=dataset, dataset_name=dataset, metric_type=metric, metric_name=LOSSES.get(metric, metric))
+            results.append(EvalResult(task_type="text-generation", metric_value=value, **of))
+    datasets = sorted({dataset for metadata in known.values() if metadata for dataset in hub_datasets(metadata)})
+    if results:
+        given = given | {"model_name": name, "eval_results": results}
+    common = dict(library_name="transformers", pipeline_tag="text-generation", tags=["lockstep"], datasets=datasets or None)
+    return ModelCardData(**common, **given).to_yaml() + "\n"
+
+
+def describe_dataset(path: str, metadata: Metadata | None) -> str:
+    """A line about a dataset: its tokens, its tokenizer and its sources, as far as its directory says."""
+    if not metadata:
+        return f"- `{path}`"
+    train, val = (totals(metadata, split)["tokens"] for split in ("train", "val"))
+    counts = f"{train:,} training and {val:,} validation tokens, tokenizer {metadata['tokenizer']['name']}"
+    return f"- `{path}`: {counts}, of {files.shortened(row['path'] for row in metadata['source'])}"
