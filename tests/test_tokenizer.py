@@ -40,7 +40,7 @@ texts = st.one_of(
 def made(tmp_path_factory):
     """Each kind of tokenizer, with the tokenizer.json it saves as Hugging Face tokenizers reads it."""
     directory = tmp_path_factory.mktemp("tokenizers")
-    specs = ["train:1000", "bytes"] + [str(GPT2)] * GPT2.exists()
+    specs = ["train:1000", "train:1000:llama3", "bytes"] + [str(GPT2)] * GPT2.exists()
     found = {}
     for number, spec in enumerate(specs):
         ours = tokenizer.resolve(spec, lambda: [TEXT, ENGLISH * 20])
@@ -56,7 +56,7 @@ def read(path):
     return theirs
 
 
-@pytest.mark.parametrize("name", ["train:1000", "bytes", pytest.param("gpt2", marks=needs_gpt2)])
+@pytest.mark.parametrize("name", ["train:1000", "train:1000:llama3", "bytes", pytest.param("gpt2", marks=needs_gpt2)])
 @settings(max_examples=300, deadline=None)
 @given(text=texts)
 def test_both_libraries_agree_and_give_the_text_back(made, name, text):
@@ -74,9 +74,7 @@ def crossing():
     draw = random.Random(1)
     learned = ["".join(draw.choices(SNIPPETS, k=30)) for _ in range(2000)] + [ENGLISH] * 20
     learned += ["".join(draw.choices(" \n\r\t", k=6)) for _ in range(3000)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "TRAINED_PATTERN", r"[\s\S]{1,30}")
-        return tokenizer.train(learned, 3000, "train:3000").tiktoken._mergeable_ranks
+    return tokenizer.train(learned, 3000, "train:3000", r"[\s\S]{1,30}").tiktoken._mergeable_ranks
 
 
 def test_training_is_deterministic_and_counts_the_end_of_text():
@@ -163,7 +161,9 @@ def test_without_network_the_error_names_the_ways_out(cause, monkeypatch):
     assert time.perf_counter() - began < 5
 
 
-@pytest.mark.parametrize("spec", ["train:", "train:x", "train:256", "train:-1", "gpt3", "", "no/such.json", "no/such.tiktoken"])
+@pytest.mark.parametrize(
+    "spec", ["train:", "train:x", "train:256", "train:300:gpt2", "train:-1", "gpt3", "", "no/such.json", "no/such.tiktoken"]
+)
 def test_a_bad_spec_is_refused(spec):
     with pytest.raises(UserError):
         tokenizer.resolve(spec, lambda: [TEXT])

@@ -1,0 +1,62 @@
+"""A GGUF file for llama.cpp of a model with the tokenizer train:N:llama3: `python tools/to_gguf.py DIR --llama_cpp=CHECKOUT`.
+
+It runs llama.cpp's own convert_hf_to_gguf.py, which knows a published tokenizer by a hash of the tokens of a test text, and so
+refuses one that was trained here. This looks at tokenizer.json instead: where the pattern in it is Llama 3's, llama.cpp splits
+texts by the same rule under the name llama-bpe. Models with the tokenizer gpt2 need only llama.cpp's own command.
+"""
+
+import importlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import tyro
+
+from common import cli, errors, files
+from common.errors import UserError
+from dataset.tokenizer import LLAMA3_PATTERN
+
+
+@dataclass(frozen=True)
+class GgufConfig:
+    model: tyro.conf.Positional[str]
+    """A Hugging Face model directory: an export or a checkpoint."""
+    llama_cpp: str = ""
+    """A checkout of llama.cpp, whose converter is run."""
+    out: str = ""
+    """File to make (default: model.gguf in the directory)."""
+    outtype: Literal["f32", "f16", "bf16", "q8_0", "auto"] = "auto"
+    """Type of the weights, as the converter calls it (auto: that of the directory)."""
+
+
+def main(config: GgufConfig) -> None:
+    """Convert. Raises UserError where llama.cpp would make other tokens of a text than the model was trained on."""
+    model, checkout = Path(config.model), Path(config.llama_cpp)
+    if not config.llama_cpp or not (checkout / "convert_hf_to_gguf.py").exists():
+        raise UserError(f"--llama_cpp={config.llama_cpp} must be a checkout of llama.cpp, with convert_hf_to_gguf.py in it")
+    definition = files.read_json(model / "tokenizer.json")
+    if f'"{json.dumps(LLAMA3_PATTERN)[1:-1]}"' not in json.dumps(definition.get("pre_tokenizer")):
+        remedy = "prepare the text with --tokenizer=train:N:llama3 or gpt2, and train on it"
+        raise UserError(f"{model}/tokenizer.json splits texts by a pattern that llama.cpp does not know; {remedy}")
+    sys.path.insert(0, str(checkout))
+    try:
+        importlib.import_module("conversion.base").TextModel.get_vocab_base_pre = lambda *_: "llama-bpe"
+        converter = importlib.import_module("convert_hf_to_gguf")
+    except ModuleNotFoundError as error:
+        raise UserError(f"llama.cpp's converter needs {error.name}: pip install gguf sentencepiece transformers") from None
+    sys.argv = [
+        "convert_hf_to_gguf.py",
+        str(model),
+        f"--outfile={config.out or model / 'model.gguf'}",
+        f"--outtype={config.outtype}",
+    ]
+    converter.main()
+
+
+if __name__ == "__main__":
+    with errors.user_errors():
+        main(cli.parse(GgufConfig, sys.argv[1:], __doc__))
