@@ -25,7 +25,7 @@ from conftest import ROOT, TINY, content, environment
 from dataset import tokenizer
 
 SECONDS, MEGABYTES = 30, 400  # a case; the memory is what the command takes besides its imports
-OWN_FILES = {".lock", "train.log"}  # of a run: they may appear before what is wrong is found
+OWN_FILES = {".lock", "train.log", "status.json"}  # of a run: they may appear before what is wrong is found, or tell it
 CHECKPOINT = Path("runs/run/checkpoints/step-00000002")
 TRAIN = machine.arguments(tokens="tokens", out_dir="runs", name="new", **TINY | dict(steps=2))
 RESUME = machine.arguments(tokens="tokens", out_dir="runs", name="run", **TINY | dict(steps=4))
