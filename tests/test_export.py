@@ -203,7 +203,7 @@ def test_the_card_names_the_datasets_and_the_model_on_the_hub_that_the_run_came_
     found = tomllib.loads(files["config.toml"])["data"]["prepare_command"]
     assert shlex.split(found) == [
         *shlex.split(command),
-        *shlex.split("--tokenizer=bytes --val_fraction=0.1 --max_tokens=5000"),
+        *shlex.split("--tokenizer=bytes --val_fraction=0.1 --shard_tokens=20000 --max_tokens=5000"),
     ]
 
 
