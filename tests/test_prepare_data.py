@@ -315,7 +315,7 @@ def test_another_column_is_read(here):
     one, two = make("a.jsonl", out="one", column="body"), make("b.parquet", out="two", column="body")
     assert one.documents("train") == two.documents("train") and len(one.documents("train")) > 100
     assert one.metadata["options"] == {"column": "body"}
-    with pytest.raises(errors.UserError, match="another dataset: --column differ"):
+    with pytest.raises(errors.UserError, match="a different dataset: --column differ"):
         make("a.jsonl", out="one")
 
 
@@ -427,7 +427,7 @@ def test_hostile_text_survives(here):
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
-        ("empty", None, "wanted .txt"),
+        ("empty", None, "expected .txt"),
         ("line.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2"),
         ("json.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3"),
         ("column.parquet", None, 'column "text"'),
