@@ -16,8 +16,8 @@ def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train)
     train("here", steps=10, schedule="constant")
     there = train.runs.parent / "another machine"
     shutil.copytree(train.runs / "here", there / "runs" / "here", symlinks=True)
-    shutil.copytree(train.tokens, there / "data" / "tokens")
-    train("here", schedule="constant", out_dir=there / "runs", tokens=there / "data" / "tokens")
+    shutil.copytree(train.tokens, tokens := there / "data" / train.tokens.name)
+    train("here", schedule="constant", out_dir=there / "runs", tokens=tokens)
     whole = train.files("whole"), train.metrics("whole")
     train.runs = there / "runs"
     assert (train.files("here"), train.metrics("here")) == whole
