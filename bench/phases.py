@@ -91,20 +91,20 @@ def draw(runs: Path, lengths: list[int], out: Path) -> None:
     styles |= {f"cosine-{steps}": (green, "a cosine run for each length") for steps in lengths}
     figure = Figure(figsize=(7, 7.4), dpi=130, layout="constrained", facecolor="white")
     rates, losses = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.4))
-    seen, trunk = set(), dict(zip(*curves.read(runs / "trunk").points("val_loss"), strict=True))
+    seen = set()
     for name, (color, label) in styles.items():
         run = curves.read(runs / name)
         look = dict(color=color, linewidth=2.4, linestyle="--" if name == "annealed" else "-")
         rates.plot(*run.points("lr"), **look)
         steps, values = run.points("val_loss")
-        if color in (orange, pink):  # it begins where it leaves the trunk
-            first = max(step for step in trunk if step < steps[0])
-            steps, values = [first, *steps], [trunk[first], *values]
         losses.plot(steps, values, **look, label=None if label in seen else label)
         if name != "trunk":
             losses.plot(steps[-1:], values[-1:], "o", color=color, markersize=9, markeredgecolor="white", zorder=3)
         seen.add(label)
-    losses.set_ylim(top=max(value for step, value in trunk.items() if step >= lengths[0] // 2))
+    early = [
+        loss for step, loss in zip(*curves.read(runs / "trunk").points("val_loss"), strict=True) if step >= lengths[0] // 2
+    ]
+    losses.set_ylim(top=max(early))
     rates.set_title("learning rate", loc="left", fontsize=16)
     losses.set_title("validation loss", loc="left", fontsize=16)
     losses.set_xlabel("step", fontsize=15)
