@@ -1,4 +1,4 @@
-"""Validation loss: `python evaluate.py runs/NAME`, and the function that training calls."""
+"""Validation loss: `python evaluate.py runs/NAME`; scores on tasks: `--tasks=hellaswag`. Training calls `evaluate`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +22,10 @@ class EvaluateConfig:
     """Context length of the windows (0: the model's)."""
     micro_batch_size: Count = 0
     """Windows at a time (0: about 8192 tokens)."""
+    tasks: str = ""
+    """Score the model on these tasks of lm-eval instead, by name or as YAML files, as in hellaswag,arc_easy."""
+    tasks_limit: Count = 0
+    """Documents of each task (0: all)."""
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     numerics: Literal["auto", "native", "portable"] = "auto"
@@ -39,11 +43,14 @@ import torch
 
 import data
 import settings
+import tasks
 from checkpoints import checkpoint, huggingface, lookup
 from common.errors import UserError, say
 from dataset.tokens import Stream
 from hardware import device, host
+from model import GPT
 from parallel.world import World, connect
+from reports.progress import score_lines
 from settings import DataConfig
 
 
@@ -75,8 +82,27 @@ def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
 
 
 def main(config: EvaluateConfig) -> None:
-    """Print the validation loss of a model on a dataset, with the attention that it was trained with. Raises UserError."""
+    """Print the validation loss of a model on a dataset, or its scores on tasks. Raises UserError."""
     directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
+    rank, world_size, local_rank, _ = host.read_ranks()
+    world = connect(rank, world_size, device.prepare_device(config.device, local_rank))
+    dtype = "float32" if model.numerics == "portable" else device.choose_dtype(config.dtype, world.device)
+    autocast = partial(device.autocast, world.device, dtype)
+    lines = (score if config.tasks else validate)(config, directory, model, world, autocast)
+    if world.is_master:
+        say("\n".join(lines))
+
+
+def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
+    """The scores on tasks, a line for each."""
+    loaded = tasks.load(config.tasks, *huggingface.first_token(directory), model.config.seq_len, world)
+    with autocast():
+        scores = loaded.measure(model.to(world.device), config.tasks_limit)
+    return [f"{directory} on {config.tasks}", *score_lines(scores)]
+
+
+def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
+    """The validation loss on each dataset, with the attention that the model was trained with."""
     trained = trained_on(directory)
     if not (config.tokens or trained.tokens):
         raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
@@ -87,11 +113,7 @@ def main(config: EvaluateConfig) -> None:
     if config.seq_len > model.config.seq_len:
         raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
     lines = huggingface.check_tokenizer(directory, mixture.tokenizer)
-    rank, world_size, local_rank, _ = host.read_ranks()
-    world = connect(rank, world_size, device.prepare_device(config.device, local_rank))
     model.to(world.device)
-    dtype = "float32" if model.numerics == "portable" else device.choose_dtype(config.dtype, world.device)
-    autocast = partial(device.autocast, world.device, dtype)
     seq_len = config.seq_len or model.config.seq_len
     micro_batch_size, losses = config.micro_batch_size or max(1, 8192 // seq_len), []
     for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
@@ -101,8 +123,7 @@ def main(config: EvaluateConfig) -> None:
         lines.append(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
     if len(losses) > 1:
         lines += [f"{directory} on {mixture}", describe(*list(mixture.validation(losses).values())[:2])]
-    if world.is_master:
-        say("\n".join(lines))
+    return lines
 
 
 def trained_on(directory: Path) -> DataConfig:

@@ -140,12 +140,8 @@ def write_sample(engine, dataset: Mixture, seed: int) -> str:
     """
     text = tokenizer.load(dataset.tokenizer)
     start = torch.from_numpy(dataset.streams("val")[0].read_windows(np.zeros(1, int), PROMPT_TOKENS)[:, :-1])
-    # Each forward has a different length, and would be compiled again.
-    eager = torch.compiler.set_stance("force_eager") if engine.compiled else contextlib.nullcontext()
-    engine.module.eval()
     # Do not stop at end-of-text: under fsdp, each forward gathers the weights from all ranks.
-    with engine.autocast(), eager:
+    with engine.inference():
         generator = torch.Generator().manual_seed(seed)
         new = list(generate(engine.module, start, NEW_TOKENS, 0.8, 50, generator, dataset.vocab_size))
-    engine.module.train()
     return text.decode([token for token in start[0].tolist() if token != text.eot_token] + torch.cat(new).tolist())

@@ -186,6 +186,12 @@ class EvalConfig:
     """Validation tokens of an evaluation (0: the whole split)."""
     sample_every: Count = 0
     """Steps between samples: a line of text that the model writes (0: none)."""
+    tasks: str = ""
+    """Tasks of lm-eval to score the model on, by name or as YAML files, as in hellaswag,arc_easy."""
+    tasks_every: Count = 0
+    """Steps between scores on the tasks (0: only at the end)."""
+    tasks_limit: Count = 0
+    """Documents of each task (0: all)."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,8 @@ class LogConfig:
     """Also write the metrics to the run's directory as TensorBoard reads them."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
+    profile: str = ""
+    """STEP:COUNT, as in 100:3: write a trace of these updates to the run's directory and say what took their time."""
 
 
 @dataclass(frozen=True)

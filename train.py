@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 import optim
 import settings
+import tasks
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Checkpoints, TrainState
 from checkpoints.lookup import Start
@@ -49,8 +50,10 @@ from parallel.world import Stop, World, connect
 from planning import choices, startup
 from reports.log import Log, duration, require_wandb_key
 from reports.progress import Progress, due
+from reports.trace import Trace
 from sample import write_sample
 from settings import Config
+from tasks import Tasks
 
 
 @dataclass
@@ -67,8 +70,10 @@ class Run:
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
+    tasks: Tasks | None = None
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
     val_loss: float = math.nan  # of the last evaluation
+    scored_at: int = -1  # step of the last scores on tasks; -1: none yet
 
 
 def main(config: Config) -> int:
@@ -126,24 +131,30 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
 
 def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
     """Make everything that training needs, then open the run's directory. Nothing is written until everything is checked."""
+    names, loaded = config.eval.tasks, None
+    if names:
+        log.say(f"loading the tasks {names}")
+        loaded = tasks.load(names, dataset.tokenizer, dataset.eot_token, config.model.seq_len, world)
     began, state = time.monotonic(), start.state
     run = build(config, world, dataset, start)
     if start.weights and state.step < config.train.steps:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
-    run.log = log
+    run.log, run.tasks = log, loaded
     peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
     run.progress = Progress(log, config.train, config.log.log_every, peak_speed, dataset.names, run.batches)
     state.begin(cli.flat_values(config), dataset.identity, world, start.continues)
     run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, dataset, log)
     if world.is_master and config.log.wandb == "online":
         require_wandb_key()
-    evaluation = world.broadcast(log.begin(state.step))
+    recorded = world.broadcast(log.begin(state.step))
     log.set_status(state="running", step=state.step, steps=config.train.steps, next=command.again(world.size, world.local_size))
     run.checkpoints.begin(state.step)
-    if evaluation:
-        run.evaluated_at, run.val_loss = state.step, evaluation["val_loss"]
+    if "val_loss" in recorded:
+        run.evaluated_at, run.val_loss = state.step, recorded["val_loss"]
         run.checkpoints.evaluated(state, run.val_loss)
+    if not names or any(name.startswith("tasks/") for name in recorded):
+        run.scored_at = state.step
     if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings it was trained with
         files.publish_text(log.directory / "config.toml", settings.dumps(config, asked))
     facts = cli.flat_values(config) | {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
@@ -204,14 +215,14 @@ def train(run: Run) -> int:
     """Update until the last step, saving, evaluating and reporting along the way. Returns the exit status."""
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
     steps, loss = config.train.steps, 0.0
-    if state.step == steps and run.evaluated_at == steps:
+    if state.step == steps == run.evaluated_at == run.scored_at:
         run.progress.done(state, run.dataset, run.val_loss)
         return 0
     mine = world.share(config.micro_batches)
     # The tokens depend only on (step, micro-batch), so no position in the data needs saving.
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
-    stop = Stop(world, config.run.max_minutes)
+    stop, trace = Stop(world, config.run.max_minutes), Trace(log, config.log.profile, world.device)
     warm_up(run)
     while True:
         last, stopping = state.step >= steps, stop.agreed()  # the answer to `ask` before the last update
@@ -222,17 +233,21 @@ def train(run: Run) -> int:
             break
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
+        if run.tasks and state.step != run.scored_at and (last or due(config.eval.tasks_every, state.step)):
+            score(run)
         if last:
             break
         stop.ask()
-        began, waited = time.perf_counter(), prefetcher.wait_seconds
-        loss, grad_norm = update(run, prefetcher)
-        seconds, waited = time.perf_counter() - began, prefetcher.wait_seconds - waited
+        with trace.around(state.step + 1):
+            began, waited = time.perf_counter(), prefetcher.wait_seconds
+            loss, grad_norm = update(run, prefetcher)
+            seconds, waited = time.perf_counter() - began, prefetcher.wait_seconds - waited
         run.progress.updated(state, loss, grad_norm, engine.optimizers.lr, seconds, waited)
         if due(config.eval.sample_every, state.step):
             seed = data.dropout_seed(config.run.seed, state.step, config.micro_batches)  # not used by any micro-batch
             log.sample(state.step, write_sample(engine, run.dataset, seed))
     prefetcher.close()
+    trace.stop(state.step)
     run.checkpoints.finish(state, final=True)
     if stopping:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; run the same command to continue")
@@ -297,3 +312,14 @@ def validate(run: Run) -> None:
     run.evaluated_at, run.val_loss = state.step, validation["val_loss"]
     run.checkpoints.evaluated(state, run.val_loss)
     run.progress.evaluated(state, validation, time.monotonic() - began)
+
+
+def score(run: Run) -> None:
+    """Score the model on tasks with all ranks, and report it. Where lm-eval fails, the run goes on."""
+    began, run.scored_at = time.monotonic(), run.state.step
+    try:
+        with run.engine.inference():
+            scores = run.tasks.measure(run.engine.module, run.config.eval.tasks_limit)
+        run.progress.scored(run.state, scores, time.monotonic() - began)
+    except RunError as error:
+        run.log.warn(f"step {run.state.step}: no scores on tasks: {error}")

@@ -295,6 +295,16 @@ def token_text(tokenizer: Path, token: int) -> str:
     return text
 
 
+def first_token(directory: Path) -> tuple[Path | None, int | None]:
+    """The tokenizer.json of a model directory, and the token that starts a text: the first, or else the last of a text."""
+    path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    if not (path.exists() and settings.exists()):
+        return None, None
+    named = files.read_json(settings)
+    texts = [token.get("content") if isinstance(token, dict) else token for token in map(named.get, ("bos_token", "eos_token"))]
+    return path, next((ids[text] for ids in [token_ids(path)] for text in texts if text in ids), None)
+
+
 def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     """Raise UserError unless a model directory's tokenizer has the same token for every id of a dataset's tokenizer.
 

@@ -40,6 +40,7 @@ def prepare_torch() -> None:
     # processor that is idle otherwise (bench/LOG.md, "Classes of processors").
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's library says on stderr when it starts and stops
     # Less of CUDA's memory is lost to fragmentation. Which of three names wins depends on torch's version. Under WSL, CUDA's
     # first allocation fails with it (pytorch#192330, #182286).
     names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}

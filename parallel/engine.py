@@ -1,5 +1,6 @@
 """A model as the ranks train it together, whatever the strategy. The training loop knows `Engine` and nothing behind it."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable
@@ -67,6 +68,17 @@ class Engine:
     def autocast(self):
         """The precision of the forward pass."""
         return device.autocast(self.world.device, self.dtype)
+
+    @contextlib.contextmanager
+    def inference(self):
+        """The module without dropout, and eager: forwards have many lengths, and compiled code would be made for each."""
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+        self.module.eval()
+        try:
+            with self.autocast(), eager:
+                yield
+        finally:
+            self.module.train()
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run one synchronized forward and backward on dummy tokens and drop the gradients.

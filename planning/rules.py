@@ -5,6 +5,7 @@ Imports no torch, so that wrong flags are answered at once. The limits of a sing
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 
 from common.errors import refuse
@@ -31,6 +32,10 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     for step, mixture in read_phases(config.data.phase):
         if step >= steps:
             yield f"--phase={step}:{mixture} begins after the last step; --steps must be more than {step}"
+    if not re.fullmatch(r"([1-9]\d{0,11}:[1-9]\d{0,5})?", config.log.profile):
+        yield f"--profile={config.log.profile} must be STEP:COUNT, such as 100:3 for the updates of steps 100 to 102"
+    if config.eval.tasks_every and not config.eval.tasks:
+        yield f"--tasks_every={config.eval.tasks_every} needs --tasks, such as --tasks=hellaswag,arc_easy"
     if strategy == "exact" and train.dtype == "float16":
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use bfloat16"
     if train.fp8 and train.compile == "off":

@@ -12,7 +12,10 @@ from reports.log import duration
 from settings import LogConfig, read_preset
 
 # Settings that do not make two runs different.
-SILENT = {"name", "out_dir", "resume", "mirror", "prepare_command", "threads", "sample_every", *cli.flat_fields(LogConfig)}
+SILENT = {
+    *("name", "out_dir", "resume", "mirror", "prepare_command", "threads", "sample_every", "tasks", "tasks_every"),
+    *("tasks_limit", *cli.flat_fields(LogConfig)),
+}
 # Settings that usually follow from others.
 DERIVED = {"n_kv_head", "head_dim", "d_ff", "warmup_steps", "min_lr", "micro_batch_size", "dtype", "muon_dtype", "compile"}
 MISSING = "-"

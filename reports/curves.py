@@ -1,4 +1,4 @@
-"""The curves of runs: loss, learning rate, gradient norm and throughput, read from metrics.jsonl and drawn."""
+"""The curves of runs: loss, learning rate, gradient norm, throughput and scores, read from metrics.jsonl and drawn."""
 
 import math
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f
 PANELS = dict(
     loss="loss (dots: validation)", lr="learning rate", grad_norm="gradient norm", tokens_per_second="tokens per second"
 )
+STYLES = ("-", "--", ":", "-.")  # of tasks
 DECADES = 30  # if the largest gradient norm is this many times the smallest, its axis is logarithmic
 
 Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # the part of prediction.json that is read
@@ -24,11 +25,12 @@ Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # th
 
 @dataclass(frozen=True)
 class Curves:
-    """The records of a metrics.jsonl: updates and evaluations."""
+    """The records of a metrics.jsonl: updates, evaluations, and scores on tasks."""
 
     name: str
     training: list[Record]
     validation: list[Record]
+    scores: list[Record]
     prediction: Prediction | None = None  # ladder.py's forecast of the last validation loss, and half its interval
 
     def at(self, steps: list[float], x: str) -> list[float]:
@@ -47,7 +49,7 @@ class Curves:
 
     def points(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
         """All finite values logged as `key`, after their positions on the axis `x`."""
-        records = self.validation if key.startswith("val_") else self.training
+        records = self.training + self.validation + self.scores  # each kind has its own keys
         found = [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         return self.at([step for step, _ in found], x), [y for _, y in found]
 
@@ -70,7 +72,8 @@ def read(run: Path) -> Curves:
         raise UserError(f"{path} is empty; train.py logs a line every --log_every steps")
     predicted = run / "prediction.json"
     prediction = files.read_json(predicted, Prediction) if predicted.exists() else None
-    return Curves(run.resolve().name, training, validation, prediction)
+    scores = [record for record in records if record and any(key.startswith("tasks/") for key in record)]
+    return Curves(run.resolve().name, training, validation, scores, prediction)
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -81,16 +84,19 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def draw(runs: list[Path], out: Path, x: str = "step") -> None:
-    """Draw the curves of `runs` in four panels, one color per run, and publish the picture. Raises UserError."""
+    """Draw the curves of `runs` in four or five panels, one color per run, and publish the picture. Raises UserError."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
     drawn = list(zip(map(read, runs), cycle(COLORS), strict=False))  # each run's curves and color
-    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained")
-    axes = dict(zip(PANELS, figure.subplots(2, 2, sharex=True).flat, strict=True))
-    for key, axis in axes.items():
-        draw_panel(axis, drawn, key, x)
+    scored = [["tasks", "tasks"]] if any(run.scores for run, _ in drawn) else []
+    figure = Figure(figsize=(10, 6.4 + 2.8 * len(scored)), dpi=150, layout="constrained")
+    axes = figure.subplot_mosaic([list(PANELS)[:2], list(PANELS)[2:], *scored], sharex=True)
+    for key in PANELS:
+        draw_panel(axes[key], drawn, key, x)
+    if scored:
+        draw_scores(axes["tasks"], drawn, x)
     draw_validation(axes["loss"], drawn, x)
     norms = [y for run, _ in drawn for y in run.points("grad_norm")[1] if y > 0]
     is_wild = norms and max(norms) > DECADES * min(norms)
@@ -99,7 +105,8 @@ def draw(runs: list[Path], out: Path, x: str = "step") -> None:
     axes["grad_norm"].set_yscale("log" if is_wild else "linear")
     short = EngFormatter(sep="")  # 1500 is 1.5k, 2e9 is 2G
     axes["tokens_per_second"].yaxis.set_major_formatter(short)
-    for axis in (axes["grad_norm"], axes["tokens_per_second"]):
+    for axis in list(axes.values())[2:]:
+        axis.tick_params(labelbottom=True)
         axis.set_xlabel(x if x != "time" else "training time", color="0.3")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short if x != "time" else lambda seconds, _position: duration(seconds))
@@ -122,13 +129,33 @@ def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
             axis.plot(places, y, color=color, linewidth=0.8, alpha=0.3)
             y = smooth(y)
         axis.plot(places, y, color=color, linewidth=1.7, marker="o" if len(y) == 1 else None)
-    axis.set_title(PANELS[key], loc="left", fontsize=12, color="0.15")
+    decorate(axis, PANELS[key])
+
+
+def decorate(axis, title: str) -> None:
+    """Give a panel its title, a quiet grid and quiet axes."""
+    axis.set_title(title, loc="left", fontsize=12, color="0.15")
     axis.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
     axis.grid(color="0.91", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color("0.6")
     axis.tick_params(which="both", color="0.6", labelcolor="0.3", labelsize=10)
+
+
+def draw_scores(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
+    """Draw one score of each task that lies between 0 and 1, acc_norm if there is one, in a style for each task."""
+    chosen = {}
+    for key in dict.fromkeys(key for run, _ in drawn for record in run.scores for key in record if key.startswith("tasks/")):
+        task, _, metric = key.removeprefix("tasks/").rpartition("/")
+        if metric == "acc_norm" or all(0 <= value <= 1 for run, _ in drawn for value in run.points(key)[1]):
+            chosen[task] = key if metric == "acc_norm" else chosen.get(task, key)
+    for key, style in zip(chosen.values(), cycle(STYLES)):
+        for run, color in drawn:
+            axis.plot(*run.points(key, x), style, color=color, linewidth=1.7, marker="o", markersize=4)
+        axis.plot([], [], style, color="0.3", label=key.removeprefix("tasks/").replace("/", " "))
+    axis.legend(frameon=False, fontsize=10, ncols=4)
+    decorate(axis, "scores on tasks")
 
 
 def draw_validation(axis, drawn: list[tuple[Curves, str]], x: str) -> None:

@@ -34,12 +34,17 @@ Record = TypedDict(
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
-    """Each line of a metrics.jsonl with its record: None for a line that a kill has torn, or that is not a record."""
+    """Each line of a metrics.jsonl with its record: None for a line that a kill has torn, or that is not a record.
+
+    Beside what `Record` names, a record has the scores on tasks.
+    """
     with open(path, "rb") as file:
         for line in filter(bytes.strip, file):
             try:
-                record = msgspec.convert(json.loads(line), Record)  # msgspec's own decoder does not read NaN
-            except (ValueError, OverflowError, RecursionError):
+                values = json.loads(line)  # msgspec's own decoder does not read NaN
+                record = msgspec.convert(values, Record)
+                record |= {name: float(value) for name, value in values.items() if name.startswith("tasks/")}
+            except (ValueError, TypeError, OverflowError, RecursionError):
                 record = None
             yield line, record
 
@@ -68,21 +73,21 @@ class Log:
         self.set_status(state=STATES.get(self.status, "failed"), status=self.status, **reason)
         self.close(self.status)
 
-    def begin(self, step: int) -> Record | None:
-        """Make the directory, if need be, and open its files at `step`. Returns the evaluation recorded there, if any."""
+    def begin(self, step: int) -> Record:
+        """Make the directory, if need be, and open its files at `step`. Returns what is recorded there, if anything."""
         if not self.is_master:
-            return None
+            return {}
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = self._lock or lock(self.directory)
         said, self._text = self._text, open_to_append(self.directory / "train.log")
         append(self._text, said.getvalue())
-        evaluation = self.rewind(step)
+        recorded = self.rewind(step)
         self._metrics = open_to_append(self.directory / "metrics.jsonl")
-        return evaluation
+        return recorded
 
-    def rewind(self, step: int) -> Record | None:
-        """Cut metrics.jsonl back to `step`, so that no step is there twice. Returns the evaluation recorded at `step`."""
-        path, evaluation = self.directory / "metrics.jsonl", None
+    def rewind(self, step: int) -> Record:
+        """Cut metrics.jsonl back to `step`, so that no step is there twice. Returns what is recorded at `step`."""
+        path, recorded = self.directory / "metrics.jsonl", {}
         lines = list(read_records(path)) if path.exists() else []
         if unreadable := sum(record is None for _, record in lines):
             self.warn(f"left {plural(unreadable, 'unreadable line')} out of {path}")
@@ -90,8 +95,8 @@ class Log:
             for line, record in lines:
                 if record and record["step"] <= step:
                     file.write(line.rstrip(b"\n") + b"\n")
-                    evaluation = record if record["step"] == step and "val_loss" in record else evaluation
-        return evaluation
+                    recorded |= record if record["step"] == step else {}
+        return recorded
 
     def say(self, message: str) -> None:
         """Write a line to the console and to train.log."""

@@ -96,6 +96,18 @@ class Progress:
         bits = f"  {validation['val_bpb']:.4f} bits per byte" if validation["val_bpb"] else ""
         line = f"step {state.step:>6}/{self.train.steps}  validation loss {validation['val_loss']:.4f}{bits}"
         self.log.say(f"{line}  evaluated in {duration(seconds)}")
+        self.draw(state)
+
+    def scored(self, state, scores: dict, seconds: float) -> None:
+        """Log the scores on tasks, which took `seconds`. scores: by task and metric."""
+        flat = {f"tasks/{task}/{metric}": value for task, values in scores.items() for metric, value in values.items()}
+        self.log.metrics({"step": state.step, **flat})
+        for line in [*score_lines(scores), f"tasks in {duration(seconds)}"]:
+            self.log.say(f"step {state.step:>6}/{self.train.steps}  {line}")
+        self.draw(state)
+
+    def draw(self, state) -> None:
+        """Redraw the curves, if they are due."""
         is_due = state.step >= self.train.steps or time.monotonic() - self.drawn_at > DRAW_SECONDS
         if self.log.is_master and is_due:
             with self.log.surviving("drawing curves.png"):
@@ -125,3 +137,10 @@ class Progress:
 def due(every: int, step: int) -> bool:
     """Whether something done every `every` steps (0: never) is due after `step` updates."""
     return every > 0 and step > 0 and step % every == 0
+
+
+def score_lines(scores: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each task, with its scores by metric."""
+    return [
+        f"{task}  " + "  ".join(f"{metric} {value:.4f}" for metric, value in found.items()) for task, found in scores.items()
+    ]

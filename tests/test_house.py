@@ -23,7 +23,7 @@ ORDER = [
         "reports",
         "parallel",
     ),
-    *("checkpoints", "planning", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay", "ladder"),
+    *("checkpoints", "planning", "tasks", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay", "ladder"),
 ]
 PATHS = [path.relative_to(ROOT) for place in ORDER for path in [*ROOT.glob(f"{place}.py"), *sorted(ROOT.glob(f"{place}/*.py"))]]
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}

@@ -59,6 +59,15 @@ def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figu
     assert "small, validation 1.500" in words(figure_of(runs[0]))
 
 
+def test_scores_on_tasks_have_a_panel(tmp_path, figure_of):
+    scores = [{"step": step, "tasks/a/acc": 0.2, "tasks/a/acc_norm": step / 60, "tasks/b/perplexity": 9.5} for step in (30, 60)]
+    run = write_run(tmp_path / "run", tail="".join(json.dumps(record) + "\n" for record in scores))
+    figure = figure_of(run, write_run(tmp_path / "other"))
+    assert {"scores on tasks", "a acc_norm"} <= words(figure) and not {"a acc", "b perplexity"} & words(figure)
+    assert [list(line.get_ydata()) for line in figure.axes[4].lines] == [[0.5, 1.0], [], []]
+    assert "scores on tasks" not in words(figure_of(tmp_path / "other"))
+
+
 def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):
     short, long = write_run(tmp_path / "short"), write_run(tmp_path / "long", steps=100)
     half = write_run(tmp_path / "half", tokens_per_step=512)

@@ -1,0 +1,78 @@
+"""What some updates spend their time on: a trace by torch's profiler, and its largest kinds of operations in words."""
+
+import os
+import re
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import DeviceType
+
+from common.errors import plural
+from reports.log import Log, duration
+
+# What an operator of torch or a GPU's kernel does, by a part of its name. The first that fits.
+KINDS = {
+    "communication": "nccl|gloo|c10d|xccl|all_reduce|all_gather|reduce_scatter|broadcast",
+    "attention": "attention|flash|fmha",
+    "matrix products": "mm|linear|cutlass",
+    "optimizer": "adam|foreach|multi_tensor|lerp",
+    "compiled code": "triton|compiled|cpp_fused",
+    "loss": "softmax|nll|logsumexp|gather|scatter",
+    "norms": "norm|rsqrt",
+    "embedding": "embedding|index",
+    "copies": "copy|memcpy|memset|cat|fill|zero|empty|clone",
+    "other": "",
+}
+
+
+class Trace:
+    """A trace of the updates that --profile=STEP:COUNT names, on the master alone."""
+
+    def __init__(self, log: Log, wanted: str, device: torch.device):
+        first, count = map(int, wanted.split(":")) if wanted and log.is_master else (0, 0)
+        self.log, self.device, self.steps, self.profiler = log, device, range(first, first + count), None
+
+    @contextmanager
+    def around(self, step: int):
+        """Trace the update of the block, if it is one of them."""
+        if self.profiler is None and step in self.steps:
+            self.profiler, self.steps = torch.profiler.profile(), range(step, self.steps.stop)
+            self.profiler.start()
+            self.began = time.perf_counter()
+        yield
+        if step + 1 == self.steps.stop:
+            self.stop(step)
+
+    def stop(self, step: int) -> None:
+        """End a trace that runs after the update of `step`: write it, and say what took the time."""
+        if self.profiler is None:
+            return
+        seconds, first = time.perf_counter() - self.began, self.steps.start
+        path = self.log.directory / f"trace-{first:08}.json.gz"
+        self.profiler.stop()
+        with self.log.surviving(f"writing {path}"):
+            self.profiler.export_chrome_trace(str(path.with_name(f".{path.name}")))
+            os.replace(path.with_name(f".{path.name}"), path)
+            self.log.say(f"{path}: {plural(step + 1 - first, 'update')} in {duration(seconds)}; ui.perfetto.dev shows it")
+            for line in self.table():
+                self.log.say(line)
+        self.profiler, self.steps = None, range(0)
+
+    def table(self) -> list[str]:
+        """A line for each kind of operations, the largest first: its part of the time, and its largest operations."""
+        times, kinds = Counter(), {}
+        for event in self.profiler.key_averages():
+            on_gpu = event.device_type != DeviceType.CPU  # a kernel
+            if on_gpu == (self.device.type not in ("cpu", "mps")) and not event.is_user_annotation:
+                name = re.sub("^(aten::|autograd::engine::evaluate_function: )", "", event.key)
+                times[name] += event.self_device_time_total if on_gpu else event.self_cpu_time_total  # microseconds
+        for name in times:
+            kind = next(kind for kind, part in KINDS.items() if re.search(part, name.lower()))
+            kinds.setdefault(kind, Counter())[name] = times[name]
+        lines = []
+        for kind, parts in sorted(kinds.items(), key=lambda pair: -pair[1].total()):
+            largest = ", ".join(f"{name[:60]} {value / times.total():.1%}" for name, value in parts.most_common(3))
+            lines.append(f"  {parts.total() / times.total():6.1%}  {kind}: {largest}")
+        return lines

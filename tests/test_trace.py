@@ -1,0 +1,54 @@
+"""--profile: a trace that Perfetto opens, and its table, without a changed bit."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import torch
+from torch.autograd import DeviceType
+
+from reports.trace import Trace
+
+
+def test_the_master_traces_some_updates(train):
+    train("plain", ranks=2, steps=6)
+    train("traced", ranks=2, steps=6, profile="3:2")
+    assert [path.name for path in (train.runs / "traced").glob("trace*")] == ["trace-00000003.json.gz"]
+    with gzip.open(train.runs / "traced" / "trace-00000003.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    steps = [event for event in events if "_fused_adamw" in event.get("name", "") and event["ph"] == "X"]
+    assert steps and all(event["dur"] > 0 for event in steps)
+    log = train.log("traced")
+    assert "trace-00000003.json.gz: 2 updates in " in log and "%  matrix products: " in log and "%  attention: " in log
+    assert train.files("traced") == train.files("plain") and train.metrics("traced") == train.metrics("plain")
+
+
+def test_a_run_that_ends_sooner_has_the_updates_until_then(train):
+    train("run", steps=3, profile="3:9")
+    assert "trace-00000003.json.gz: 1 update in " in train.log("run")
+
+
+def test_what_is_not_a_step_and_a_count_is_refused(train):
+    for wrong in ("3", "3:0", "0:3", "a:b"):
+        assert f"--profile={wrong} must be STEP:COUNT, such as 100:3" in train("run", status=2, profile=wrong).stderr
+
+
+def test_on_a_gpu_the_time_of_the_kernels_counts():
+    def event(key, kind, host, device, note=False):
+        more = dict(self_cpu_time_total=host, self_device_time_total=device, is_user_annotation=note)
+        return SimpleNamespace(key=key, device_type=kind, **more)
+
+    events = [
+        event("aten::mm", DeviceType.CPU, 500, 60),  # its kernel follows
+        event("ampere_sgemm_128x64_tn", DeviceType.CUDA, 0, 60),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", DeviceType.CUDA, 0, 30),
+        event("void at::native::vectorized_elementwise_kernel<4, FillFunctor<float>>", DeviceType.CUDA, 0, 10),
+        event("Torch-Compiled Region", DeviceType.CUDA, 0, 100, note=True),
+    ]
+    trace = Trace(SimpleNamespace(is_master=True), "1:1", torch.device("cuda", 0))
+    trace.profiler = SimpleNamespace(key_averages=lambda: events)
+    assert [line.split(":")[0].split() for line in trace.table()] == [
+        ["60.0%", "matrix", "products"],
+        ["30.0%", "communication"],
+        ["10.0%", "copies"],
+    ]
