@@ -230,6 +230,8 @@ def audit(name: str, config: AuditConfig) -> int:
     path = Path(config.out, "audit.json")
     rows = json.loads(path.read_text())["trainers"] if path.exists() else {}
     if config.only:  # what was found before stays
+        if "error" in exam.found:
+            raise RunError(f"{name} does not start: {exam.found['error']}")
         row["found"] = rows.get(name, {}).get("found", {}) | exam.found
     print(machine.write("audit", {"trainers": rows | {name: row}}, config.out))
     print(json.dumps(row, indent=2))
