@@ -133,10 +133,10 @@ def parts_of_the_work(path: Path, tokenizer: Path) -> dict[str, float]:
     """Seconds of processor time of each part of the work that prepare_data.py does, one after the other on one thread."""
     import numpy as np
 
-    from dataset.encode import Split, encode_unit, read_units, split_hash
+    from dataset.encode import split_hash
     from dataset.sources import list_files, read_pieces
     from dataset.tokenizer import resolve
-    from dataset.tokens import write_shard
+    from dataset.tokens import token_dtype, write_shard
 
     parts, tokenizer, [file] = {}, resolve(str(tokenizer)), list_files(str(path))[0]
 
@@ -150,10 +150,12 @@ def parts_of_the_work(path: Path, tokenizer: Path) -> dict[str, float]:
     pieces = take("read parquet", lambda: list(read_pieces(file)))
     texts = take("decode", lambda: [piece.text for piece in pieces])
     take("hash", lambda: [split_hash(piece.data) for piece in pieces])
-    take("encode (tiktoken)", lambda: [tokenizer.encode(text) for text in texts])
-    units = list(read_units([file], Split(0.05), dict.fromkeys(("train", "val"), (0, -1))))
-    arrays = take("cast and join", lambda: [encode_unit(tokenizer, unit)[1]["train"] for unit in units])
-    parts["cast and join"] -= parts["encode (tiktoken)"]
+    encoded, dtype = (
+        take("encode (tiktoken)", lambda: [tokenizer.encode(text) for text in texts]),
+        token_dtype(tokenizer.vocab_size),
+    )
+    units = [encoded[first : first + 64] for first in range(0, len(encoded), 64)]
+    arrays = take("cast and join", lambda: [np.concatenate(unit, dtype=dtype, casting="unsafe") for unit in units])
     take("count bytes", lambda: sum(int(tokenizer.bytes_per_token.take(array).sum()) for array in arrays))
     tokens = take("fill a shard", lambda: np.concatenate(arrays))
     take("write and hash a shard", lambda: write_shard(path.with_suffix(".bin"), tokens, tokenizer.vocab_size))
