@@ -180,6 +180,7 @@ class Examination:
 
 
 QUESTIONS = ("killed", "twice", "terminated", "saving", "flipped", "two", "three", "moved")  # others reuse the run of `killed`
+CONTINUED = ("killed", "terminated", "saving", "flipped", "moved")  # the questions about a run that continues
 
 
 def files(path: Path) -> list[Path]:
@@ -223,10 +224,15 @@ def audit(name: str, config: AuditConfig) -> int:
             exam.found["error"] = exam.reference.error or f"{len(exam.reference.updates)} updates"
         else:
             for question in config.only.split(",") if config.only else QUESTIONS:
-                exam.found[question] = getattr(exam, question)()
+                can = trainer.resumes or question not in CONTINUED
+                exam.found[question] = getattr(exam, question)() if can else "no resume: it starts over"
                 print(f"{name}: {question}: {exam.found[question]}", flush=True)
     path = Path(config.out, "audit.json")
     rows = json.loads(path.read_text())["trainers"] if path.exists() else {}
+    if config.only:  # what was found before stays
+        if "error" in exam.found:
+            raise RunError(f"{name} does not start: {exam.found['error']}")
+        row["found"] = rows.get(name, {}).get("found", {}) | exam.found
     print(machine.write("audit", {"trainers": rows | {name: row}}, config.out))
     print(json.dumps(row, indent=2))
     return 0

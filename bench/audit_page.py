@@ -18,6 +18,21 @@ HEAD = {
     "three": "on 3 ranks",
     "moved": "SIGKILL on 1 rank, resumed on 2",
 }
+READ = """
+## What was only read
+
+This was read in the code, not measured. ʳ marks it in the README's table. The numbers are lines of the files.
+
+- nanoGPT, 3adf61e: `train.py` 277-286 (a checkpoint is a pickle).
+- litgpt, 2685705: `litgpt/pretrain.py` 226-237 (state), 499-508 (one pickle); `README.md` (what it is for).
+- torchtitan, b5bcd76: `components/data/dataset.py` 136-150 and `components/data/loader.py` 148-166 (each rank
+  reads its own part); `docs/checkpoint.md`, `README.md`.
+- llm.c, f1e2ace: like build-nanogpt's, its ranks see other tokens at the ends of shards (`llmc/dataloader.h` 60-92). Its
+  checkpoint has a last file named DONE, and its aim for a resumed run is "bit-perfect" (`train_gpt2.cu` 1249-1254, 1316-1358).
+- modded-nanogpt, f411b3d: the same tokens on 1, 2, 4 or 8 GPUs until the first end of a shard. There it drops a batch that does
+  not fit whole, and the size of that depends on the number of GPUs (`train_gpt.py` 1713-1860).
+- Megatron-LM, d98e8a6: a step has the same samples on any number of ranks (`data_samplers.py` 121-188).
+"""
 RANKS = ("two", "three", "moved")
 PREFACE = """# The same examination for every trainer
 
@@ -56,8 +71,9 @@ def page(rows: dict) -> str:
         if "without" in row["found"]:
             where = "a CPU" if kind.always_on_cpu else "several ranks of a CPU"
             lines += ["", f"It does not start on {where}: `{row['found']['without']}`. {kind.on_cpu_note}"]
+        lines += ["", kind.note] if kind.note else []
         lines += ["", "```sh", *dict.fromkeys(row["command"]), "```"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + READ
 
 
 def cells(found: dict) -> list[str]:
@@ -65,10 +81,11 @@ def cells(found: dict) -> list[str]:
     if "error" in found:
         return [outcome(found)] + ["-"] * (len(HEAD) - 1)
     shown = {question: outcome(answer) for question, answer in found.items() if isinstance(answer, dict)}
-    if "terminated" in found:
+    shown |= {question: answer for question, answer in found.items() if isinstance(answer, str)}
+    if isinstance(found.get("terminated"), dict):
         saved = found["terminated"].get("from", 0) >= found["terminated"]["at"]
         shown["terminated"] = f"{'saves' if saved else 'saves nothing'}; {shown['terminated']}"
-    if "flipped" in found:
+    if isinstance(found.get("flipped"), dict):
         noticed = "error" in found["flipped"] or found["flipped"]["from"] < found["killed"]["from"]
         shown["flipped"] = f"{'noticed' if noticed else 'loaded'}; {shown['flipped']}"
     if "error" in found.get("two", {}):  # then several ranks were not examined

@@ -1,8 +1,9 @@
-"""How each trainer's user starts a tiny run, continues it and finds its weights. audit.py examines these trainers."""
+"""How each trainer's user starts a run, continues it and finds its weights. audit.py examines them, and speed.py times them."""
 
 import json
 import pickle
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
@@ -11,18 +12,44 @@ STEPS, SAVE = 32, 8  # updates per run, and per checkpoint
 LENGTH, MICRO, BATCH = 32, 2, 12  # tokens of a sequence, sequences of a micro-batch and of an update
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how. The defaults are those of the examination."""
+
+    n_layer: int = 2
+    n_head: int = 2
+    n_embd: int = 32
+    length: int = LENGTH
+    micro: int = MICRO
+    batch: int = BATCH
+    steps: int = STEPS
+    save: int = SAVE
+    dropout: float = 0.1
+    dtype: str = "float32"
+    compile: bool = False
+
+    @property
+    def model(self) -> dict:
+        """The shape of the model."""
+        return dict(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd)
+
+
 class Trainer:
     """A trainer on this machine. Subclasses say what differs."""
 
     title = repository = proof = ""
     interpreter = False  # whether it needs its own interpreter, but no checkout
     packages, variables = (), {}
+    resumes, note = True, ""  # whether it can continue a run; what a reader must know besides
     on_cpu, on_cpu_note, always_on_cpu = "", "", False  # what bench/probe changes: on several ranks, or always
     pattern = ""  # glob of the checkpoints in a run; their names sort by age
     weights = "model"  # the key of the weights in a checkpoint's file
+    step_ms = ""  # the regular expression of the milliseconds of an update in its output
 
-    def __init__(self, path: Path, python: str, work: Path, text: str):
+    def __init__(self, path: Path, python: str, work: Path, text: str, job: Job | None = None):
         self.path, self.python, self.work, self.text, self.folder = path, python, work, text, path
+        self.job = job or Job()
+        self.variables = self.variables | ({} if self.job.compile else {"TORCHDYNAMO_DISABLE": "1"})
         self.prepare()
 
     def prepare(self) -> None:
@@ -88,10 +115,10 @@ class Lockstep(Trainer):
         machine.make_tokens(self.work / "tokens", 20_000, 256)
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
-        flags = machine.TINY | dict(
-            tokens=self.work / "tokens", out_dir=run, name="run", strategy=self.strategy, vocab_size=256
+        flags = machine.TINY | dict(tokens=self.work / "tokens", out_dir=run, name="run", vocab_size=256)
+        flags |= dict(
+            strategy=self.strategy, steps=STEPS, save_every=SAVE, eval_every=SAVE, eval_tokens=640, lr=1e-3, warmup_steps=2
         )
-        flags |= dict(steps=STEPS, save_every=SAVE, eval_every=SAVE, eval_tokens=640, lr=1e-3, warmup_steps=2)
         flags |= dict(seq_len=LENGTH, micro_batch_size=MICRO, tokens_per_update=BATCH * LENGTH, dropout=0.1)
         return [*self.launcher(ranks), *machine.arguments(**flags)]
 
@@ -105,7 +132,7 @@ class Exact(Lockstep):
 
 class NanoGPT(Trainer):
     title = repository = "karpathy/nanoGPT"
-    proof, pattern, on_cpu = "configurator.py", "ckpt.pt", "cuda"
+    proof, pattern, on_cpu, step_ms = "configurator.py", "ckpt.pt", "cuda", r"^iter \d+: .* time ([\d.]+)ms"
     on_cpu_note = "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
 
     def prepare(self) -> None:
@@ -117,26 +144,71 @@ class NanoGPT(Trainer):
         (self.work / "data" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
-        flags = dict(dataset=self.work / "data", out_dir=run, device="cpu", dtype="float32", compile=False)
-        flags |= dict(n_layer=2, n_head=2, n_embd=32, block_size=LENGTH, batch_size=MICRO, dropout=0.1)
-        flags |= dict(gradient_accumulation_steps=BATCH // MICRO, max_iters=STEPS, lr_decay_iters=STEPS, warmup_iters=2)
-        flags |= dict(eval_interval=SAVE, eval_iters=2, init_from="resume" if resume else "scratch")
+        job = self.job
+        flags = dict(dataset=self.work / "data", out_dir=run, device="cpu", dtype=job.dtype, compile=job.compile, **job.model)
+        flags |= dict(block_size=job.length, batch_size=job.micro, dropout=job.dropout, log_interval=1, warmup_iters=2)
+        flags |= dict(gradient_accumulation_steps=job.batch // job.micro, max_iters=job.steps, lr_decay_iters=job.steps)
+        flags |= dict(eval_interval=job.save, eval_iters=2, init_from="resume" if resume else "scratch")
         return [*self.launcher(ranks), *machine.arguments(**flags)]
+
+
+class BuildNanoGPT(Trainer):
+    title = repository = "karpathy/build-nanogpt"
+    proof, pattern, on_cpu, resumes = "train_gpt2.py", "log/model_*.pt", "cuda", False
+    on_cpu_note = "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
+    note = (
+        "Its settings are constants in its file. A copy changes them, and leaves out samples and HellaSwag, a download. "
+        "A shard has 5,000 tokens here, so the run crosses the ends of two. Nothing loads its checkpoints, so a stopped run "
+        "starts over."
+    )
+    changes = {"total_batch_size = 524288": f"total_batch_size = {BATCH * LENGTH}", "\nB = 64": f"\nB = {MICRO}"}
+    changes |= {"\nT = 1024": f"\nT = {LENGTH}", "max_steps = 19073": f"max_steps = {STEPS}", "not use_compile": "False"}
+    changes |= {"step % 5000": f"step % {SAVE}", "step % 250": f"step % {SAVE}", "warmup_steps = 715": "warmup_steps = 2"}
+    changes |= {"vocab_size=50304": f"vocab_size=256, block_size={LENGTH}, n_layer=2, n_head=2, n_embd=32"}
+    changes |= {"from hellaswag import": "# from hellaswag import", 'tiktoken.get_encoding("gpt2")': "None"}
+
+    def prepare(self) -> None:
+        import numpy as np
+
+        script, tokens = (self.path / self.proof).read_text(), np.frombuffer(self.text.encode(), np.uint8).astype(np.uint16)
+        for old, new in self.changes.items():
+            script = script.replace(old, new)
+        (self.work / "edited.py").write_text(script)
+        (self.work / "shards").mkdir()
+        for number in range(10):
+            split, shard = ("val", number) if number == 0 else ("train", number)
+            np.save(self.work / "shards" / f"made_{split}_{shard:06d}.npy", tokens[5000 * number : 5000 * (number + 1)])
+
+    def command(self, run: Path, ranks: int, resume: bool) -> list:
+        """It reads and writes below the working directory, so a run has one of its own."""
+        run.mkdir(exist_ok=True)
+        if not (run / "edu_fineweb10B").exists():
+            (run / "edu_fineweb10B").symlink_to(self.work / "shards")
+        self.folder = run
+        return [*self.launcher(ranks), self.work / "edited.py"]
+
+    def final_weights(self, run: Path) -> dict:
+        """Its checkpoint has a pickled object besides, of a class that only its script has."""
+        code = """import sys, torch
+class GPTConfig: pass
+with torch.serialization.safe_globals([GPTConfig]):
+    torch.save(torch.load(sys.argv[1], weights_only=True)["model"], sys.argv[2])"""
+        return self.gathered(self.checkpoints(run)[-1], code)
 
 
 class HuggingFace(Trainer):
     title, pattern, weights = "transformers' Trainer", "checkpoint-*", ""
-    interpreter = True
+    interpreter, step_ms = True, r"^update \d+: ([\d.]+) ms"
 
     def prepare(self) -> None:
         (self.work / "text.txt").write_text(self.text)
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
-        flags = dict(train_file=self.work / "text.txt", block_size=LENGTH, output_dir=run, use_cpu=True, report_to="none")
-        flags |= dict(max_steps=STEPS, save_steps=SAVE, per_device_train_batch_size=MICRO)
-        flags |= dict(gradient_accumulation_steps=BATCH // MICRO // ranks) | (
-            {"resume_from_checkpoint": True} if resume else {}
-        )
+        job = self.job
+        flags = job.model | dict(train_file=self.work / "text.txt", block_size=job.length, dropout=job.dropout, output_dir=run)
+        flags |= dict(use_cpu=True, report_to="none", max_steps=job.steps, save_steps=job.save, bf16=job.dtype == "bfloat16")
+        flags |= dict(per_device_train_batch_size=job.micro, gradient_accumulation_steps=job.batch // job.micro // ranks)
+        flags |= dict(torch_compile=job.compile) | ({"resume_from_checkpoint": True} if resume else {})
         return [*self.launcher(ranks), *machine.arguments(machine.ROOT / "bench" / "probe" / "clm.py", **flags)]
 
     def checkpoints(self, run: Path) -> list[Path]:
@@ -148,7 +220,7 @@ class HuggingFace(Trainer):
 
 class LitGPT(Trainer):
     title = repository = "Lightning-AI/litgpt"
-    proof, pattern, variables = "litgpt/pretrain.py", "step-*", {"TORCHDYNAMO_DISABLE": "1"}
+    proof, pattern, step_ms = "litgpt/pretrain.py", "step-*", r"iter time: ([\d.]+) ms"
     on_cpu, on_cpu_note = (
         "fsdp",
         "For these runs, bench/probe replaces FSDP with DDP on the CPU; the data loading is litgpt's own. litgpt counts the "
@@ -165,16 +237,14 @@ class LitGPT(Trainer):
         Tokenizer(models.BPE(characters, [], unk_token="<s>")).save(str(self.work / "tokenizer" / "tokenizer.json"))
         config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<s>")
         (self.work / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
-        model = dict(name="tiny", block_size=LENGTH, n_layer=2, n_head=2, n_embd=32, padded_vocab_size=256)
+        job = self.job
+        model = dict(name="tiny", block_size=job.length, padded_vocab_size=256, **job.model)
         data = dict(class_path="TextFiles", init_args=dict(train_data_path=str(self.work / "data"), num_workers=1))
-        config = dict(
-            model_name="tiny", model_config=model, data=data, precision="32-true", tokenizer_dir=str(self.work / "tokenizer")
-        )
-        config["train"] = dict(
-            save_interval=SAVE, log_interval=1, global_batch_size=BATCH, micro_batch_size=MICRO, max_norm=1.0
-        )
-        config["train"] |= dict(max_tokens=STEPS * BATCH * LENGTH, lr_warmup_steps=2)
-        config |= dict(eval=dict(interval=SAVE, max_iters=2), logger_name="csv")
+        config = dict(model_name="tiny", model_config=model, data=data, tokenizer_dir=str(self.work / "tokenizer"))
+        config |= dict(precision="32-true" if job.dtype == "float32" else "bf16-mixed")
+        train = dict(save_interval=job.save, log_interval=1, global_batch_size=job.batch, micro_batch_size=job.micro)
+        config["train"] = train | dict(max_tokens=job.steps * job.batch * job.length, lr_warmup_steps=2, max_norm=1.0)
+        config |= dict(eval=dict(interval=job.save, max_iters=2), logger_name="csv")
         (self.work / "config.yaml").write_text(json.dumps(config))
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
@@ -188,7 +258,7 @@ class LitGPT(Trainer):
 class TorchTitan(Trainer):
     title = repository = "pytorch/torchtitan"
     proof, pattern = "torchtitan/train.py", "checkpoint/step-*"
-    variables, always_on_cpu = {"TORCHDYNAMO_DISABLE": "1"}, True
+    always_on_cpu = True
     on_cpu, on_cpu_note = (
         "accelerator",
         "For these runs, bench/probe makes the CPU its accelerator, with another attention of the same mask. "
@@ -199,25 +269,15 @@ class TorchTitan(Trainer):
         assets = self.work / "tests" / "assets"
         (assets / "c4_test").mkdir(parents=True)
         (assets / "tokenizer").symlink_to(self.path / "tests" / "assets" / "tokenizer")
-        documents = [
-            json.dumps({"text": part, "timestamp": "", "url": ""}) for part in self.text.split("\n\n") if len(part) > 100
-        ]
+        parts = [part for part in self.text.split("\n\n") if len(part) > 100]
+        documents = [json.dumps({"text": part, "timestamp": "", "url": ""}) for part in parts]
         (assets / "c4_test" / "data.json").write_text("\n".join(documents))
         self.packages, self.folder = [str(self.path)], self.work
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
-        flags = {
-            "dump_folder": run,
-            "training.steps": STEPS,
-            "training.max_context_length": LENGTH,
-            "validator.no-enable": "",
-            "debug.seed": 1,
-        }
-        flags |= {
-            "training.num_tokens_per_microbatch_per_dp_rank": MICRO * LENGTH,
-            "checkpoint.enable": "",
-            "checkpoint.interval": SAVE,
-        }
+        flags = {"dump_folder": run, "training.steps": STEPS, "training.max_context_length": LENGTH, "validator.no-enable": ""}
+        flags |= {"debug.seed": 1, "checkpoint.enable": "", "checkpoint.interval": SAVE}
+        flags |= {"training.num_tokens_per_microbatch_per_dp_rank": MICRO * LENGTH}
         flags |= {"training.num_tokens_per_train_step": BATCH * LENGTH}
         given = [f"--{name}" + (f"={value}" if value != "" else "") for name, value in flags.items()]
         module = ["-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel"]
@@ -237,7 +297,7 @@ class OLMoCore(Trainer):
     title = repository = "allenai/OLMo-core"
     proof, pattern = "src/examples/llm/train.py", "step*"
     on_cpu, on_cpu_note = "gloo", "For these runs, bench/probe maps nccl to gloo."
-    variables, always_on_cpu = {"TORCHDYNAMO_DISABLE": "1"}, True
+    always_on_cpu = True
 
     def prepare(self) -> None:
         import numpy as np
@@ -251,10 +311,8 @@ class OLMoCore(Trainer):
         flags = {"model-factory": "olmo2_1M", "sequence-length": LENGTH, "save-folder": run, "work-dir": self.work / "cache"}
         flags |= {"data_loader.global_batch_size": BATCH * LENGTH, "train_module.rank_microbatch_size": MICRO * LENGTH}
         flags |= {"train_module.compile_model": "false", "trainer.max_duration": f"{{value: {STEPS}, unit: steps}}"}
-        flags |= {
-            "trainer.callbacks.checkpointer.save_interval": SAVE,
-            "trainer.callbacks.checkpointer.ephemeral_save_interval": "null",
-        }
+        saves = "trainer.callbacks.checkpointer"
+        flags |= {f"{saves}.save_interval": SAVE, f"{saves}.ephemeral_save_interval": "null"}
         flags |= {f"trainer.callbacks.{name}_evaluator.enabled": "false" for name in ("lm", "downstream")}
         return [*self.launcher(ranks, always=True), *machine.arguments("src/examples/llm/train.py", "tiny", **flags)]
 
@@ -272,7 +330,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 class NanoChat(Trainer):
     title = repository = "karpathy/nanochat"
-    proof, pattern, weights = "scripts/base_train.py", "model_*.pt", ""
+    proof, pattern, weights, step_ms = "scripts/base_train.py", "model_*.pt", "", r" dt: ([\d.]+)ms"
     on_cpu, on_cpu_note = "cuda", "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
 
     def prepare(self) -> None:
@@ -283,15 +341,17 @@ os.mkdir("base_data_climbmix")
 for number in range(2):
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), f"base_data_climbmix/{number}.parquet", row_group_size=50)"""
         (self.work / "text.txt").write_text(self.text)
-        self.variables = {"NANOCHAT_BASE_DIR": str(self.work), "TORCHDYNAMO_DISABLE": "1"}
+        self.variables = self.variables | {"NANOCHAT_BASE_DIR": str(self.work), "NANOCHAT_DTYPE": self.job.dtype}
         tokenizer = ["-m", "scripts.tok_train", "--vocab-size=384", "--max-chars=100000"]
         quiet = dict(check=True, capture_output=True, env=machine.environment(**self.variables))
         subprocess.run([self.python, "-c", script], cwd=self.work, **quiet)
         subprocess.run([self.python, *tokenizer], cwd=self.path, **quiet)
 
     def command(self, run: Path, ranks: int, resume: bool) -> list:
-        flags = {"depth": 2, "aspect-ratio": 16, "head-dim": 16, "max-seq-len": LENGTH, "window-pattern": "L", "model-tag": run}
-        flags |= {"device-batch-size": MICRO, "total-batch-size": BATCH * LENGTH, "num-iterations": STEPS, "save-every": SAVE}
+        job, width = self.job, self.job.n_embd // self.job.n_layer
+        flags = {"depth": job.n_layer, "aspect-ratio": width, "head-dim": job.n_embd // job.n_head, "max-seq-len": job.length}
+        flags |= {"device-batch-size": job.micro, "total-batch-size": job.batch * job.length, "num-iterations": job.steps}
+        flags |= {"save-every": job.save, "window-pattern": "L", "model-tag": run}
         flags |= {"eval-every": -1, "core-metric-every": -1, "sample-every": -1, "device-type": "cpu" if ranks == 1 else "cuda"}
         if resume:  # it continues from a step that its user names: the newest that has a model
             saved = self.checkpoints(run)
@@ -299,5 +359,6 @@ for number in range(2):
         return [*self.launcher(ranks), *machine.arguments("-m", "scripts.base_train", **flags)]
 
 
-TRAINERS = {"lockstep": Lockstep, "exact": Exact, "nanogpt": NanoGPT, "trainer": HuggingFace, "litgpt": LitGPT}
+TRAINERS = {"lockstep": Lockstep, "exact": Exact, "nanogpt": NanoGPT, "build_nanogpt": BuildNanoGPT, "trainer": HuggingFace}
+TRAINERS |= {"litgpt": LitGPT}
 TRAINERS |= {"torchtitan": TorchTitan, "olmo_core": OLMoCore, "nanochat": NanoChat}

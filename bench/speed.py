@@ -1,4 +1,4 @@
-"""How fast is training, compared with nanoGPT and with the machine?
+"""How fast is training, compared with other trainers and with the machine?
 
 python bench/speed.py steps|loss [--flag=value ...]
 """
@@ -6,6 +6,7 @@ python bench/speed.py steps|loss [--flag=value ...]
 import contextlib
 import functools
 import io
+import itertools
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
@@ -24,13 +25,20 @@ import machine  # puts the project's folder on the path
 # isort: split
 import numpy as np
 
+from audit import text_of
+from audit_trainers import HuggingFace, Job, LitGPT, NanoChat, NanoGPT, Trainer
 from common.errors import RunError, UserError
 from forks import in_fresh_process
 from hardware import host
-from machine import in_turns, ratio, run_until, spread, timed
+from machine import arguments, in_turns, ratio, run_until, spread, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
-SEQ_LEN, BATCH, VOCABULARY = 256, 8, 65
+SEQ_LEN, BATCH = 256, 8
+KNOWN_LOSS = 1.4697
+# Ours by the flags that they add: with no flag tuned to this text or loss, and with a preset that is.
+RECIPES = {"the default recipe": ["config/laptop.toml", *arguments(n_layer=4, n_head=4, n_embd=128, seq_len=64)[1:]]}
+RECIPES["the default recipe"] += arguments(steps=188, eval_every=0, eval_tokens=0, save_every=0)[1:]
+RECIPES["a recipe tuned to this loss"] = ["config/shakespeare_char.toml"]
 TARGET_LOSS = 1.8857  # our run must reach this, in nats per character
 README_RUN = shlex.split(
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
@@ -40,11 +48,11 @@ README_RUN = shlex.split(
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(machine.Out):
-    nanogpt: str
+    nanogpt: str = ""
     """A checkout of nanoGPT."""
-    rounds: int = 3
+    rounds: int = 5
     processor: machine.Processor = "native"
-    """Limit the processor to the instructions of a lesser one."""
+    """Hold the processor to the instructions of an older one."""
 
 
 def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
@@ -60,70 +68,100 @@ def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
 
 @dataclass(frozen=True)
 class StepsConfig(Comparison):
+    litgpt: str = ""
+    """A checkout of litgpt."""
+    litgpt_python: str = sys.executable
+    """An interpreter that has what litgpt needs."""
+    nanochat: str = ""
+    """A checkout of nanochat."""
+    nanochat_python: str = sys.executable
+    """An interpreter that has what nanochat needs."""
+    trainer: bool = True
+    """Whether transformers' Trainer takes part."""
     steps: int = 30
-    """Steps of each run, the first eight of which do not count."""
+    """Updates of each run, the first ten of which do not count."""
+    dtypes: str = "float32,bfloat16"
+    modes: str = "on,off"
+    """Compiled, not compiled, or both."""
 
 
-def steps(config: StepsConfig) -> None:
-    """How fast is a step, compared with nanoGPT and with the machine? python bench/speed.py steps --nanogpt=PATH
+def steps(config: StepsConfig) -> int:
+    """How fast is an update, compared with other trainers and with the machine? python bench/speed.py steps --nanogpt=PATH ...
 
-    Trains nanoGPT's 10.65 M model (6 layers, 6 heads, 384 wide, 256 context, vocabulary 65, batch 8) and our own of the same
-    architecture, on the same tokens. They take turns, each with its own train.py, compiled and not. (nanoGPT's README turns
-    compiling off on a CPU.) Reads the step times that the programs report. Also times the matrix products of such a step alone,
-    to show how close our step comes to them. Ours uses the precision that --dtype=auto chooses. Writes tokens_per_second.json.
+    Each contender trains by its own command, in turns: 6 layers, 6 heads, 384 wide, 256 tokens of context, 8 sequences an
+    update, AdamW, no dropout, on as many threads as there are cores. Ours, nanoGPT and the Trainer train a GPT-2 with 256
+    tokens. litgpt's model has rotary positions and an output layer of its own, and nanochat's has squared ReLUs, value
+    embeddings, 384 tokens and Muon. All have the same 10.6 million weights in their blocks. The milliseconds of an update are
+    those that each program prints. nanoGPT has no bfloat16 on a CPU. Also measures the matrix products of an update alone.
+    Writes tokens_per_second.json.
     """
     machine.act_as(config.processor)
-    dtype = in_fresh_process(chosen_dtype)
-    products = f"the products of a step alone, {dtype}, tokens/s"
+    os.environ["OMP_NUM_THREADS"] = str(host.cores())
+    peers = {"nanoGPT": (NanoGPT, config.nanogpt, sys.executable), "litgpt": (LitGPT, config.litgpt, config.litgpt_python)}
+    peers |= {"nanochat": (NanoChat, config.nanochat, config.nanochat_python)}
+    peers = {name: peer for name, peer in peers.items() if peer[1]}
+    peers |= {"transformers' Trainer": (HuggingFace, str(machine.ROOT), sys.executable)} if config.trainer else {}
+    for kind, path, _ in peers.values():
+        if not Path(path, kind.proof).exists():
+            raise UserError(f"{path} is not a checkout of {kind.repository}")
     with machine.workspace() as folder:
-        text = np.random.default_rng(0).integers(VOCABULARY, size=2_000_000, dtype=np.uint8) + ord("!")
-        peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", text.tobytes().decode("ascii"))
-
-        def speed(milliseconds: list[float]) -> float:
-            return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds[8:])
-
-        def ours(mode: str) -> float:
-            batch = dict(tokens_per_update=BATCH * SEQ_LEN, micro_batch_size=BATCH, seq_len=SEQ_LEN, vocab_size=128)
-            flags = SHAPE | batch | dict(architecture="gpt2", optimizer="adamw", lr=1e-3, device="cpu", compile=mode)
-            tokens = peer / "data/shakespeare_char"
-            lines = run_until(config.steps, "config/laptop.toml", tokens=tokens, steps=10 * config.steps, **flags)
-            return speed([line["step_ms"] for line in lines if "step_ms" in line])  # the first step has none
-
-        def nanogpt(mode: str) -> float:
-            flags = dict(SHAPE, compile=mode == "on", dropout=0.0, batch_size=BATCH, block_size=SEQ_LEN, device="cpu")
-            return speed(nanogpt_steps(peer, config.steps, machine.arguments("", **flags)[1:]))
-
-        contenders = {products: lambda: in_fresh_process(products_alone, dtype)}
-        for mode in ("on", "off"):
-            contenders[f"ours, compile {mode}, tokens/s"] = functools.partial(ours, mode)
-            contenders[f"nanoGPT, compile {mode}, tokens/s"] = functools.partial(nanogpt, mode)
+        contenders, places, versions = {}, iter(range(10**6)), {}
+        machine.make_tokens(folder / "tokens", 400_000, 256)
+        for dtype, mode in itertools.product(config.dtypes.split(","), config.modes.split(",")):
+            words = f"{dtype}, {'compiled' if mode == 'on' else 'eager'}"
+            contenders[f"ours, {words}"] = functools.partial(our_speed, config.steps, folder / "tokens", dtype, mode)
+            for name, (kind, path, python) in peers.items():
+                if (name, dtype) != ("nanoGPT", "bfloat16"):
+                    job = Job(**SHAPE, length=SEQ_LEN, micro=BATCH, batch=BATCH, steps=config.steps, save=10**6, dropout=0.0)
+                    job, work = replace(job, dtype=dtype, compile=mode == "on"), folder / f"peer{next(places)}"
+                    work.mkdir()
+                    peer = kind(Path(path).resolve(), python, work, text_of(""), job)
+                    contenders[f"{name}, {words}"] = functools.partial(peer_speed, peer)
+                    versions[name] = {"commit": peer.commit()} | peer.versions() if kind.repository else peer.versions()
+        for dtype in config.dtypes.split(","):
+            contenders[f"the products alone, {dtype}"] = functools.partial(in_fresh_process, products_alone, dtype)
         measured = in_turns(config.rounds, contenders)
-    best = "ours, compile on, tokens/s"
-    ratios = {f"{best} / {name}": ratio(measured[best], measured[name]) for name in measured if name.startswith("nanoGPT")}
-    ratios[f"a step / its products, {best}"] = ratio(measured[products], measured[best])
-    result = {name: spread(values) for name, values in measured.items()} | ratios
+    ratios = {}
+    for name in measured:
+        _, dtype, *mode = name.split(", ")
+        ours = f"ours, {dtype}, {(mode or ['compiled'])[0]}"
+        if not name.startswith("ours") and ours in measured:
+            ratios[f"{ours} / {name}"] = ratio(measured[ours], measured[name])
+    ratios = dict(sorted(ratios.items(), key=lambda pair: pair[1]))  # where we are slower comes first
+    result = {"tokens/s": {name: spread(values) for name, values in measured.items()}, "ratios": ratios, "others": versions}
     print(machine.write("tokens_per_second", result, config.out))
-    print(*(f"{name}: {value:.3f}" for name, value in ratios.items()), sep="\n")
+    print(*(f"{value:.2f}  {name}" for name, value in ratios.items()), sep="\n")
+    return 0
 
 
-def nanogpt_steps(checkout: Path, steps: int, flags: list[str]) -> list[float]:
-    """Milliseconds of each step of nanoGPT's train.py, without the first, which includes an evaluation."""
-    fixed = [f"--max_iters={steps}", "--log_interval=1", "--eval_iters=1", "--eval_interval=1000000"]
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *fixed, *flags]
-    done = subprocess.run(command, cwd=checkout, env=machine.all_cores(), capture_output=True, text=True)
-    milliseconds = [float(text) for text in re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)]
-    if done.returncode or len(milliseconds) <= steps:
-        raise RunError(f"nanoGPT's train.py ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    return milliseconds[1:]
+def our_speed(steps: int, tokens: Path, dtype: str, mode: str) -> float:
+    """Our tokens/s."""
+    flags = SHAPE | dict(architecture="gpt2", optimizer="adamw", lr=1e-3, vocab_size=256, seq_len=SEQ_LEN, dropout=0.0)
+    flags |= dict(tokens_per_update=BATCH * SEQ_LEN, micro_batch_size=BATCH, device="cpu", dtype=dtype, compile=mode)
+    lines = run_until(steps, "config/laptop.toml", tokens=tokens, steps=10 * steps, **flags)
+    return tokens_per_second([line["step_ms"] for line in lines if "step_ms" in line])  # the first step has none
 
 
-def chosen_dtype() -> str:
-    """What --dtype=auto chooses here."""
-    import torch
+def peer_speed(peer: Trainer) -> float:
+    """Another trainer's tokens/s. Raises RunError with its last output if it fails."""
+    run = peer.work / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir()
+    packages = os.pathsep.join(peer.packages)
+    environment = machine.environment(
+        **peer.variables, CUDA_VISIBLE_DEVICES="", **({"PYTHONPATH": packages} if packages else {})
+    )
+    command = [str(part) for part in peer.command(run, 1, False)]
+    done = subprocess.run(command, cwd=peer.folder, env=environment, capture_output=True, text=True)
+    milliseconds = [float(text) for text in re.findall(peer.step_ms, done.stdout, re.MULTILINE)]
+    if done.returncode or len(milliseconds) < peer.job.steps - 1:
+        raise RunError(f"{peer.title} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return tokens_per_second(milliseconds)
 
-    from hardware import device
 
-    return device.choose_dtype("auto", torch.device("cpu"))
+def tokens_per_second(milliseconds: list[float]) -> float:
+    """Of the updates after the first ten."""
+    return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds[10:])
 
 
 def products_alone(dtype: str) -> float:
@@ -132,7 +170,7 @@ def products_alone(dtype: str) -> float:
     import torch
 
     width, rows, seconds = SHAPE["n_embd"], BATCH * SEQ_LEN, []
-    shapes = [*[(width, width)] * 4, (width, 4 * width), (4 * width, width)] * SHAPE["n_layer"] + [(width, 128)]
+    shapes = [*[(width, width)] * 4, (width, 4 * width), (4 * width, width)] * SHAPE["n_layer"] + [(width, 256)]
     tensors = [[torch.randn(a, b).to(getattr(torch, dtype)) for a, b in ((rows, i), (o, i), (rows, o))] for i, o in shapes]
     for _ in range(12):
         began = time.perf_counter()
@@ -148,30 +186,87 @@ class LossConfig(Comparison):
     """tiny Shakespeare's input.txt, or another ASCII text."""
 
 
-def loss(config: LossConfig) -> None:
+def loss(config: LossConfig) -> int:
     """How fast does training reach a loss? python bench/speed.py loss --nanogpt=PATH --text=input.txt
 
-    Times nanoGPT's README run for a CPU and our config/shakespeare_char.toml in turns, on the same text, from start to end of
-    the command. Then compares their losses, in nats per character, on the whole validation split (the last tenth of the text).
-    Writes time_to_loss.json.
+    Times nanoGPT's README run for a CPU and two recipes of ours in turns, on the same text, from the command to the end:
+    config/laptop.toml with the shape, the context and the number of tokens of nanoGPT's run, and config/shakespeare_char.toml,
+    which is tuned to this text and loss. Then compares their losses in nats a character on the whole validation split, which is
+    the last tenth of the text. Writes time_to_loss.json.
     """
     machine.act_as(config.processor)
     with machine.workspace() as folder:
         peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", Path(config.text).read_text())
-        tokens, runs = folder / "tokens", iter(range(10**6))
-        timed(["prepare_data.py", Path(config.text).resolve(), f"--out={tokens}", "--tokenizer=bytes"])
-
-        def ours() -> float:
-            flags = [f"--tokens={tokens}", f"--out_dir={folder}", f"--name=run{next(runs)}"]
-            return timed(["train.py", "config/shakespeare_char.toml", *flags])
-
-        seconds = in_turns(config.rounds, {"ours, s": ours, "nanoGPT, s": lambda: timed(["train.py", *README_RUN], peer)})
-        own = machine.metrics(folder / "run0")[-1]["val_bpb"] * math.log(2)  # a character is a byte here
-        losses = {"ours": own, "nanoGPT": in_fresh_process(nanogpt_loss, peer)}
-    faster = ratio(seconds["nanoGPT, s"], seconds["ours, s"])
+        tokens = prepared(config.text, folder)
+        contenders = {
+            f"{name}, s": functools.partial(our_seconds, tokens, folder / name, *run) for name, run in RECIPES.items()
+        }
+        seconds = in_turns(config.rounds, contenders | {"nanoGPT, s": lambda: timed(["train.py", *README_RUN], peer)})
+        # A character is a byte here.
+        losses = {name: machine.metrics(folder / name / "run")[-1]["val_bpb"] * math.log(2) for name in RECIPES}
+        losses["nanoGPT"] = in_fresh_process(nanogpt_loss, peer)
+    faster = {name: ratio(seconds["nanoGPT, s"], seconds[f"{name}, s"]) for name in RECIPES}
     result = {"seconds": {name: spread(values) for name, values in seconds.items()}, "losses": losses, "times_faster": faster}
     print(machine.write("time_to_loss", result | {"target_loss": TARGET_LOSS}, config.out))
-    print(f"losses {losses}, the target is {TARGET_LOSS}; {faster:.2f} times faster than nanoGPT")
+    print(f"losses {losses}, the target is {TARGET_LOSS}; times faster than nanoGPT: {faster}")
+    return 0
+
+
+def prepared(text: str, folder: Path) -> Path:
+    """The bytes of a text as a dataset in `folder`."""
+    timed(["prepare_data.py", Path(text).resolve(), f"--out={folder / 'tokens'}", "--tokenizer=bytes"])
+    return folder / "tokens"
+
+
+def our_seconds(tokens: Path, folder: Path, preset: str, *flags: str) -> float:
+    """Seconds of a run of ours, from the command to its end."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return timed(["train.py", preset, f"--tokens={tokens}", f"--out_dir={folder}", "--name=run", *flags])
+
+
+@dataclass(frozen=True)
+class KnownConfig(machine.Out):
+    text: str = "input.txt"
+    """tiny Shakespeare's input.txt."""
+    seeds: str = "0,1,2"
+    flags: str = ""
+    """More flags of train.py, such as --steps=20 for a trial."""
+
+
+def known(config: KnownConfig) -> int:
+    """When does training reach nanoGPT's 1.4697 on tiny Shakespeare? python bench/speed.py known --text=input.txt
+
+    1.4697 is the best validation loss that nanoGPT's README gives for its GPT of 10.65 M parameters, after minutes on a GPU.
+    Trains config/shakespeare_10m.toml with each seed. The loss is over the whole validation split, and the time is that since
+    the command. Writes known_loss.json and known_loss.png.
+    """
+    from matplotlib.figure import Figure
+
+    rows = []
+    with machine.workspace() as folder:
+        tokens = prepared(config.text, folder)
+        for seed in config.seeds.split(","):
+            began, run = time.time(), folder / f"seed{seed}"
+            seconds = our_seconds(tokens, run, "config/shakespeare_10m.toml", f"--seed={seed}", *shlex.split(config.flags))
+            found = [record for record in machine.metrics(run / "run") if "val_bpb" in record]
+            curve = [[(each["time"] - began) / 60, each["step"], each["val_bpb"] * math.log(2)] for each in found]
+            reached = next((minutes for minutes, _, value in curve if value <= KNOWN_LOSS), None)
+            row = {"seed": int(seed), "minutes to 1.4697": reached, "least loss": min(point[2] for point in curve)}
+            rows.append(row | {"seconds": seconds, "curve (minutes, step, loss)": curve})
+            print(row, flush=True)
+    axis = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    for row in rows:
+        minutes, _, losses = zip(*row["curve (minutes, step, loss)"], strict=True)
+        axis.plot(minutes, losses, label=f"seed {row['seed']}")
+    axis.axhline(KNOWN_LOSS, color="0.5", linestyle="--", label="nanoGPT on a GPU, 1.4697")
+    axis.set(
+        xlabel=f"minutes on {host.cores()} cores of {host.cpu_name()}", ylabel="validation loss a character", ylim=(None, 2.2)
+    )
+    axis.legend(frameon=False)
+    path = machine.write("known_loss", {"rows": rows, "known": KNOWN_LOSS}, config.out)
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+    print(path)
+    return int(any(row["minutes to 1.4697"] is None for row in rows))
 
 
 def nanogpt_loss(checkout: Path) -> float:
@@ -192,4 +287,4 @@ def nanogpt_loss(checkout: Path) -> float:
 
 
 if __name__ == "__main__":
-    machine.choose(__doc__, steps=(StepsConfig, steps), loss=(LossConfig, loss))
+    machine.choose(__doc__, steps=(StepsConfig, steps), loss=(LossConfig, loss), known=(KnownConfig, known))

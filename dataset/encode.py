@@ -106,8 +106,8 @@ def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.nd
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = {split: [np.empty(0, dtype)] for split in ("train", "val")}
     for split, starts_document, text in unit.parts:
-        tokens[split] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text).astype(dtype)]
-    return unit, {split: np.concatenate(arrays) for split, arrays in tokens.items()}
+        tokens[split] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text)]
+    return unit, {split: np.concatenate(arrays, dtype=dtype, casting="unsafe") for split, arrays in tokens.items()}
 
 
 def encode_all(tokenizer: Tokenizer, units: Iterable[Unit], workers: int) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:

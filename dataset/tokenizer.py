@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizers, on disk as a Hugging Face tokenizer.json.
 
 What tiktoken defines (train:N, OpenAI's, a .tiktoken file) is encoded by tiktoken. It is written as a tokenizer.json that gives
-the same tokens: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. Any other
-tokenizer.json is encoded by Hugging Face's tokenizers.
+the same tokens: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. tiktoken
+encodes such a file again. Any other tokenizer.json is encoded by Hugging Face's tokenizers.
 """
 
 import base64
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,13 +139,25 @@ def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer
     if spec in NAMED:
         return download(spec)
     if spec.endswith(".json"):
-        return load(spec)
+        return by_tiktoken(load(spec))
     if spec.endswith(".tiktoken"):
         return load_ranks(Path(spec))
     raise UserError(
         f"--tokenizer={spec} is not train:N (a vocabulary of 257 to 999,999), train:N:llama3, bytes, {', '.join(NAMED)}, or "
         "the path of a tokenizer.json or .tiktoken file"
     )
+
+
+def by_tiktoken(found: Tokenizer) -> Tokenizer:
+    """The same tokenizer, encoded by tiktoken in a fifth of the time if its file is what `from_ranks` writes, as ours are."""
+    added = {token.content: i for i, token in found.huggingface.get_added_tokens_decoder().items()}
+    ordinary = {token: i for token, i in found.huggingface.get_vocab(with_added_tokens=False).items() if token not in added}
+    for pattern in (TRAINED_PATTERN, LLAMA3_PATTERN, *NAMED.values()):
+        if json.dumps(pattern, ensure_ascii=False) in found.json:
+            made = from_ranks(_ranks(ordinary), pattern, added, found.name)
+            if made.json == found.json:
+                return made
+    return found
 
 
 def train(texts: Iterable[str], vocab_size: int, name: str, pattern: str) -> Tokenizer:

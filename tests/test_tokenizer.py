@@ -103,6 +103,9 @@ def test_saved_and_loaded_is_the_same(made):
         again = tokenizer.load(path)
         assert (again.sha256, again.vocab_size, again.eot_token) == (ours.sha256, ours.vocab_size, ours.eot_token)
         assert ours.tiktoken and not again.tiktoken
+        prepared = tokenizer.resolve(str(path))  # by tiktoken again, since the file is one of ours
+        assert prepared.tiktoken and prepared.json == ours.json
+        assert prepared.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
         assert again.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
 
 
@@ -189,6 +192,7 @@ def test_a_tokenizer_json_is_encoded_by_tokenizers_and_another_type_is_refused(m
     definition = json.loads(made["train:1000"][0].json)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(definition | {"normalizer": {"type": "NFC"}}), encoding="utf-8")
+    assert not tokenizer.resolve(str(path)).tiktoken
     assert tokenizer.load(path).encode("e\u0301 x").tolist() == made["train:1000"][0].encode("é x").tolist()
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     path.write_text(json.dumps(definition | {"pre_tokenizer": level}), encoding="utf-8")

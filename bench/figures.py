@@ -1,0 +1,268 @@
+"""Write docs/figures.md from the results of the benchmarks: python bench/figures.py --out=bench/results"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import machine  # puts the project's folder on the path
+from common.files import publish_text
+
+PAGE = machine.ROOT / "docs" / "figures.md"
+# Where the measurement of a script is now that is gone.
+NOW = {"hard_kills": "drill.py kills", "resume": "drill.py resume", "tokens_per_second": "speed.py steps"}
+NOW |= {"time_to_loss": "speed.py loss", "exact_cost": "grad_sync.py --strategies=ddp,exact --compile=on"}
+OURS = {"out", "runs", "jobs", "name", "save_every"}  # flags that change no figure
+PREFACE = """# All figures, and where they come from
+
+`python bench/figures.py --out=bench/results` writes this page from the files in `bench/results/`. Each has the date, the machine, the versions, the
+commit, the load, and every single measurement. Nothing here was measured on a GPU. The code has changed since each of these
+dates: run a row's command for a figure of today. It writes to `runs/bench` unless `--out` says otherwise.
+[bench/LOG.md](../bench/LOG.md) has what was tried, also what did not help.
+
+The machines are two or four cores of an Intel Xeon with a matrix unit (AMX), or of an AMD EPYC with bfloat16 instructions and
+without a matrix unit. *As AVX2* means an EPYC held to AVX2 by `--processor=avx2`. *Under load* means that other programs ran.
+"""
+SPEED = """
+## Speed, compared with others
+
+Contenders took turns. A ratio is the median of the ratios within the rounds, and Lockstep is slower where it is below 1. The
+slower rows come first. Training rows train a model of 6 layers, 384 wide, with 256 tokens of context and 8 sequences an update.
+A loss is that of a character of tiny Shakespeare, from the command to its end. Only [bench/LOG.md](../bench/LOG.md) has this
+one: a Xeon whose matrix unit was switched off by `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` reached **0.79** of nanoGPT's tokens/s
+(bfloat16 against float32, 22 Nov 2026).
+
+| ratio | what | machine | command | result |
+|---|---|---|---|---|"""
+HEAD = "| what | figure | machine | command | result |\n|---|---|---|---|---|"
+
+
+def prepared(result: dict) -> list[tuple[float, str]]:
+    """Text to shards, beside each contender."""
+    rows, ours = [], result["ours, MB/s"]["median"]
+    for key in result:
+        if key.startswith("ours / ") and "processor" not in key:
+            other = key.removeprefix("ours / ")
+            words = f"{result['bytes'] / 1e6:.0f} MB of text to shards on disk: {ours:.0f} MB/s, {other}"
+            words += " in memory, nothing written" if other.startswith("tiktoken") else "'s process pool"
+            rows.append((result[key], f"{words}: {result[f'{other}, MB/s']['median']:.0f}"))
+    return rows
+
+
+def trained(result: dict) -> list[tuple[float, str]]:
+    """Tokens/s in training, beside each contender."""
+    if "ratios" not in result:  # of an earlier form of the script, where ours took the faster precision and nanoGPT float32
+        ours, mine = "ours, compile on, tokens/s", result["ours, compile on, tokens/s"]["median"]
+        dtype = "float32" if result["machine"].get("instructions") == "avx2" else "bfloat16"
+        rows = []
+        for mode, words in (("on", "compiled"), ("off", "eager")):
+            other = f"nanoGPT, compile {mode}, tokens/s"
+            words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; nanoGPT in float32, {words}: {result[other]['median']:,.0f}"
+            rows.append((result[f"{ours} / {other}"], words))
+        for products in (values["median"] for key, values in result.items() if key.startswith("the products")):
+            words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; the products with its weights alone: {products:,.0f}"
+            rows.append((1 / result[f"a step / its products, {ours}"], words))
+        return rows
+    speeds, rows = {name: values["median"] for name, values in result["tokens/s"].items()}, []
+    for key, value in result["ratios"].items():
+        ours, other = key.split(" / ")
+        rows.append((value, f"tokens/s: {speeds[ours]:,.0f} ({ours}); {speeds[other]:,.0f} ({other})"))
+    return rows
+
+
+def reached(result: dict) -> list[tuple[float, str]]:
+    """Seconds to a loss, beside nanoGPT."""
+    seconds, losses = result["seconds"], result.get("losses") or {k: v["loss"] for k, v in result["at_the_end"].items()}
+    rows = []
+    for name in seconds:
+        if name != "nanoGPT, s":
+            recipe, loss = name.removesuffix(", s"), losses[name.removesuffix(", s")]
+            words = "a recipe tuned to this loss" if recipe == "ours" else recipe
+            words = f"{words}: {seconds[name]['median']:.1f} s to {loss:.2f}; nanoGPT's README run for a CPU in float32: "
+            words += f"{seconds['nanoGPT, s']['median']:.1f} s to {losses['nanoGPT']:.2f}"
+            faster = result["times_faster"]
+            rows.append((faster[recipe] if isinstance(faster, dict) else faster, words))
+    return rows
+
+
+def exact_cost(result: dict) -> str:
+    cells = []
+    for ranks, of in result["step_ms"].items():
+        exact, ddp = statistics.median(of["exact"]), statistics.median(of["ddp"])
+        ratio = machine.ratio(of["exact"], of["ddp"])
+        cells.append(f"**{ratio:.2f}** times `ddp` on {ranks} rank{'s' * (ranks != '1')} ({exact:.0f} against {ddp:.0f} ms)")
+    return "; ".join(cells)
+
+
+def synced(result: dict) -> str:
+    rows = {(row["strategy"], row["ranks"]): row["update_ms"] for row in result["rows"]}
+    cells = [f"`{name}` {rows[name, 2] / rows['ddp', 2]:.2f}" for name in ("exact", "fsdp", "scratch_overlap")]
+    return f"times `ddp` ({rows['ddp', 2]:.0f} ms): " + ", ".join(cells)
+
+
+def kills(result: dict) -> str:
+    same = "one sha256" if all(result["same"].values()) else "DIFFERENT"
+    return f"{len(result['unusable']) or 'no'} unusable state, {same}"
+
+
+def same_run(result: dict) -> str:
+    found = {}
+    for row in result["runs"]:
+        found.setdefault(row["strategy"], set()).add(row["model.safetensors"])
+    return "; ".join(f"{len(values)} sha256 under `{name}`" for name, values in sorted(found.items()))
+
+
+def factors(result: dict) -> str:
+    return "the best rate moves by " + ", ".join(
+        f"{found['dial']:.2f} ({'AdamW' if name == 'adamw' else 'Muon'})" for name, found in result["factors"].items()
+    )
+
+
+def own_length(result: dict) -> str:
+    found = [f"{row['best_rate'] / row['dial']:.2f} ({row['optimizer']}, depth {row['depth']})" for row in result["curves"]]
+    return "the best rate in units of the dial's: " + ", ".join(found)
+
+
+def batches(result: dict) -> str:
+    rows = {}
+    for row in result["curves"]:
+        rows.setdefault(row["optimizer"], []).append((row["dial_loss"], row["batch"]))
+    best = [f"{min(found)[1]:,} tokens ({name}, of {sorted(batch for _, batch in found)})" for name, found in rows.items()]
+    return "the lowest loss at the dial's rate with batches of " + ", ".join(best)
+
+
+def within_documents(result: dict) -> str:
+    found = {name: values for name, values in result["differences"].items() if "window" in name}
+    return "; ".join(f"{v['mean']:+.3f} ± {v['standard error']:.3f} ({name.split(',')[0]})" for name, v in found.items())
+
+
+def phases(result: dict) -> str:
+    losses = {row["run"]: row["code"] for row in result["runs"] if "cosine" in row["run"] or row["run"].startswith("decay-")}
+    return "validation loss " + ", ".join(f"{value:.3f} ({name.replace('-', ', ')} steps)" for name, value in losses.items())
+
+
+def document_time(result: dict) -> str:
+    found = result["milliseconds of an update"]
+    return ", ".join(f"{of['document / window']:.2f} times as long at {length}" for length, of in found.items())
+
+
+def stalls(result: dict) -> str:
+    waited = [statistics.median(result[mode]["waited_s"]) for mode in ("async", "sync")]
+    return f"{waited[0]:.2f} s in the background, {waited[1]:.2f} s not"
+
+
+def larger_batch(result: dict) -> str:
+    one, two = (row["update_ms"] for row in result["rows"])
+    return f"{one / two:.2f} times the tokens/s"
+
+
+def portable(result: dict) -> str:
+    found = [
+        f"**{result[name]['ratio']:.2f}** times ({words})" for name, words in (("laptop", "laptop preset"), ("10.65 M",) * 2)
+    ]
+    return ", ".join(found)
+
+
+SAME = [
+    ("same_run", "200 steps on 1 to 4 ranks, and killed six times", same_run),
+    ("machines", "`make same` with other instructions, threads, ranks, kills, versions, and on 64-bit Arm in qemu",
+     lambda r: f"{len({str(row['found']['llama']) for row in r['machines']})} sha256 on {len(r['machines'])} machines"),
+    ("portable_speed", "processor time of an update in portable numerics, beside native float32, eager, one thread", portable),
+    ("resume", "cases run twice and resumed, on 3 to 8 ranks",
+     lambda r: f"{len(r['cases'])} cases, {sum(len({str(s) for s in c['sha256']}) == 1 for c in r['cases'])} with one sha256"),
+    ("audit", "Lockstep and other trainers: repeated, killed, on more ranks, from damaged checkpoints",
+     lambda r: f"[audit.md](audit.md), {len(r['trainers'])} rows"),
+    ("hard_kills", "200 kills at random instants", kills),
+    ("hard_kills_ddp_3", "125 kills of `ddp` on three ranks", kills),
+    ("hard_kills_fsdp_3", "125 kills of `fsdp` on three ranks", kills),
+    ("hard_kills_exact_6", "125 kills of `exact` on up to six ranks", kills),
+    ("hard_kills_fsdp_sharded_3", "300 kills of `fsdp`, 28 files in each checkpoint", kills),
+    ("hard_kills_ddp_2_mirror", "20 kills with `--mirror`, an S3 server on loopback; half of them lose the disk, too", kills),
+    ("power_cut", "power cuts and failures of a disk",
+     lambda r: f"{r['total']['crash cases']:,} and {r['total']['faults']:,}; {r['total']['broken'] or 'nothing'} lost"),
+]  # fmt: skip
+STRATEGIES = [
+    ("exact_cost", "an update under `exact`, compiled, laptop preset of 2.6 M parameters", exact_cost),
+    ("grad_sync", "an update on two ranks, eager ([ddp.md](ddp.md) has all)", synced),
+    ("grad_sync_larger_batch", "two ranks on two cores under `ddp` compared with one, batches of 16", larger_batch),
+]
+OTHERS = [
+    ("memory", "memory of a rank, predicted and taken",
+     lambda r: f"off by at most {r['largest_error']:.1%} in {len(r['settings'])} settings"),
+    ("fake_gpu", "memory of a rank on a GPU, predicted, and counted on fake CUDA tensors, eager, 1 to 512 ranks",
+     lambda r: f"off by at most {r['largest_difference']:.1%} in {len(r['settings'])} settings"),
+    ("dial", "the learning rate of `--depth` over a factor of 4 in width and depth, in units of the dial's", factors),
+    ("dial_text", "the same on another text", factors),
+    ("dial_length", "the same at the dial's own length, batch and weight decay, one seed", own_length),
+    ("dial_tokens", "the batch of `--depth` (4,096 tokens at depth 4) at an equal number of tokens, one seed", batches),
+    ("phases", "one trunk with three decays ([phases.md](phases.md)), and a cosine run of each length, one seed", phases),
+    ("documents_loss", "attention within documents: what it adds to the validation loss, three seeds", within_documents),
+    ("documents_time", "the same: the time of an update by context", document_time),
+    ("save_stall", "how long training waits for a save of 0.74 GB", stalls),
+    ("scale", "data of 8 to 16,384 ranks, simulated", lambda r: "[scale.md](scale.md)"),
+]  # fmt: skip
+SECTIONS = {"Strategies, compared with torch's DDP": STRATEGIES, "The run is the same run": SAME}
+SECTIONS |= {"Memory, time and start": OTHERS}
+
+
+def conditions(result: dict) -> str:
+    """Which machine, and when."""
+    host = result["machine"]
+    cpu = "Xeon (AMX)" if "Xeon" in host["cpu"] else host["cpu"].removeprefix("AMD ")
+    cpu = "EPYC as AVX2" if host.get("instructions") == "avx2" else cpu
+    load = ", under load" if result["load"][0] > host["cores"] + 1 else ""
+    return f"{host['cores']} cores of {cpu}{load}, torch {result['versions']['torch'].partition('+')[0]}, {result['date']}"
+
+
+def command(result: dict) -> str:
+    """The command that repeats a result, by the scripts of today."""
+    script, *arguments = result["command"]
+    name = Path(script).stem
+    shown = []
+    for argument in arguments:
+        flag, given, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and flag not in OURS:
+            shown.append(
+                f"--{flag}={'PATH' if re.search('[./]|nanoGPT', value) or flag == 'python' else value}" if given else argument
+            )
+        elif not argument.startswith("--") and name not in NOW and name not in ("memory", "audit"):
+            shown.append(argument)
+    if name == "audit":
+        shown = ["nanogpt", "--path=PATH"]
+    script = NOW.get(name, f"{name}.py")
+    if not (machine.ROOT / "bench" / script.split()[0]).exists():
+        return "a script that is gone"
+    return f"`{' '.join([f'python bench/{script}', *shown])}`"
+
+
+def page(folder: Path) -> str:
+    """The whole page."""
+
+    def read(name: str) -> dict:
+        return json.loads((folder / f"{name}.json").read_text())
+
+    def ending(name: str) -> str:
+        return f"{conditions(read(name))} | {command(read(name))} | {name}.json |"
+
+    compared: list[tuple[float, str, str]] = []
+    kinds: dict[str, Callable] = {"prepare": prepared, "tokens_per_second": trained, "time_to_loss": reached}
+    for kind, rows in kinds.items():
+        for path in sorted(folder.glob(f"{kind}*.json")):
+            compared += [(ratio, words, path.stem) for ratio, words in rows(read(path.stem))]
+    lines = [PREFACE + SPEED]
+    lines += [f"| **{ratio:.2f}** | {words} | {ending(name)}" for ratio, words, name in sorted(compared)]
+    for title, rows in SECTIONS.items():
+        lines += [f"\n## {title}\n", HEAD]
+        lines += [f"| {what} | {figure(read(name))} | {ending(name)}" for name, what, figure in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main(config: machine.Out) -> int:
+    """The command."""
+    publish_text(PAGE, page(Path(config.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    machine.command_line(__doc__, machine.Out, main)
