@@ -22,7 +22,7 @@ class EvaluateConfig:
     """Context length of the windows (0: the model's)."""
     micro_batch_size: Count = 0
     """Windows at a time (0: about 8192 tokens)."""
-    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     numerics: Literal["auto", "native", "portable"] = "auto"
     """portable: the same bits on any processor; auto: as the model was trained."""
