@@ -133,7 +133,7 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
             found = f"within {timeout} (--timeout_minutes): {reason(error) if str(error) else 'no answer'}"
             if world_size > local_world_size() and "missing" not in found:
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-                found += f"; on each node set GLOO_SOCKET_IFNAME (here {interface}) to the interface that leads to the others"
+                found += f"; if rank 0 is there, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"
             raise RunError(f"rank {rank} did not reach all ranks at {host}:{port} {found}; {SAME_COMMAND}") from None
     return World(rank, world_size, local_world_size(), device, timedelta(minutes=timeout_minutes))
 
