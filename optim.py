@@ -46,6 +46,8 @@ class AdamW:
             )
 
 
+# torch 2.13 renames this function; 2.11 has only the old name.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 BATCH = 4  # for Newton-Schulz: one small matrix underuses the CPU, many overflow its cache
 # Takes N matrices of one shape, a dtype, and the module that computes (native or portable). Returns a function that waits for
 # the nearest orthogonal matrices [N, rows, columns]; of sharded matrices, this rank's rows.
@@ -95,7 +97,7 @@ def orthogonalize_shares(
     if mine:
         share[: len(mine)] = orthogonalize(mine, dtype, ops)()
     shares = share.new_empty(group.size() * each, *share.shape[1:])
-    return when_done(dist.all_gather_into_tensor(shares, share, group=group, async_op=True), shares[: len(matrices)])
+    return when_done(all_gather_single(shares, share, group=group, async_op=True), shares[: len(matrices)])
 
 
 def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:

@@ -177,9 +177,10 @@ class ScratchReduceScatter(ScratchAllReduce):
         for parameters in group_by_kind(self.trainable):
             flat = torch.cat([p.grad.reshape(-1) for p in parameters])
             flat = nn.functional.pad(flat, (0, -flat.numel() % self.world_size)).div_(self.world_size)
-            own_shard = flat.new_empty(len(flat) // self.world_size)
-            dist.reduce_scatter_tensor(own_shard, flat, group=self.group)
-            dist.all_gather_into_tensor(flat, own_shard, group=self.group)
+            shards = list(flat.chunk(self.world_size))  # views: all_gather writes into `flat`
+            own_shard = torch.empty_like(shards[0])
+            dist.reduce_scatter(own_shard, shards, group=self.group)
+            dist.all_gather(shards, own_shard, group=self.group)
             for parameter, gradient in zip(parameters, views(flat, parameters), strict=True):
                 parameter.grad = gradient
 
