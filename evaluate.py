@@ -26,7 +26,7 @@ class EvaluateConfig:
     """Score the model on these tasks of lm-eval instead, by name or as YAML files, as in hellaswag,arc_easy."""
     tasks_limit: Count = 0
     """Documents of each task (0: all)."""
-    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     numerics: Literal["auto", "native", "portable"] = "auto"
     """portable: the same bits on any processor; auto: as the model was trained."""

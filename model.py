@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import kernels
+import native
 import portable
-from kernels import BlockMask, compute_dtype
+from attention import BlockMask
+from native import compute_dtype
 from settings import ModelConfig
 
-OPS = {"native": kernels, "portable": portable}  # the model's operations, by --numerics
+OPS = {"native": native, "portable": portable}  # the model's operations, by --numerics
 
 
 class GPT(nn.Module):
@@ -26,7 +27,7 @@ class GPT(nn.Module):
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
     document_token: the token that starts a document, to keep attention within documents (None: see all earlier tokens).
-    numerics: native uses the operations of `kernels`, portable those of `portable`.
+    numerics: native uses the operations of `native`, portable those of `portable`.
     """
 
     def __init__(self, config: ModelConfig, document_token: int | None = None, numerics: str = "native"):
@@ -131,7 +132,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """`x` [B, T, C] to [B, T, C]. `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
 
-        mask: see `kernels.attention`.
+        mask: see `attention.attention`.
         """
         x = x + self.ops.dropout(self.attn(self.norm1(x), rope, cache, mask), self.dropout, self.training)
         return x + self.ops.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
@@ -308,7 +309,7 @@ def generate(
         context = torch.cat((context, new), dim=1)[:, -seq_len:]
 
 
-def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None, ops=kernels) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None, ops=native) -> Tensor:
     """One token id for each row of `logits` [B, V]."""
     if temperature == 0:
         return logits.argmax(dim=-1)

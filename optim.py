@@ -1,5 +1,6 @@
 """Optimizers and the learning-rate schedule."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import kernels
+import native
 from settings import OptimConfig
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), computed by `kernels` or `portable`."""
+    """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), computed by `native` or `portable`."""
 
     STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, with its shape; step is a scalar
 
-    def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, ops=kernels):
+    def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, ops=native):
         self.param_groups, self.betas, self.eps, self.ops = groups, betas, eps, ops
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
@@ -45,20 +46,29 @@ class AdamW:
             )
 
 
+# torch 2.13 renames this function; 2.11 has only the old name.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 BATCH = 4  # for Newton-Schulz: one small matrix underuses the CPU, many overflow its cache
-# Takes N matrices of one shape, a dtype, and the module that computes (kernels or portable). Returns the nearest orthogonal
-# matrices [N, rows, columns]; of sharded matrices, this rank's rows.
-Orthogonalize = Callable[[list[Tensor], torch.dtype, ModuleType], Tensor]
+# Takes N matrices of one shape, a dtype, and the module that computes (native or portable). Returns a function that waits for
+# the nearest orthogonal matrices [N, rows, columns]; of sharded matrices, this rank's rows.
+Orthogonalize = Callable[[list[Tensor], torch.dtype, ModuleType], Callable[[], Tensor]]
 
 
-def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=kernels) -> Tensor:
-    """Approximate the (semi-)orthogonal matrix nearest to each of N `matrices` of one shape: [N, rows, columns] in `dtype`."""
-    found = []
-    for i in range(0, len(matrices), BATCH):
-        batch = torch.stack([matrix.to(dtype) for matrix in matrices[i : i + BATCH]])
-        tall = batch.shape[1] > batch.shape[2]  # transpose these, so that the Gram matrix is smaller
-        found.append(newton_schulz(batch.mT, ops).mT if tall else newton_schulz(batch, ops))
-    return torch.cat(found)
+def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=native) -> Callable[[], Tensor]:
+    """Approximate the (semi-)orthogonal matrix nearest to each of N `matrices` of one shape: [N, rows, columns] in `dtype`.
+
+    Computes when the returned function is called, so that one shape at a time needs memory.
+    """
+
+    def compute() -> Tensor:
+        found = []
+        for i in range(0, len(matrices), BATCH):
+            batch = torch.stack([matrix.to(dtype) for matrix in matrices[i : i + BATCH]])
+            tall = batch.shape[1] > batch.shape[2]  # transpose these, so that the Gram matrix is smaller
+            found.append(newton_schulz(batch.mT, ops).mT if tall else newton_schulz(batch, ops))
+        return torch.cat(found)
+
+    return compute
 
 
 def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
@@ -76,7 +86,7 @@ def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
 
 def orthogonalize_shares(
     matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize
-) -> Tensor:
+) -> Callable[[], Tensor]:
     """`orthogonalize`, divided among the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
     Each rank orthogonalizes its share, and one exchange gathers the results.
@@ -85,14 +95,25 @@ def orthogonalize_shares(
     mine = matrices[group.rank() * each :][:each]
     share = torch.zeros(each, *local(matrices[0]).shape, dtype=dtype, device=matrices[0].device)
     if mine:
-        share[: len(mine)] = orthogonalize(mine, dtype, ops)
+        share[: len(mine)] = orthogonalize(mine, dtype, ops)()
     shares = share.new_empty(group.size() * each, *share.shape[1:])
-    dist.all_gather(list(shares.split(each)), share, group=group)
-    return shares[: len(matrices)]
+    return when_done(all_gather_single(shares, share, group=group, async_op=True), shares[: len(matrices)])
 
 
-def orthogonalize_by_owners(matrices: list, dtype: torch.dtype, ops, group: dist.ProcessGroup, multiple: int = 1) -> Tensor:
-    """`orthogonalize` if each rank of `group` holds a share of each of N matrices. Returns this rank's shares of the results.
+def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
+    """A function that waits for `work` and returns what it has `received`."""
+
+    def wait() -> Tensor:
+        work.wait()
+        return received
+
+    return wait
+
+
+def orthogonalize_by_owners(
+    matrices: list, dtype: torch.dtype, ops, group: dist.ProcessGroup, multiple: int = 1
+) -> Callable[[], Tensor]:
+    """`orthogonalize` if each rank of `group` holds a share of each of N matrices. The result is this rank's shares.
 
     One exchange sends the shares of each matrix to its owner, which orthogonalizes it. Another sends the shares of the result
     back. A rank owns `each` matrices, a multiple of `multiple`; the last ranks may own fewer, or none. BATCH keeps the batches
@@ -109,23 +130,23 @@ def orthogonalize_by_owners(matrices: list, dtype: torch.dtype, ops, group: dist
     whole = exchanged.unflatten(0, (-1, each)).transpose(0, 1).flatten(1, 2)  # [each, holders x size]
     if owned:
         found = whole[:owned, : math.prod(shape)]
-        found.copy_(orthogonalize(list(found.unflatten(1, shape)), dtype, ops).flatten(1))
-    dist.all_to_all_single(pieces, whole.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1), group=group)
-    return pieces[: len(matrices), : mine.numel()].unflatten(1, mine.shape)
+        found.copy_(orthogonalize(list(found.unflatten(1, shape)), dtype, ops)().flatten(1))
+    back, shares = whole.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1), pieces[: len(matrices), : mine.numel()]
+    return when_done(dist.all_to_all_single(pieces, back, group=group, async_op=True), shares.unflatten(1, mine.shape))
 
 
 class Muon:
     """Muon (Jordan et al., 2024), which replaces each matrix's momentum with the nearest orthogonal matrix.
 
     Updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits
-    both. All matrices of a shape are orthogonalized together. `orthogonalize` may divide this work among ranks. Parameters may
-    be sharded by rows.
+    both. All matrices of a shape are orthogonalized together. `orthogonalize` may divide this work among ranks, which send the
+    matrices of one shape while they compute the next. Parameters may be sharded by rows.
     """
 
     STATE = {"momentum_buffer"}
 
     def __init__(
-        self, groups: list[dict], momentum: float, dtype: torch.dtype, orthogonalize: Orthogonalize = orthogonalize, ops=kernels
+        self, groups: list[dict], momentum: float, dtype: torch.dtype, orthogonalize: Orthogonalize = orthogonalize, ops=native
     ):
         self.param_groups, self.momentum, self.dtype, self.orthogonalize, self.ops = groups, momentum, dtype, orthogonalize, ops
         self.state: dict[Tensor, dict[str, Tensor]] = {}
@@ -133,6 +154,7 @@ class Muon:
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights from the gradients. Overwrites the gradients."""
+        update = lambda: None  # noqa: E731  for the shape before
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in parameters):
@@ -144,9 +166,16 @@ class Muon:
                 momenta = [local(self.state[p]["momentum_buffer"]) for p in matrices]
                 self.ops.lerp_(momenta, gradients, 1 - self.momentum)
                 self.ops.lerp_(gradients, momenta, self.momentum)  # Nesterov's momentum
-                updates = self.orthogonalize([p.grad for p in matrices], self.dtype, self.ops).to(weights[0].dtype)
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-                self.ops.add_(weights, updates.unbind(), alpha=-0.2 * group["lr"] * math.sqrt(max(shape)))
+                nearest = self.orthogonalize([p.grad for p in matrices], self.dtype, self.ops)
+                update()
+                update = functools.partial(self.update, weights, nearest, group, max(shape))
+        update()
+
+    def update(self, weights: list[Tensor], nearest: Callable[[], Tensor], group: dict, longest: int) -> None:
+        """Update the `weights` of one shape by the matrices `nearest` to their momentum. longest: the shape's longest side."""
+        updates = nearest().to(weights[0].dtype).unbind()
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        self.ops.add_(weights, updates, alpha=-0.2 * group["lr"] * math.sqrt(longest))
 
 
 def local(tensor) -> Tensor:
@@ -228,7 +257,7 @@ def optimizer_of(name: str, parameter: Tensor, optimizer: str) -> type[AdamW] | 
 def build(
     parameters: dict[str, Tensor],
     config: OptimConfig,
-    ops: ModuleType = kernels,
+    ops: ModuleType = native,
     orthogonalize: Orthogonalize = orthogonalize,
     after_step: Callable[[], None] = lambda: None,
 ) -> Optimizers:

@@ -1,10 +1,10 @@
-"""The operations of `kernels.py` with the same bits on every processor, number of threads and version of torch.
+"""The operations of `native.py` with the same bits on every processor, number of threads and version of torch.
 
 The bits of a sum depend on its order, which depends on vector width, threads and library. Two things depend on none of these:
 an exact sum, and a single IEEE 754 operation. So products and sums first round their terms to a grid so coarse that float64
 adds them exactly (`to_grid`). Everything else is separate additions, multiplications and divisions, never compiled: a fused
 multiply-add rounds once instead of twice. torch takes exp, log, sine and roots from the processor's library, so we have our
-own. Shapes are as in model.py; tensors are float32 unless stated. Undocumented functions do what their `kernels` namesakes do.
+own. Shapes are as in model.py; tensors are float32 unless stated. Undocumented functions do what their `native` namesakes do.
 """
 
 import functools
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import kernels
-from kernels import rotate
+import native
+from native import rotate
 
 TERMS = 1 << 13  # terms of a product that are added in one exact sum
 BLOCK = 1 << 16  # elements computed in float64 at a time, so that they stay in a core's cache
-causal_mask = functools.lru_cache(16)(kernels.causal_mask)
+causal_mask = functools.lru_cache(16)(native.causal_mask)
 
 
 def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
@@ -271,7 +271,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Ten
 
 
 def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """See `kernels.cross_entropy_part`."""
+    """See `native.cross_entropy_part`."""
     probabilities, targets = Softmax.apply(product(x, stacked([weight], -1).T)), targets[:, None]  # [rows, V], [rows, 1]
     losses = -log(probabilities.gather(1, targets).double()).float()
     if weight_grad is not None:
@@ -290,8 +290,8 @@ cos = cosine = functools.partial(sin, turns=1)
 silu = functools.partial(pointwise, functools.partial(gated, a=1.0, b=0.0))
 gelu = functools.partial(pointwise, functools.partial(gated, a=1.5957691216057308, b=0.07135481627260025))
 gelu_erf = functools.partial(pointwise, normal_gated)
-document_mask = functools.partial(kernels.document_mask, flexible=False)
-linear_cross_entropy = functools.partial(kernels.linear_cross_entropy, rows=256)  # on any device
+document_mask = functools.partial(native.document_mask, flexible=False)
+linear_cross_entropy = functools.partial(native.linear_cross_entropy, rows=256)  # on any device
 
 
 # Random numbers come from numpy's Philox (Salmon et al. 2011). Its key is an integer drawn from torch's generator.

@@ -189,7 +189,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     if start.state.step < since:
         gone = f"no intact checkpoint between it and step {step} is left (--keep_last)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
-    if (ours := checkpoint.versions(world.device)) != era["versions"] and config.numerics.numerics == "native":
+    if (ours := checkpoint.versions(config, world.device)) != era["versions"] and config.numerics.numerics == "native":
         say(f"warning: the step was computed with {era['versions']}; here are {ours}")
     run = train.build(config, world, dataset, start)
     run.engine.warm_up(config.train.micro_batch_size, config.model.seq_len)
@@ -211,13 +211,12 @@ def look_at_sequences(run: train.Run) -> list[str]:
     """The sequences of the coming update, worst loss first: their losses, where they come from, and their text."""
     batches, step, each = run.batches, run.state.step, run.config.train.micro_batch_size
     losses = run.world.zeros(run.config.sequences_per_update)
-    run.engine.module.eval()  # without dropout
-    for micro_batch in run.world.share(run.config.micro_batches):
-        tokens = torch.from_numpy(batches.batch(step, micro_batch)).to(run.world.device)  # [micro_batch_size, seq_len + 1]
-        for i, sequence in enumerate(tokens):
-            with run.engine.autocast():
-                losses[micro_batch * each + i] = run.engine.eval_model(sequence[None, :-1], sequence[None, 1:]).to(losses.dtype)
-    run.engine.module.train()
+    with run.engine.evaluating() as model:
+        for micro_batch in run.world.share(run.config.micro_batches):
+            tokens = torch.from_numpy(batches.batch(step, micro_batch)).to(run.world.device)  # [micro_batch_size, seq_len + 1]
+            for i, sequence in enumerate(tokens):
+                with run.engine.autocast():
+                    losses[micro_batch * each + i] = model(sequence[None, :-1], sequence[None, 1:]).to(losses.dtype)
     losses = run.world.sum_over_ranks(losses).tolist()
     text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
     datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))

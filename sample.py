@@ -29,7 +29,7 @@ class SampleConfig:
     """Sample from this many of the most likely tokens (0: all)."""
     seed: Seed = 1
     num_samples: Size = 1
-    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     tokenizer: str = ""
     """For a model without tokenizer.json: a tokenizer.json, gpt2, or any other --tokenizer of prepare_data.py."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

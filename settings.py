@@ -144,7 +144,7 @@ class TrainConfig:
     """Global batch in tokens, whatever the number of ranks."""
     micro_batch_size: Size | Literal["auto"] = "auto"
     """Sequences in one forward pass of one rank; auto fits it to memory."""
-    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the matrix products; the weights stay in float32. auto: bfloat16 where that is fast.
     On CUDA, float32 products are in TF32, which has a mantissa of 10 bits."""

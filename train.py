@@ -17,6 +17,7 @@ from planning import plan
 if __name__ == "__main__":  # --help, --plan and wrong flags are answered before importing torch, which takes seconds
     command.run("train", lambda args: plan.read_command(args, __doc__))
 
+import gc
 import math
 import os
 import time
@@ -34,16 +35,16 @@ import data
 import optim
 import settings
 import tasks
+from attention import activate_attention_kernel
 from checkpoints import checkpoint, huggingface, lookup
 from checkpoints.checkpoint import Checkpoints, TrainState
 from checkpoints.lookup import Start
 from checkpoints.mirror import Mirror
 from common import cli, files
-from common.errors import EX_TEMPFAIL, RunError, UserError
+from common.errors import EX_TEMPFAIL, UserError
 from evaluate import evaluate
 from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_device
 from hardware.footprint import flops_per_token
-from kernels import activate_attention_kernel
 from model import GPT, initial_weights, on_meta
 from parallel.engine import Engine, build_optimizers, fully_shard, load_weights, use_float8, wrap
 from parallel.world import Stop, World, connect
@@ -54,6 +55,8 @@ from reports.trace import Trace
 from sample import write_sample
 from settings import Config
 from tasks import Tasks
+
+COLLECT_EVERY = 100  # steps between collections of Python's garbage, on all ranks at once
 
 
 @dataclass
@@ -82,13 +85,13 @@ def main(config: Config) -> int:
     with Log(Path(config.run.out_dir, config.run.name), is_master) as log:
         world = join(config)
         with world.reporting_lost_ranks():
-            run = prepare(*settle(config, world, log))
-            try:
-                log.status = train(run)
-            except torch.OutOfMemoryError as error:
-                raise RunError(f"rank {world.rank} ran {startup.out_of_memory(run.config)}") from error
-            finally:  # if training fails during a save, the save is worth finishing
-                run.checkpoints.wait(failed=log.status == 1)
+            asked, config, *settled = settle(config, world, log)
+            with startup.explaining_out_of_memory(config, world.rank):
+                run = prepare(asked, config, *settled)
+                try:
+                    log.status = train(run)
+                finally:  # if training fails during a save, the save is worth finishing
+                    run.checkpoints.wait(failed=log.status == 1)
             world.leave()
     return log.status
 
@@ -121,7 +124,9 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
     mirror = Mirror(config.checkpoint.mirror, log) if config.checkpoint.mirror else None
     start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
     config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), start.state.settings)
-    notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity), *startup.check(config, world)]
+    versions = checkpoint.versions(config, world.device)
+    notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity, versions)]
+    notes += [*startup.compare(config, world, versions), *startup.check(config, world)]
     if start.state.step < config.train.steps:
         log.say(startup.banner(config, dataset, world, start.state.step))
     for note in notes:
@@ -143,7 +148,7 @@ def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, 
     run.log, run.tasks = log, loaded
     peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
     run.progress = Progress(log, config.train, config.log.log_every, peak_speed, dataset.names, run.batches)
-    state.begin(cli.flat_values(config), dataset.identity, world, start.continues)
+    state.begin(config, dataset.identity, world, start.continues)
     run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, dataset, log)
     if world.is_master and config.log.wandb == "online":
         require_wandb_key()
@@ -224,7 +229,13 @@ def train(run: Run) -> int:
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop, trace = Stop(world, config.run.max_minutes), Trace(log, config.log.profile, world.device)
     warm_up(run)
+    # Python would collect garbage on each rank at another moment, and all would wait for each of them.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     while True:
+        if due(COLLECT_EVERY, state.step):
+            gc.collect()
         last, stopping = state.step >= steps, stop.agreed()  # the answer to `ask` before the last update
         if due(config.parallel.check_replicas_every, state.step):
             engine.check_replicas()  # before a save: wrong weights must not be saved
@@ -305,9 +316,8 @@ def validate(run: Run) -> None:
     config, state, engine, began = run.config, run.state, run.engine, time.monotonic()
     streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
     tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # per dataset; the mixture weights their losses
-    engine.module.eval()
-    losses = [evaluate(engine.eval_model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
-    engine.module.train()
+    with engine.evaluating() as model:
+        losses = [evaluate(model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     validation = run.dataset.validation(losses)
     run.evaluated_at, run.val_loss = state.step, validation["val_loss"]
     run.checkpoints.evaluated(state, run.val_loss)

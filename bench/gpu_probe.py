@@ -34,10 +34,10 @@ def import_trainer() -> list[str]:
     return missing
 
 
-def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False):
+def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False, plain: str = ""):
     """Run the trainer as FOLDER/run until `enough(the records of its updates)`, or for `limit` seconds; then kill it.
 
-    Returns the records and the wait statuses.
+    plain: a way to be fast that it goes without; waiting: Muon waits for each exchange. Returns the records and wait statuses.
     """
     own = dict(out_dir=str(folder), name="run", async_save=False, eval_every=0, eval_tokens=config.model.seq_len)
     config = settings.replace(config, **own)
@@ -47,6 +47,10 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
 
         import train
 
+        if plain == "waiting":
+            import optim
+
+            optim.when_done = lambda work, received: (work.wait(), lambda: received)[1]
         if ranks > torch.cuda.device_count():
             os.environ["LOCKSTEP_SHARE_GPU"] = "1"
         with errors.user_errors():
@@ -59,7 +63,7 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
     return updates(), statuses
 
 
-def training(config: Config, folder: Path, limit: float, updates: int) -> dict:
+def training(config: Config, folder: Path, limit: float, updates: int, ranks: int = 1, plain: str = "") -> dict:
     """Train for `updates`, or at least FEWEST of them and SECONDS after the first. Saves nothing.
 
     Returns the milliseconds of each update, the seconds until the first, memory, losses and what was chosen.
@@ -70,7 +74,7 @@ def training(config: Config, folder: Path, limit: float, updates: int) -> dict:
         return len(records) >= updates or (len(records) >= FEWEST and seconds > SECONDS)
 
     config, began = settings.replace(config, steps=10**6, save_every=0), time.time()
-    records, statuses = train(config, 1, folder, limit, enough)
+    records, statuses = train(config, ranks, folder, limit, enough, plain)
     if len(records) < min(updates, FEWEST):
         raise forks.failure(folder / "forks", statuses, limit)
     resolved = settings.read_preset(folder / "run/config.toml")
@@ -78,7 +82,7 @@ def training(config: Config, folder: Path, limit: float, updates: int) -> dict:
         "first_update_s": records[0]["time"] - began,
         "update_ms": [record["step_ms"] for record in records[UNTIMED:]],
         "memory_gb": max(record["memory_gb"] for record in records),
-        "estimated_gb": sum(footprint.of_rank(resolved, 1, resolved.train.device).values()) / 1e9,
+        "estimated_gb": sum(footprint.of_rank(resolved, ranks, resolved.train.device).values()) / 1e9,
         "losses": [record["loss"] for record in records],
         "tokens_per_update": resolved.train.tokens_per_update,
         "micro_batch_size": resolved.train.micro_batch_size,

@@ -56,7 +56,7 @@ class Miniature:
         world = World(0, 1, 1, torch.device("cpu"))
         config = settings.replace(MODEL, **dict(async_save=False, save_every=0) | keep)
         self.state = checkpoint.load_state(found) if found else checkpoint.TrainState()
-        self.state.begin(cli.flat_values(config), DATASET.identity, world, found is not None)
+        self.state.begin(config, DATASET.identity, world, found is not None)
         model = on_meta(config.model)
         weights = dict(initial_weights(model, self.state.step))
         self.engine = SimpleNamespace(

@@ -28,10 +28,11 @@ from torch import Tensor
 
 import optim
 import settings
+from attention import activate_attention_kernel
 from checkpoints import huggingface, retention, tensor_files
 from checkpoints.mirror import Mirror
 from checkpoints.retention import FileRecord, step_directory, write_manifest
-from common import files
+from common import cli, files
 from common.errors import RunError, UserError
 from common.records import Count
 from data import Mixture
@@ -73,21 +74,25 @@ class TrainState:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
-    def begin(self, now: dict[str, Any], dataset: str, world: World, continues: bool) -> None:
-        """Record that the run continues from this step with the settings `now`."""
+    def begin(self, config: Config, dataset: str, world: World, continues: bool) -> None:
+        """Record that the run continues from this step with the resolved `config`."""
         if not continues:
             self.best, self.history = [], []  # they describe another run
-        self.dataset, self.settings, self.versions = dataset, now, versions(world.device)
+        self.dataset, self.settings, self.versions = dataset, cli.flat_values(config), versions(config, world.device)
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **era} != self.history[-1]:
             self.history = [*self.history, {"step": self.step, **era}]
 
 
-def versions(own: torch.device) -> dict[str, str]:
+def versions(config: Config, own: torch.device) -> dict[str, str]:
     """Everything besides the settings that the bits of a run depend on."""
     packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     if torch.backends.mkl.is_available():
         packages["mkl"] = os.environ.get("MKL_CBWR", "")  # its reproducibility mode (host.prepare_torch)
+    if own.type == "cuda":
+        dtype = device.DTYPES[config.train.dtype]
+        kernel = activate_attention_kernel(config.model, config.train.micro_batch_size, dtype, own)
+        packages |= device.libraries() | {"attention": kernel}
     return packages | {"hardware": device.describe(own)}
 
 

@@ -205,10 +205,11 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
     return Start(TrainState())
 
 
-def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
-    """A line for each setting that differs from the checkpoint's. Raises UserError for one that may not.
+def check_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:
+    """A line for each setting and version that differs from the checkpoint's. Raises UserError for a setting that may not.
 
-    dataset: its identity. A run keeps its model and its data; a new run from its checkpoint may change the data.
+    dataset: its identity. versions: of what computes here. A run keeps its model and its data; a new run from its checkpoint
+    may change the data.
     """
     state, own, done = start.state, start.continues, start.state.step
     now, before, was = cli.flat_values(config), state.settings, state.config
@@ -239,6 +240,9 @@ def check_changes(start: Start, config: Config, dataset: str) -> list[str]:
     unseen = {"threads", "shard_gradients"}  # by the bits of exact
     silent = SILENT | (unseen if config.parallel.strategy == "exact" else set())
     lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
+    if config.numerics.numerics == "native":  # on which bits depend
+        known = state.versions
+        lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]
     if skips_otherwise and not other_tokens:
         lines.append(f"warning: {skip}, which is in these weights; an earlier checkpoint begins without it")
     if other_tokens:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import re
@@ -35,10 +36,11 @@ COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 MOST_RANKS = 4  # of `make train` on a CPU; more were not measured
-CUDA_DRIVERS = {"12": "525", "13": "580"}  # the oldest driver for each major version of CUDA
-OLDER_CUDA = "install a torch for an older CUDA (https://pytorch.org)"
-# Words in the name of a GPU that has less than the datasheet says: a slice, a virtual one, or fewer units and watts.
-GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D"}
+CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
+# torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta; pip's own needs CUDA 13 (pytorch's RELEASE.md).
+CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+# Words in the name of a GPU that is not the one of the datasheet: a slice, a virtual one, or with other units and watts.
+GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 
 
 def prepare_device(
@@ -48,7 +50,7 @@ def prepare_device(
 
     Call it before the process group is made: NCCL reads its variables when the first communicator is.
 
-    name: auto, cpu, cuda, xpu or mps; each rank takes the accelerator `local_rank`. threads: CPU threads of each rank (auto:
+    name: auto, cpu, cuda or mps; each rank takes the accelerator `local_rank`. threads: CPU threads of each rank (auto:
     cores // local ranks). deterministic: CUDA and NCCL use only kernels that give the same bits every time; on a CPU the model
     needs no others. integers_only: the ranks add nothing but integers, whose sum does not depend on the order.
     """
@@ -58,9 +60,8 @@ def prepare_device(
     torch.set_num_threads(max(1, cores() // local_world_size()) if threads == "auto" else threads)
     if device.type == "mps" and integers_only:
         raise UserError("--strategy=exact needs float64, which Metal devices do not have; use --device=cpu")
-    if device.type in ("cuda", "xpu"):
-        getattr(torch, device.type).set_device(device)
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         require_kernels(device)
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
     if device.type == "cuda" and deterministic:
@@ -74,9 +75,9 @@ def prepare_device(
 
 
 def find_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank; auto is CUDA, xpu or mps if torch finds one, else the CPU. Raises UserError if it is missing."""
+    """The device of this rank; auto is CUDA or mps if torch finds one, else the CPU. Raises UserError if it is missing."""
     if name == "auto":
-        found = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+        found = {"cuda": torch.cuda, "mps": torch.backends.mps}
         name = next((kind for kind, module in found.items() if module.is_available()), "cpu")
     if name == "cpu":
         return torch.device(name)
@@ -95,10 +96,15 @@ def require_no_gpu() -> None:
     """Raise UserError if this machine has an NVIDIA GPU that torch cannot use: a run must not train on the CPU by mistake."""
     if (driver := nvidia_driver()) is None:
         return
-    problem, cuda = "is a build without CUDA; install one with it", torch.version.cuda
-    if cuda:
-        needed = CUDA_DRIVERS.get(cuda.partition(".")[0], "a newer one")
-        problem = f"cannot use it: its CUDA {cuda} needs driver {needed} or newer; update the driver, or {OLDER_CUDA}"
+    cuda, own = torch.version.cuda or "", int(driver.partition(".")[0] or 0)
+    needed = CUDA_DRIVERS.get(cuda.partition(".")[0], 580)
+    if not cuda:
+        wheel = CUDA_12_WHEEL if own < CUDA_DRIVERS["13"] else CUDA_12_WHEEL.partition(" --")[0]
+        problem = f"is a build without CUDA; try: {wheel}"
+    elif own < needed:
+        problem = f"needs driver {needed} or newer for its CUDA {cuda}; update the driver, or try: {CUDA_12_WHEEL}"
+    else:
+        problem = f"with CUDA {cuda} finds none; a container needs its GPUs, as by docker run --gpus=all"
     gpu = "an NVIDIA GPU" + f" with driver {driver}" * bool(driver)
     raise UserError(f"this machine has {gpu}, but torch {torch.__version__} {problem}; --device=cpu trains on the CPU")
 
@@ -112,7 +118,8 @@ def require_kernels(device: torch.device) -> None:
     if not any(version <= own and (kind == "compute" or version[0] == own[0]) for kind, version in versions):
         gpu = f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}"
         known = ", ".join(f"{major}.{minor}" for _, (major, minor) in versions)
-        raise UserError(f"{gpu}, and torch {torch.__version__} has kernels only for {known}; {OLDER_CUDA}")
+        other = CUDA_12_WHEEL if own < min(version for _, version in versions) else "pip install --upgrade torch"
+        raise UserError(f"{gpu}, and torch {torch.__version__} has kernels only for {known}; try: {other}")
 
 
 def local_world_size() -> int:
@@ -152,7 +159,7 @@ def fast_at_bfloat16(device: torch.device) -> bool:
     AVX2. Not measured: Arm, where oneDNN has no fast code for some products (pytorch#180447), and Metal.
     """
     if device.type != "cpu":
-        return device.type == "xpu" or device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if not torch.backends.mkldnn.is_available() or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
@@ -165,7 +172,7 @@ def fast_at_bfloat16(device: torch.device) -> bool:
 def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
     """Whether a run is so long that compiling saves time: always on a GPU, but never on mps, where nobody has tried it."""
     if device.type != "cpu":
-        return device.type in ("cuda", "xpu")
+        return device.type == "cuda"
     kind = "bfloat16" if dtype == "bfloat16" else "float32"
     return COMPILE_SAVES[kind] * run_flops / (cores() * EAGER_FLOPS[kind]) > COMPILE_SECONDS
 
@@ -208,6 +215,11 @@ def has_float8(device: torch.device) -> bool:
     if torch.version.hip:  # the compute capability of an MI200, gfx90a, is 9.0, as that of an H100
         return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95", "gfx120"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def kind(device: torch.device) -> str:
+    """cpu, cuda or mps; rocm for AMD's GPUs, which torch calls cuda."""
+    return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -258,30 +270,39 @@ def best_product(device: torch.device, dtype: str) -> float:
 
 def describe(device: torch.device) -> str:
     """The hardware on which bits may depend: a GPU's name, or a CPU's with the vector instructions that torch uses."""
-    if device.type in ("cuda", "xpu"):
-        return getattr(torch, device.type).get_device_name(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def libraries() -> dict[str, str]:
+    """The versions of what computes on a GPU besides torch, by name."""
+    found = {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
+    found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if torch.distributed.is_nccl_available() else {}
+    if importlib.util.find_spec("triton"):
+        import triton  # here, because it takes a moment
+
+        found["triton"] = triton.__version__
+    return {name: str(version) for name, version in found.items()}
 
 
 def memory(device: torch.device) -> tuple[int, int]:
     """The bytes of memory that are free for this rank, and all bytes: of its GPU, or of the machine for a CPU.
 
-    On xpu and mps only this process's own memory counts as used; that of other processes is not known.
+    On mps only this process's own memory counts as used; that of other processes is not known.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
-    total, used = memory_bytes(), 0
-    if device.type == "xpu":
-        total, used = torch.xpu.get_device_properties(device).total_memory, torch.xpu.memory_reserved(device)
-    elif device.type == "mps":
-        total, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
-    return total - used, total
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    return memory_bytes(), memory_bytes()
 
 
 def peak_memory_gb(device: torch.device) -> float:
     """The most memory in GB that this process has held: allocated on the GPU, resident on a CPU and on mps."""
-    if device.type in ("cuda", "xpu"):
-        return getattr(torch, device.type).max_memory_allocated(device) / 1e9
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 

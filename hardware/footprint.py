@@ -10,7 +10,8 @@ import math
 from common.cli import replace
 from settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainConfig
 
-SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (kernels.short_attention)
+FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention's mask (attention.document_blocks)
+SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (attention.short_attention)
 # Tensors may take this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
 # the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
 USABLE = 0.9
@@ -138,7 +139,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
         "exact": max(travels, embedding + tied + 3 * piece),
     }.get(strategy, tied)
     complete = 0.0 if exact else reduced if buckets or fsdp else 4.0 * P
-    muon = muon_buffers(model, config.optim, shards if fsdp or exact else 0)
+    muon = muon_buffers(model, config.optim, shards if fsdp or exact else 0, world_size)
     returns = max(2 * piece, embedding * (1 + 1 / shards) * (exact and world_size > 1))
     moments = [
         # The forward of the last micro-batch ends; its backward has begun; the ranks add the gradients up; the weights change.
@@ -184,10 +185,20 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     return N * model.n_layer * C * residual + ends, N * block
 
 
+def uses_flex(config: Config, device: str) -> bool:
+    """Whether attention within documents is FlexAttention's: see `attention.document_mask`. device: rocm for AMD's GPUs."""
+    repeats = config.train.deterministic or config.parallel.strategy == "exact"
+    fit = device == "cuda" or (device == "rocm" and not repeats)
+    return fit and not config.model.dropout and config.numerics.numerics == "native"
+
+
 def document_mask(config: Config, device: str) -> int:
-    """The bytes of the mask that keeps attention within documents, for a sequence, where `kernels.document_mask` has one."""
-    flex = device == "cuda" and not config.model.dropout
-    return 0 if config.data.attend == "window" or flex else BYTES[config.train.dtype] * config.model.seq_len**2
+    """The bytes of what keeps attention within documents, for a sequence: `attention.document_mask`."""
+    if config.data.attend == "window":
+        return 0
+    if uses_flex(config, device):  # the numbers of the blocks: of queries and of keys, those seen in part and those seen whole
+        return 4 * 4 * math.ceil(config.model.seq_len / FLEX_BLOCK) ** 2
+    return BYTES[config.train.dtype] * config.model.seq_len**2
 
 
 def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[float, float]:
@@ -209,10 +220,11 @@ def optimizer_state(model: ModelConfig, optimizer: str) -> float:
     return 8.0 * parameter_count(model) - (4.0 * block_parameters(model) if optimizer == "muon" else 0.0)
 
 
-def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int) -> float:
+def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int) -> float:
     """The bytes that Muon takes for the matrices of one shape: iterates and updates, and the updates in float32.
 
-    shards: of fsdp and exact, which also send and receive shares; or 0.
+    shards: of fsdp and exact, which also send and receive shares; or 0. Several `ranks` still exchange the updates of the shape
+    before.
     """
     if optim.optimizer != "muon":
         return 0.0
@@ -222,7 +234,12 @@ def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int) -> float:
     wide = 4 if s == 2 else 0  # the updates in float32, where they are not
     kept = ((3 * s + wide) / shards if shards else s + wide) * model.n_layer  # bytes of an element, in all layers
     # Iterates are of four matrices at a time.
-    return max(8 * s * (a * b + min(a, b) ** 2) + kept * a * b * shapes.count((a, b)) for a, b in shapes)
+    numbers = {(a, b): a * b * shapes.count((a, b)) for a, b in shapes}  # of a shape, in a layer
+    before = [0.0] * len(numbers)
+    if ranks > 1:
+        before[1:] = [(2 * s / shards if shards else s) * model.n_layer * n for n in numbers.values()][:-1]
+    own = [8 * s * (a * b + min(a, b) ** 2) + kept * n for (a, b), n in numbers.items()]
+    return max(map(sum, zip(own, before, strict=True)))
 
 
 def checkpoint_bytes(config: Config) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from common.errors import UserError
 
 NVIDIA_DEVICE, NVIDIA_VERSION = Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version")
+WSL_GPU = Path("/dev/dxg")  # how WSL passes a GPU on, whatever the kernel is called
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period of so many, or "max"
 RANKS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # without torchrun, which sets these variables
 
@@ -44,7 +45,8 @@ def prepare_torch() -> None:
     # Less of CUDA's memory is lost to fragmentation. Which of three names wins depends on torch's version. Under WSL, CUDA's
     # first allocation fails with it (pytorch#192330, #182286).
     names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
-    if platform.system() == "Linux" and "microsoft" not in platform.release().lower() and not names & os.environ.keys():
+    wsl = "microsoft" in platform.release().lower() or WSL_GPU.exists()
+    if platform.system() == "Linux" and not wsl and not names & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from parallel.shares import gather_own
 from parallel.world import World
 from settings import Config, ParallelConfig
 
+LEAST_FLOAT8 = 128  # the sides of a matrix that is multiplied in float8
 STAGING_BYTES = 1 << 26  # of page-locked memory, through which checkpoints leave a GPU
 SCRATCH = {
     "scratch_allreduce": ScratchAllReduce,
@@ -59,11 +60,23 @@ class Engine:
         """Whether each rank holds only some rows of the weights."""
         return any(map(is_sharded, self.module.parameters()))
 
-    @property
-    def eval_model(self) -> nn.Module:
-        """What evaluates. Compiling the forward pass alone pays on a GPU, but on a CPU it takes longer than it saves."""
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The model as it evaluates: without dropout and without float8, as whoever uses the weights will.
+
+        Compiling the forward pass alone pays on a GPU, but on a CPU it takes longer than it saves.
+        """
+        kinds = {layer: type(layer) for layer in self.module.modules() if isinstance(layer, nn.Linear)}
+        for layer in kinds:
+            layer.__class__ = self.module.ops.Linear  # a float8 layer is a subclass, with the same weights
         eager = self.compiled and self.world.device.type == "cpu"
-        return torch.compiler.set_stance("force_eager")(self.module) if eager else self.module
+        self.module.eval()
+        try:
+            yield torch.compiler.set_stance("force_eager")(self.module) if eager else self.module
+        finally:
+            self.module.train()
+            for layer, kind in kinds.items():
+                layer.__class__ = kind
 
     def autocast(self):
         """The precision of the forward pass."""
@@ -179,19 +192,23 @@ class Engine:
 def use_float8(module: GPT, own_device: torch.device) -> None:
     """Let the linear layers of the blocks multiply in float8 (Micikevicius et al. 2022). Their weights stay as they are.
 
-    Raises UserError where the device has no such products, a width does not fit them or torchao is not installed.
+    Small ones stay as they are, as in nanochat: converting their inputs takes longer than it saves. Raises UserError where the
+    device has no such products, no layer fits them or torchao is not installed.
     """
     if not device.has_float8(own_device):
         raise UserError(f"--fp8=true: this {own_device.type} device has no float8 products; use an H100 or newer")
-    if odd := [name for name, p in module.blocks.named_parameters() if p.ndim == 2 and any(n % 16 for n in p.shape)]:
-        raise UserError(
-            f"--fp8=true multiplies matrices whose sides are multiples of 16; {odd[0]} is not; change --n_embd, --d_ff"
-        )
+
+    def fits(layer: nn.Module, name: str = "") -> bool:
+        return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)
+
+    if not any(map(fits, module.blocks.modules())):
+        sides = f"multiples of 16, and at least {LEAST_FLOAT8}"
+        raise UserError(f"--fp8=true multiplies matrices whose sides are {sides}; this model has none; change --n_embd, --d_ff")
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
         raise UserError("--fp8=true needs torchao, which is not installed: pip install torchao") from None
-    convert_to_float8_training(module.blocks)
+    convert_to_float8_training(module.blocks, module_filter_fn=fits)
 
 
 def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from common.errors import RunError
 from hardware.footprint import EXACT_BLOCK
-from optim import local
+from optim import all_gather_single, local
 from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, group_by_kind, views
 from parallel.shares import gather_own, share_of
 
@@ -225,7 +225,7 @@ class Exact(ScratchOverlap):
                 values = self.own[parameter].to_local()
                 row[columns][: len(values)] = values
             matrix = row.new_empty(self.world_size, bucket.width)
-            dist.all_gather_into_tensor(matrix.view(-1), row)
+            all_gather_single(matrix.view(-1), row)
             for parameter, columns in bucket.columns.items():
                 for values, place in rows(matrix[:, columns], parameter.detach().view(-1)):
                     place.copy_(values)

@@ -16,6 +16,7 @@ Muon sends 4 bytes more a parameter of the rank's share (`optim.py` says how).
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from model import GPT
@@ -39,10 +40,15 @@ class FullyShard(nn.Module):
         shape, names = (replicas, world.size // replicas), ("replicate", "shard")
         dims = slice(None) if replicas > 1 else slice(1, None)
         self.mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
+        for group in self.mesh.get_all_groups():
+            _set_pg_timeout(world.timeout, group)  # new groups have torch's own
         # Inputs are not cast, because the table of rotary positions must stay float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for part in (*module.blocks, module):
+        *blocks, last = module.blocks
+        for part in blocks:
             fully_shard(part, mesh=self.mesh, mp_policy=policy)
+        fully_shard(last, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)  # its backward comes next
+        fully_shard(module, mesh=self.mesh, mp_policy=policy)
         self.module, self.shard_gradients = module, shard_gradients
         self.require_backward_grad_sync = True
 

@@ -4,16 +4,16 @@ A world of one rank works without torchrun.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
 import socket
-import sys
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
+    timeout: timedelta = timedelta(minutes=10)  # how long a rank waits for another
 
     @property
     def is_master(self) -> bool:
@@ -68,14 +69,19 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def require_same(self, facts: dict[str, Any]) -> None:
-        """Raise UserError on every rank, naming the first difference, unless all ranks have the same `facts`."""
+    def difference(self, facts: dict[str, Any]) -> str:
+        """The first of `facts`, by name, that another rank has otherwise than the master; empty if none. All ranks call it."""
         found = self.all_gather(facts)
         for rank, others in enumerate(found):
-            for name in facts:
+            for name in found[0] | others:
                 if others.get(name) != found[0].get(name):
-                    difference = f"{name} is {others.get(name)} on rank {rank} and {found[0].get(name)} on rank 0"
-                    raise UserError(f"{difference}; all ranks need the same command, tokens and torch version")
+                    return f"{name} is {others.get(name)} on rank {rank} and {found[0].get(name)} on rank 0"
+        return ""
+
+    def require_same(self, facts: dict[str, Any]) -> None:
+        """Raise UserError on every rank, naming the first difference, unless all ranks have the same `facts`, by name."""
+        if difference := self.difference(facts):
+            raise UserError(f"{difference}; all ranks need the same command, tokens and torch version")
 
     def leave(self) -> None:
         """Wait until every rank is done, including a master that is still writing. Leaving earlier would make others fail."""
@@ -120,15 +126,16 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
             )
         if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
             raise UserError("MASTER_ADDR and MASTER_PORT must be the host and port of rank 0; torchrun sets them")
-        if world_size > local_world_size() and (interface := gloo_interface(host)):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         timeout = timedelta(minutes=timeout_minutes)
         try:  # `within`, because torch's own timeouts add up, and NCCL's start has none
             within(1.1 * timeout.total_seconds(), lambda: rendezvous(rank, world_size, device, (host, int(port)), timeout))
         except (RuntimeError, TimeoutError) as error:
             found = f"within {timeout} (--timeout_minutes): {reason(error) if str(error) else 'no answer'}"
+            if world_size > local_world_size() and "missing" not in found:
+                interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+                found += f"; if rank 0 is there, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"
             raise RunError(f"rank {rank} did not reach all ranks at {host}:{port} {found}; {SAME_COMMAND}") from None
-    return World(rank, world_size, local_world_size(), device)
+    return World(rank, world_size, local_world_size(), device, timedelta(minutes=timeout_minutes))
 
 
 def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int], timeout: timedelta) -> None:
@@ -139,30 +146,46 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
     store = dist.TCPStore(*place, size, rank == 0 and not held, 2 * timeout, wait_for_workers=False, multi_tenant=True)
     # After a restart, torchrun's store still has the addresses of ranks that are gone.
     store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
-    store.set(f"here/{rank}", "")
+    store.set(f"here/{rank}", address_towards(place[0]))
     missing = list(range(size)) if rank == 0 else []
     while missing := [other for other in missing if not store.check([f"here/{other}"])]:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{len(missing)} of {size} ranks are missing, such as {missing[:16]}")
         time.sleep(0.1)
+    if size > local_world_size() and (interface := gloo_interface(store, size, place[0])):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # CPU tensors, which carry data about the run, go through gloo, so that nothing waits for a GPU.
-    backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type) if not shares_gpu() else None
-    if backend:
-        getattr(torch, device.type).set_device(device)  # for this thread
-    options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if backend else None)
-    dist.init_process_group(backend or "gloo", store=store, **options)
+    nccl = device.type == "cuda" and not shares_gpu()
+    if nccl:
+        torch.cuda.set_device(device)  # of this thread
+    options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if nccl else None)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, **options)
 
 
-def gloo_interface(host: str) -> str:
-    """The network interface that leads to `host`, if gloo would pick loopback because of /etc/hosts. Otherwise empty."""
-    with contextlib.suppress(OSError):
-        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
-            return ""
-    with contextlib.suppress(OSError):
-        address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
-        routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-        fitting = [(int(mask, 16), name) for name, to, *_, mask, _, _, _ in routes if address & int(mask, 16) == int(to, 16)]
-        return max(fitting, key=lambda route: route[0].bit_count(), default=(0, ""))[1]
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address on its way to `host`; empty where there is no way."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # asks the kernel for a route and sends nothing
+        return probe.getsockname()[0]
+    return ""
+
+
+def gloo_interface(store: dist.Store, size: int, host: str) -> str:
+    """The network interface that leads to the other nodes; empty where it is not found.
+
+    gloo would take the address of this machine's name, which often is that of its loopback device or of another network.
+    `host` has rank 0. On its own node it may be a name of loopback, too, so there the way to a rank on another node decides.
+    """
+    own = address_towards(host)
+    if own.startswith("127."):
+        others = (store.get(f"here/{rank}").decode() for rank in reversed(range(size)))
+        own = address_towards(next((address for address in others if address and not address.startswith("127.")), host))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR of Linux
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
     return ""
 
 

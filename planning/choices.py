@@ -16,7 +16,8 @@ class Machines:
     """What all ranks have: limited by the slowest, and by the one with the least memory."""
 
     ranks: int
-    device: str  # cpu, cuda, xpu or mps
+    device: str  # cpu, cuda or mps
+    kind: str  # the same, and rocm for AMD's GPUs
     dtype: str  # the fastest precision
     muon_dtype: str
     free: float  # bytes of a GPU's memory
@@ -35,7 +36,9 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
     train, optim, model = config.train, config.optim, settings.resolve_model(config.model, vocab_size)
     kept = previous if previous.get("device") == machines.device else {}
     given = {"dtype": train.dtype, "muon_dtype": optim.muon_dtype, "compile": train.compile}
-    chosen = {"dtype": machines.dtype, "muon_dtype": machines.muon_dtype, "compile": "auto"} | kept
+    # float16 needs a loss scale, which exact's integers do not have.
+    dtype = "float32" if config.parallel.strategy == "exact" and machines.dtype == "float16" else machines.dtype
+    chosen = {"dtype": dtype, "muon_dtype": machines.muon_dtype, "compile": "auto"} | kept
     chosen = {name: chosen[name] if value == "auto" else value for name, value in given.items()}
     run_flops = footprint.flops_per_token(model) * train.steps * train.tokens_per_update
     chosen["compile"] = machines.choose_compile(chosen["compile"], chosen["dtype"], run_flops)
@@ -94,4 +97,4 @@ def fit_micro_batch(config: Config, previous: int | None, machines: Machines) ->
         return previous
     usable = footprint.USABLE * (machines.total // 2**32 * 2**32 if exact else machines.free)
     budget = footprint.CPU_BYTES if machines.device == "cpu" else usable
-    return footprint.largest_micro_batch(config, machines.ranks, machines.device, budget)
+    return footprint.largest_micro_batch(config, machines.ranks, machines.kind, budget)

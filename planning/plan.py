@@ -106,7 +106,8 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
         return "on" if wanted == "auto" else wanted
 
     memory = gpus.GPUS[options.plan_gpu].memory
-    machines = choices.Machines(options.plan_world_size, "cuda", "bfloat16", "bfloat16", memory, memory, 1, choose_compile)
+    gpu = ("cuda", "cuda", "bfloat16", "bfloat16", memory, memory)
+    machines = choices.Machines(options.plan_world_size, *gpu, 1, choose_compile)
     config = choices.resolve(config, vocab_size, machines, {})
     if mixture is None:
         return config, {}

@@ -1,16 +1,19 @@
 """The machines at hand: what their hardware can do, whether it suffices for a run, and the banner of what is about to run."""
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import data
+from attention import activate_attention_kernel
 from common.cli import flat_values
-from common.errors import UserError, plural
+from common.errors import RunError, UserError, plural
 from hardware import device, footprint, host
-from kernels import activate_attention_kernel
+from hardware.gpus import deterministic_attention
 from parallel.world import World
 from planning.choices import Machines
 from settings import Config
@@ -36,11 +39,21 @@ def survey(world: World) -> Machines:
         return min(world.all_gather(device.choose_compile(wanted, own, dtype, run_flops)))  # off before on
 
     slowest, muon_dtype = min(dtypes, key=list(device.DTYPES).index), "bfloat16" if all(fasts) else "float32"
-    return Machines(world.size, own.type, slowest, muon_dtype, min(free), min(total), torch.get_num_threads(), choose_compile)
+    memory, threads = (min(free), min(total)), torch.get_num_threads()
+    return Machines(world.size, own.type, device.kind(own), slowest, muon_dtype, *memory, threads, choose_compile)
+
+
+def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]:
+    """Warn where the ranks compute by other hardware or libraries. Raises UserError where `exact` then depends on the ranks."""
+    if config.numerics.numerics == "portable" or not (difference := world.difference(versions)):
+        return []
+    if config.parallel.strategy == "exact":
+        raise UserError(f"{difference}; --strategy=exact needs ranks that compute alike, or --numerics=portable")
+    return [f"warning: {difference}; the bits then depend on which machine has which rank"]
 
 
 def check(config: Config, world: World) -> list[str]:
-    """Raise UserError where this machine lacks what a run needs: memory, packages or disk. Returns warnings."""
+    """Raise UserError where this machine lacks what a run needs: memory, packages or disk. Returns warnings and notes."""
     check_memory(config, world)
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError("--tensorboard=true needs tensorboard, which is not installed; try: pip install tensorboard")
@@ -49,12 +62,30 @@ def check(config: Config, world: World) -> list[str]:
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
         faster = "--dtype=float32 --muon_dtype=float32 may be faster, but changes the bits"
         warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
-    return warnings
+    return warnings + (gpu_notes(config, world) if world.device.type == "cuda" else [])
+
+
+def gpu_notes(config: Config, world: World) -> list[str]:
+    """What this node's GPUs could do besides: those that no rank uses, and attention by kernels whose bits differ."""
+    notes, own, train = [], world.device, config.train
+    if (most := device.ranks_here()) > world.local_size:
+        idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
+        notes.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
+    kernel = activate_attention_kernel(config.model, train.micro_batch_size, device.DTYPES[train.dtype], own)
+    hopper = torch.cuda.get_device_capability(own)[0] == 9 and not torch.version.hip  # the only one with published rates
+    free = hopper and train.deterministic and config.parallel.strategy != "exact" and config.data.attend == "window"
+    if free and kernel.startswith("FlashAttention 2"):
+        notes.append(
+            "note: --deterministic=false would take another attention kernel and save about "
+            f"{deterministic_attention(config.model):.0%} of an update: by arithmetic from published rates on an H100, not "
+            "measured here; its bits differ from run to run"
+        )
+    return notes
 
 
 def check_memory(config: Config, world: World) -> None:
     """Raise UserError if an update needs more memory than a rank's GPU has, or this machine, also for a save's copy."""
-    own, parts = world.device.type, footprint.of_rank(config, world.size, world.device.type)
+    own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
     needed, total = sum(parts.values()), device.memory(world.device)[1]
     if own == "cpu":  # Linux would kill the run without a word
         needed = world.local_size * needed + footprint.checkpoint_bytes(config)
@@ -73,11 +104,16 @@ def check_memory(config: Config, world: World) -> None:
     )
 
 
-def out_of_memory(config: Config) -> str:
-    """What to say when a device runs out of memory in an update, and what would need less."""
-    size = config.train.micro_batch_size
-    smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1}, " if size > 1 else ""
-    return f"out of memory with --micro_batch_size={size}; continue with {smaller}{LESS_MEMORY.removeprefix(', or take ')}"
+@contextlib.contextmanager
+def explaining_out_of_memory(config: Config, rank: int) -> Iterator[None]:
+    """Turn the error of a device that runs out of memory into a RunError of one line, which says what would need less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        size = config.train.micro_batch_size
+        smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1}, " if size > 1 else ""
+        ran = f"rank {rank} ran out of memory with --micro_batch_size={size}"
+        raise RunError(f"{ran}; continue with {smaller}{LESS_MEMORY.removeprefix(', or take ')}") from error
 
 
 def check_disk(config: Config) -> list[str]:
@@ -104,8 +140,8 @@ def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> st
     hardware = torch.cuda.get_device_name(own) if own.type == "cuda" else f"{own.type} ({plural(host.cores(), 'core')})"
     kernel = activate_attention_kernel(model, train.micro_batch_size, device.DTYPES[train.dtype], own)
     if config.data.attend == "document":
-        kernel = f"{'a mask' if footprint.document_mask(config, own.type) else 'FlexAttention'}, within documents"
-    memory, total = sum(footprint.of_rank(config, world.size, own.type).values()), device.memory(own)[1]
+        kernel = f"{'FlexAttention' if footprint.uses_flex(config, device.kind(own)) else 'a mask'}, within documents"
+    memory, total = sum(footprint.of_rank(config, world.size, device.kind(own)).values()), device.memory(own)[1]
     peak, known = device.peak_flops(own, train.dtype) * world.size, device.known_peak_flops(own, train.dtype)
     shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # of each dataset, one for each phase
     parts = zip(mixture.datasets, shares, batches.streams, batches.epochs(train.steps), strict=True)

@@ -25,11 +25,9 @@ def resolved(*args):
     return settings.replace(config, **vars(model), dtype="float32", muon_dtype="float32", compile="off")
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_auto_fits_the_micro_batch_to_the_memory_of_the_gpu(monkeypatch, kind):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 48 * GIB))
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(total_memory=48 * GIB))
-    monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 8 * GIB)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 48 * GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 8 * GIB)
     config = resolved()
@@ -123,7 +121,6 @@ def test_make_train_starts_a_power_of_two_of_ranks(monkeypatch, kind, gpus, core
     """ROCm's GPUs are CUDA's to torch. Metal has one GPU, whatever the number of cores."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: kind == "mps")
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
     for found in (torch.cuda, torch.mps):
         monkeypatch.setattr(found, "device_count", lambda: gpus)
     monkeypatch.setattr(device, "cores", lambda: cores)
@@ -141,6 +138,9 @@ def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypa
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 48 * GIB))
     assert precision(settings.load(["--compile=off"], ""), "cuda") == ("float16", "float32")
+    assert precision(settings.load(["--compile=off", "--strategy=exact"], ""), "cuda") == ("float32", "float32")
+    with pytest.raises(UserError, match="exact does not support --dtype=float16, .*; leave it out"):
+        precision(settings.load(["--compile=off", "--strategy=exact", "--dtype=float16"], ""), "cuda")
 
 
 def processor(monkeypatch, capability, amx, bfloat16, vendor, limit=""):

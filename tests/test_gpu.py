@@ -21,6 +21,7 @@ from parallel import engine
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("GRID A100-10C", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
     ],
 )
 def test_the_datasheet_is_that_of_the_whole_gpu_of_this_name(name, teraflops):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -86,3 +87,21 @@ def test_a_fork_that_fails_says_why_and_one_that_hangs_is_killed(tmp_path, capsy
     with pytest.raises(RunError, match="was not done within 0 s"):
         forks.in_forks(lambda: __import__("time").sleep(60), folder=tmp_path / "b", limit=0.3)
     assert forks.in_forks(lambda: [1, None], folder=tmp_path / "b", limit=60) == [[1, None]]
+
+
+def test_a_cold_compiler_cache_may_take_what_is_left_of_the_minutes(bench):
+    given = []
+    run = lambda at, limit: given.append(limit)  # noqa: E731
+    for left, limit in ((1000, 100 + gpu.COLD), (200, 200), (100.5, 100.5)):
+        bench.deadline = time.monotonic() + left
+        bench.measure(f"with {left} s left", run, 100)
+        assert given[-1] == pytest.approx(limit, abs=0.4)
+    bench.deadline = time.monotonic() + 99
+    with pytest.raises(gpu.OutOfTime):
+        bench.measure("with too few", run, 100)
+
+
+def test_what_needs_two_gpus_says_so_on_one(bench):
+    bench.record["gpus"] = ["NVIDIA H100"]
+    with pytest.raises(gpu.Impossible, match="two GPUs"):
+        gpu.overlapped(bench, "gpt2_124m")

@@ -3,11 +3,13 @@
 import dataclasses
 import os
 import platform
+import re
 
 import pytest
 import torch
 
 import settings
+from checkpoints import checkpoint
 from common.errors import UserError
 from conftest import before_update
 from hardware import device, host
@@ -36,13 +38,17 @@ def test_the_driver_is_read_from_proc(gpu, text, driver):
 
 
 @pytest.mark.parametrize(
-    "cuda, said",
+    "cuda, text, said",
     [
-        ("13.0", "an NVIDIA GPU with driver 535.104.05, but torch .* its CUDA 13.0 needs driver 580 or newer"),
-        (None, "is a build without CUDA"),
+        ("13.0", PROC, "driver 535.104.05, but torch .* needs driver 580 or newer for its CUDA 13.0; .* try: .*/whl/cu126;"),
+        (None, PROC, "is a build without CUDA; try: pip install torch --index-url .*/whl/cu126;"),
+        (None, OPEN, "is a build without CUDA; try: pip install torch;"),
+        ("13.0", OPEN, "driver 580.65.06, but torch .* finds none; a container needs its GPUs"),
+        ("12.6", PROC, "driver 535.104.05, but torch .* finds none; a container needs its GPUs"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(gpu, monkeypatch, cuda, said):
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(gpu, monkeypatch, cuda, text, said):
+    (gpu / "NVIDIA_VERSION").write_text(text)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(UserError, match=said + ".*--device=cpu trains on the CPU"):
         device.prepare_device("auto")
@@ -55,35 +61,39 @@ def test_a_gpu_that_the_user_hides_is_none(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capability, architectures, fits",
+    "capability, architectures, wheel",
     [
-        ((9, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], True),
-        ((8, 9), ["sm_75", "sm_80", "sm_90"], True),  # by the kernels for 8.0
-        ((10, 3), ["sm_100a", "sm_90"], True),
-        ((12, 1), ["sm_90", "compute_90"], True),  # by PTX
-        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], False),
-        ((12, 0), ["sm_80", "sm_90"], False),
-        ((7, 0), [], True),  # not known
+        ((9, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], None),
+        ((8, 9), ["sm_75", "sm_80", "sm_90"], None),  # by the kernels for 8.0
+        ((10, 3), ["sm_100a", "sm_90"], None),
+        ((12, 1), ["sm_90", "compute_90"], None),  # by PTX
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], "pip install torch --index-url .*/whl/cu126"),
+        ((12, 0), ["sm_80", "sm_90"], "pip install --upgrade torch"),
+        ((7, 0), [], None),  # not known
     ],
 )
-def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, capability, architectures, fits):
+def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, capability, architectures, wheel):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    if fits:
+    if wheel is None:
         device.require_kernels(torch.device("cuda"))
     else:
-        with pytest.raises(UserError, match=r"Tesla V100 has compute capability \d+\.\d.* only for 7.5|8.0"):
+        with pytest.raises(
+            UserError, match=rf"Tesla V100 has compute capability \d+\.\d.* only for (7\.5|8\.0), .*; try: {wheel}$"
+        ):
             device.require_kernels(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("release, system, expandable", [
-    ("6.1.0-amd64", "Linux", True),
-    ("5.15.153.1-microsoft-standard-WSL2", "Linux", False),
-    ("4.4.0-19041-Microsoft", "Linux", False),
-    ("23.1.0", "Darwin", False),
+@pytest.mark.parametrize("release, system, gpu_of_wsl, expandable", [
+    ("6.1.0-amd64", "Linux", False, True),
+    ("5.15.153.1-microsoft-standard-WSL2", "Linux", True, False),
+    ("4.4.0-19041-Microsoft", "Linux", False, False),
+    ("6.12.0-mine", "Linux", True, False),  # WSL with a kernel of one's own
+    ("23.1.0", "Darwin", False, False),
 ])  # fmt: skip
-def test_wsl_keeps_cuda_s_own_allocator(monkeypatch, release, system, expandable):
+def test_wsl_keeps_cuda_s_own_allocator(monkeypatch, tmp_path, release, system, gpu_of_wsl, expandable):
+    monkeypatch.setattr(host, "WSL_GPU", tmp_path if gpu_of_wsl else tmp_path / "none")
     monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(os, "environ", {})
@@ -99,8 +109,99 @@ def test_a_gpu_that_is_too_small_is_refused_before_the_model_is_built(monkeypatc
         startup.check_memory(config, World(0, 1, 1, torch.device("cuda")))
 
 
-def test_running_out_of_memory_ends_in_one_line_that_says_what_needs_less(train):
-    change = before_update(2, "(_ for _ in ()).throw(torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'))")
+OOM = "(_ for _ in ()).throw(torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'))"
+
+
+@pytest.mark.parametrize("change", [before_update(2, OOM), f"train.build_engine = lambda *_: {OOM}"])
+def test_running_out_of_memory_ends_in_one_line_that_says_what_needs_less(train, change):
     done = train.changed(change, "oom", steps=5, micro_batch_size=2, status=1)
     said = "error: rank 0 ran out of memory with --micro_batch_size=2; continue with --micro_batch_size=1, "
     assert f"{said}--activation_checkpointing=true or --strategy=fsdp" in done.stderr and "Traceback" not in done.stderr
+
+
+CONFIG = ["config/gpt2_124m.toml", "--dtype=bfloat16", "--micro_batch_size=8", "--vocab_size=50304"]
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """A node with eight H100, as far as torch.cuda is asked at the start. Returns what the versions are, to be changed."""
+    found = {"nccl": (2, 29, 7), "name": "NVIDIA H100 80GB HBM3", "kernel": "FlashAttention 2", "capability": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: found["name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found["capability"])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found["nccl"])
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for module in (startup, checkpoint):
+        monkeypatch.setattr(module, "activate_attention_kernel", lambda *_: found["kernel"])
+    return found
+
+
+def settled(*flags):
+    config = settings.load([*CONFIG, *flags], "")
+    return dataclasses.replace(config, model=settings.resolve_model(config.model, 0))
+
+
+@pytest.mark.parametrize("changed", [{"nccl": (2, 28, 9)}, {"name": "NVIDIA H100 PCIe"}, {"kernel": "FlashAttention 3"}])
+def test_ranks_that_compute_otherwise_are_refused_under_exact_and_named_elsewhere(h100, monkeypatch, changed):
+    cuda = torch.device("cuda")
+    ours, world = checkpoint.versions(settled(), cuda), World(0, 2, 2, cuda)
+    assert ours["nccl"] == "2.29.7" and ours["hardware"] == "NVIDIA H100 80GB HBM3" and ours["attention"] == "FlashAttention 2"
+    assert {"cuda", "cudnn", "torch"} <= ours.keys()
+    h100.update(changed)
+    theirs = checkpoint.versions(settled(), cuda)
+    (name,) = (name for name in ours if ours[name] != theirs[name])
+    said = f"{name} is {theirs[name]} on rank 1 and {ours[name]} on rank 0"
+    monkeypatch.setattr(World, "all_gather", lambda world, value: [value, theirs])
+    (warning,) = startup.compare(settled(), world, ours)
+    assert warning.startswith(f"warning: {said}; ")
+    with pytest.raises(UserError, match=f"{said}; --strategy=exact needs ranks that compute alike"):
+        startup.compare(settled("--strategy=exact"), world, ours)
+    assert startup.compare(settled("--strategy=exact", "--numerics=portable"), world, ours) == []
+    monkeypatch.setattr(World, "all_gather", lambda world, value: [value, value])
+    assert startup.compare(settled("--strategy=exact"), world, ours) == []
+
+
+OTHER = "from hardware import device\nif os.environ['RANK'] == '1':\n    device.describe = lambda own: 'an abacus'"
+
+
+def test_one_rank_on_other_hardware_ends_a_run_under_exact_and_a_resume_names_what_has_changed(train):
+    done = train.changed(OTHER, "mixed", 2, strategy="exact", status=1)
+    assert (
+        "error: hardware is an abacus on rank 1 and " in done.stderr and "exact needs ranks that compute alike" in done.stderr
+    )
+    assert not train.runs.exists()
+    train.changed(OTHER, "mixed", 2, steps=5)
+    assert "warning: hardware is an abacus on rank 1 and " in train.log("mixed")
+    train.changed(OTHER.replace("'1'", "'0'"), "mixed", 2, steps=6)
+    assert re.search("^changed: hardware .+ -> an abacus$", train.log("mixed"), re.M)
+
+
+@pytest.mark.parametrize("flags, change, notes", [
+    ([], {}, 1),
+    (["--deterministic=false"], {}, 0),
+    (["--strategy=exact"], {}, 0),
+    (["--attend=document"], {}, 0),
+    ([], {"kernel": "FlashAttention 3"}, 0),
+    ([], {"capability": (8, 0)}, 0),  # torch's own choice is FlashAttention 2, too
+])  # fmt: skip
+def test_what_other_attention_would_save_is_said_where_it_would(h100, flags, change, notes):
+    h100.update(change)
+    found = startup.gpu_notes(settled(*flags), World(0, 8, 8, torch.device("cuda")))
+    assert len(found) == notes
+    if notes:
+        said = "note: --deterministic=false .* about 9% of an update: by arithmetic .*, not measured here; .*"
+        assert re.fullmatch(said, *found)
+
+
+@pytest.mark.parametrize("gpus, local, said", [
+    (8, 1, "note: 7 GPUs of this node will be idle; torchrun --nproc_per_node=8 train.py ... uses 8"),
+    (7, 1, "note: 6 GPUs of this node will be idle; torchrun --nproc_per_node=4 train.py ... uses 4"),
+    (7, 4, None),
+    (8, 8, None),
+])  # fmt: skip
+def test_gpus_that_no_rank_uses_are_named(h100, monkeypatch, gpus, local, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(device, "memory", lambda _: (80 << 30, 80 << 30))
+    notes = startup.check(settled("--deterministic=false"), World(0, local, local, torch.device("cuda")))
+    assert notes == [said] * bool(said)

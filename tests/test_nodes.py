@@ -33,8 +33,6 @@ def namespace(host):
 def plug(host, connected):
     """Plug the cable of a host in or pull it."""
     ip("-n", namespace(host), "link", "set", f"cable-{host}", "up" if connected else "down")
-    if connected:  # a pulled cable has taken the route with it
-        ip("-n", namespace(host), "route", "replace", "default", "dev", f"cable-{host}")
 
 
 def on(host):
@@ -44,7 +42,11 @@ def on(host):
 
 @contextlib.contextmanager
 def two_hosts():
-    """Two namespaces with a cable between them. As on Debian, a host's own name is that of its loopback device."""
+    """Two namespaces with a cable between them. As on Debian, a host's own name is that of its loopback device.
+
+    As in many clusters, each host also has another interface, which has the default route and leads to no other host. Its
+    address is the lower one: of two ranks, gloo lets the one with the higher address connect to the other.
+    """
     with contextlib.ExitStack() as cleanup:
         for host in HOSTS:
             ip("netns", "add", namespace(host))
@@ -61,6 +63,11 @@ def two_hosts():
             ip("-n", namespace(host), "addr", "add", f"{address}/24", "dev", f"cable-{host}")
             ip("-n", namespace(host), "link", "set", "lo", "up")
             plug(host, True)
+            ip("-n", namespace(host), "link", "add", "public", "type", "veth", "peer", "name", "modem")
+            ip("-n", namespace(host), "addr", "add", f"10.1.0.{ord(host)}/32", "dev", "public")
+            for end in ("public", "modem"):
+                ip("-n", namespace(host), "link", "set", end, "up")
+            ip("-n", namespace(host), "route", "add", "default", "dev", "public")
         yield
 
 
@@ -105,13 +112,27 @@ def torchruns(train, name, nodes="2", restarts=3, before=(), **flags):
     return {host: start_on(host, command, output) for host, output in outputs.items()}, outputs
 
 
-def test_both_sides_of_a_cut_end_in_time_and_say_what_to_do(train, tokens, tmp_path):
+def two_ranks(train, tokens, folder, **variables):
+    """Start a long run with one rank on each host, without torchrun. Returns the processes and the files with their output."""
     flags = TINY | dict(tokens=tokens, out_dir=train.runs, name="cut", steps=10**6, save_every=0, eval_every=0)
     command = [sys.executable, *machine.arguments(**flags, timeout_minutes=0.1)]
-    processes, outputs = [], [tmp_path / host for host in HOSTS]
+    processes, outputs = [], [folder / host for host in HOSTS]
     for rank, (host, output) in enumerate(zip(HOSTS, outputs, strict=True)):
-        world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": HOSTS["a"], "MASTER_PORT": 29500}
+        world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "host-a", "MASTER_PORT": 29500} | variables
         processes.append(start_on(host, command, output, **{name: str(value) for name, value in world.items()}))
+    return processes, outputs
+
+
+def test_ranks_that_cannot_reach_each_other_name_the_interface_that_is_set(train, tokens, tmp_path):
+    processes, outputs = two_ranks(train, tokens, tmp_path, GLOO_SOCKET_IFNAME="public")
+    assert [process.wait(timeout=60) for process in processes] == [1, 1]
+    for output in outputs:
+        said = output.read_text()
+        assert "if rank 0 is there, set GLOO_SOCKET_IFNAME (here public) to the interface" in said and "Traceback" not in said
+
+
+def test_both_sides_of_a_cut_end_in_time_and_say_what_to_do(train, tokens, tmp_path):
+    processes, outputs = two_ranks(train, tokens, tmp_path)
     wait_for(lambda: "step      9/" in outputs[0].read_text())
     plug("b", False)
     assert [process.wait(timeout=30) for process in processes] == [1, 1]

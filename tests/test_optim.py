@@ -56,8 +56,8 @@ def test_muon_in_batches_is_torchs_muon(shapes):
 @pytest.mark.parametrize("dtype, error", [(torch.float64, 0), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_muons_iteration_is_as_near_to_the_same_matrix_as_its_precision_allows(dtype, error):
     matrices = list(torch.randn(5, 24, 40, generator=torch.Generator().manual_seed(0)))
-    exact = optim.orthogonalize(matrices, torch.float64)
-    found = optim.orthogonalize(matrices, dtype)
+    exact = optim.orthogonalize(matrices, torch.float64)()
+    found = optim.orthogonalize(matrices, dtype)()
     assert found.dtype is dtype and (found - exact).abs().max() <= error
     singular = torch.linalg.svdvals(exact)
     assert singular.min() > 0.5 and singular.max() < 1.3  # its polynomial ends near 1, not at it
@@ -77,3 +77,25 @@ def test_a_parameter_without_gradient_stays():
     optimizer = optim.AdamW([{"params": mine, "lr": 0.02, "weight_decay": 0.1}], betas=(0.8, 0.95))
     optimizer.step()
     assert torch.equal(mine[1], before) and mine[1] not in optimizer.state
+
+
+def test_ranks_compute_the_matrices_of_a_shape_while_they_send_those_of_the_one_before(monkeypatch):
+    """The products of a shape begin before the exchange of the one before is waited for, and no weight changes until then."""
+    did = []
+
+    def orthogonalize(matrices, dtype, ops):
+        shape = tuple(matrices[0].shape)
+        did.append(("send", *shape))
+        done = torch.stack([torch.ones_like(matrix) for matrix in matrices])
+        return lambda: did.append(("received", *shape)) or done
+
+    shapes = [(4, 4), (4, 8), (4, 4), (8, 4)]
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    group = {"params": weights, "lr": 0.1, "weight_decay": 0.0}
+    optim.Muon([group], 0.9, torch.float32, orthogonalize).step()
+    sent, received = ([(kind, *shape) for shape in ((4, 4), (4, 8), (8, 4))] for kind in ("send", "received"))
+    assert did == [sent[0], sent[1], received[0], sent[2], received[1], received[2]]
+    for weight in weights:
+        torch.testing.assert_close(weight.data, torch.full_like(weight, -0.2 * 0.1 * max(weight.shape) ** 0.5))

@@ -1,6 +1,8 @@
 """Sharded training: the same run as one process, a share of the memory, and checkpoints that fit every strategy."""
 
 import json
+import re
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import machine
 import settings
 from common.errors import UserError
-from conftest import TINY, largest_difference
+from conftest import TINY, execute, largest_difference
 from planning import rules
 from test_same_run import POISONED
 from test_train import GENTLE
@@ -187,6 +189,36 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
     state = json.loads((train.latest("nan") / "trainer_state.json").read_text())
     assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15
+
+
+FLOAT8 = """
+from hardware import device
+import torchao.float8 as ao
+device.has_float8 = lambda own: True  # by emulation: rounded to float8, multiplied in float32
+def convert(module, convert=ao.convert_to_float8_training, **options):
+    convert(module, config=ao.Float8LinearConfig(emulate=True), **options)
+    print("float8:", sorted(n for n, layer in module.named_modules() if isinstance(layer, ao.float8_linear.Float8Linear)))
+ao.convert_to_float8_training = convert
+from planning import rules
+rules.setting_problems = lambda *_: ()  # they ask for a compiler
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_in_float8_leaves_small_layers_out_and_evaluates_without_it(train, ranks):
+    pytest.importorskip("torchao")
+    shape = dict(architecture="llama", n_embd=128, n_head=2, n_kv_head=1, d_ff=160, n_layer=1, dtype="bfloat16")
+    train("plain", ranks, **shape)
+    done = train.changed(FLOAT8, "float8", ranks, fp8="true", **shape)
+    assert (
+        "float8: ['0.attn.o', '0.attn.q', '0.mlp.down', '0.mlp.gate', '0.mlp.up']" in done.stdout
+    )  # keys and values are small
+    losses = {name: [row["val_loss"] for row in train.metrics(name) if "val_loss" in row] for name in ("plain", "float8")}
+    assert train.metrics("float8")[0]["loss"] != train.metrics("plain")[0]["loss"]  # of the first update, in float8
+    assert losses["plain"] == pytest.approx(losses["float8"], rel=0.02)
+    command = [sys.executable, "evaluate.py", train.runs / "float8", "--dtype=bfloat16", "--eval_tokens=640"]
+    (evaluated,) = re.findall(r"^loss ([\d.]+)", execute([*command, "--micro_batch_size=2"]).stdout, re.M)
+    assert losses["float8"][-1] == pytest.approx(float(evaluated), abs=6e-5)
 
 
 def test_float8_is_refused_without_the_compiler():

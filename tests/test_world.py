@@ -76,7 +76,7 @@ def test_ranks_that_were_started_differently_are_refused(train):
     "rank, port, status, said",
     [
         (0, 0, 1, "{port} within 0:00:01 (--timeout_minutes): 2 of 3 ranks are missing, such as [1, 2]; run the same"),
-        (1, 0, 1, "{port} within 0:00:01 (--timeout_minutes): no answer; run the same command again on all nodes"),
+        (1, 0, 1, "within 0:00:01 (--timeout_minutes): no answer; if rank 0 is there, set GLOO_SOCKET_IFNAME (here not set)"),
         (0, "", 2, "error: MASTER_ADDR and MASTER_PORT must be the host and port of rank 0"),
     ],
 )
@@ -91,15 +91,30 @@ def test_a_rank_that_waits_for_others_ends_in_time_and_says_for_whom_it_waited(t
     assert not train.runs.exists()
 
 
-def test_a_rank_that_hangs_ends_the_others_in_time_with_one_line(train):
+@pytest.mark.parametrize("ranks, flags", [(3, {}), (4, {"strategy": "fsdp", "replicate": 2})])  # the second has groups of two
+def test_a_rank_that_hangs_ends_the_others_in_time_with_one_line(train, ranks, flags):
     hangs = before_update(2, f"os.environ['RANK'] == '0' and os.kill(os.getpid(), {signal.SIGSTOP:d})")  # it holds the store
     script = train.runs.parent / "hangs.py"
     script.write_text(CHANGED.format(change=hangs))
-    process = train.start("hangs", 3, script=script, steps=100, timeout_minutes=0.05, save_every=0, eval_every=0)
+    flags |= dict(steps=100, timeout_minutes=0.05, save_every=0, eval_every=0)
+    process = train.start("hangs", ranks, script=script, **flags)
     errors = Path(process.streams[1])
-    wait_for(lambda: errors.exists() and errors.read_text().count(" [rank ") == 2)
     line = r"error: rank {0} lost the other ranks: .+; run the same command again on all nodes \[rank {0}\]\n"
-    assert all(re.search(line.format(rank), errors.read_text()) for rank in (1, 2)) and "Traceback" not in errors.read_text()
+    saying = range(1, ranks if ranks == 3 else 2)  # of four the first to end may end the others
+    wait_for(lambda: errors.exists() and all(re.search(line.format(rank), errors.read_text()) for rank in saying))
+    assert "Traceback" not in errors.read_text()
+
+
+def test_garbage_is_collected_at_the_same_steps_on_all_ranks(train):
+    notes = train.runs.parent / "collections"
+    facts = "run.state.step, gc.isenabled(), gc.get_freeze_count() > 0, gc.get_stats()[2]['collections']"
+    note = f"print({facts}, file=open('{notes}' + os.environ['RANK'], 'a'))"
+    train.changed(f"import gc\ntrain.COLLECT_EVERY = 3\n{before_update('run.state.step', note)}", "garbage", 2, steps=8)
+    for rank in range(2):
+        rows = [line.split() for line in Path(f"{notes}{rank}").read_text().splitlines()]
+        assert all(row[1:3] == ["False", "True"] for row in rows)
+        counts = [int(row[3]) - int(rows[0][3]) for row in rows]
+        assert counts == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def test_ranks_that_are_done_do_not_wait_for_a_master_that_died(train):
