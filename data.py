@@ -2,9 +2,9 @@
 
 The train shards of a dataset are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs and T targets shifted by
 one, so there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. In every block
-of 4,096 sequences of a run each of its datasets has its share, in a shuffled order. A phase changes the shares from a step on,
-and each dataset goes on with its next sequence. All of this is a pure function of (seed, sequence): no position in the data
-needs saving, and the tokens of a step do not depend on the number of ranks.
+of 4,096 sequences of a run, each dataset has its share, in shuffled order. A phase changes the shares from a step on, and each
+dataset continues with its next sequence. All of this is a pure function of (seed, sequence). So no position in the data needs
+saving, and the tokens of a step do not depend on the number of ranks.
 """
 
 import bisect
@@ -32,7 +32,7 @@ from settings import Config, DataConfig
 
 ROUNDS = 6  # of the Feistel network
 BLOCK = 4096  # sequences in which each dataset has its share: shares are whole numbers that add up to it
-Phases = tuple[tuple[int, tuple[int, ...]], ...]  # of each, the step where it begins and the shares of all datasets
+Phases = tuple[tuple[int, tuple[int, ...]], ...]  # for each, the step where it begins and the shares of all datasets
 
 
 @dataclass(frozen=True)
@@ -40,63 +40,64 @@ class Mixture:
     """The datasets of a run, all of one tokenizer, and their shares. A run on a single dataset has a mixture of one."""
 
     datasets: tuple[Dataset, ...]
-    phases: Phases  # the first, from step 0, is --tokens; the datasets of later ones have a share of 0 in it
-    rounded: bool = False  # whether the shares are not exactly the weights that were asked for
+    phases: Phases  # the first, from step 0, is --tokens; datasets of later phases have a share of 0 in it
+    rounded: bool = False  # whether the shares differ from the requested weights
 
     def __str__(self) -> str:
         return self.describe(self.shares)
 
     def describe(self, shares: tuple[int, ...]) -> str:
-        """A mixture as --tokens names it."""
+        """A mixture as --tokens would name it."""
         parts = [(str(d.directory), share) for d, share in zip(self.datasets, shares, strict=True) if share]
         return ",".join(f"{name}:{share / BLOCK:g}" for name, share in parts) if len(parts) > 1 else parts[0][0]
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The shares of --tokens: those of the first phase."""
+        """The shares in --tokens, the first phase."""
         return self.phases[0][1]
 
     @property
     def evaluated(self) -> int:
-        """How many datasets share --eval_tokens: those of --tokens."""
+        """How many datasets share --eval_tokens: the ones in --tokens."""
         return sum(share > 0 for share in self.shares)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the tokenizer has."""
+        """The size of the tokenizer's vocabulary."""
         return self.datasets[0].vocab_size
 
     @property
     def eot_token(self) -> int | None:
-        """The end-of-text token, or None if no dataset says which one it is."""
+        """The end-of-text token. None if no dataset says which it is."""
         return next((dataset.eot_token for dataset in self.datasets if dataset.eot_token is not None), None)
 
     def document_token(self, attend: str) -> int | None:
-        """The token that starts a document, if tokens are to attend within documents. Raises UserError if it is not known.
+        """The token that starts a document, for attention within documents. Raises UserError if it is unknown.
 
-        Files that end documents with it are the same: the document before predicts it, and nothing after it sees that document.
+        It makes no difference if files end documents with it: the previous document predicts it, and nothing after it sees
+        that document.
         """
         for dataset in self.datasets:
             if attend == "document" and dataset.eot_token is None:
                 unknown = f"--attend=document: {dataset.directory} does not say which token separates documents"
-                raise UserError(f"{unknown}; put the tokenizer.json of its tokens there, or use --attend=window")
+                raise UserError(f"{unknown}; put its tokenizer.json there, or use --attend=window")
         return self.eot_token if attend == "document" else None
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer.json, if one of the datasets has it."""
+        """A tokenizer.json, if one of the datasets has it."""
         return next((dataset.tokenizer for dataset in self.datasets if dataset.tokenizer), None)
 
     @property
     def remarks(self) -> list[str]:
-        """What the user should know: what is assumed of the files, and weights that were rounded."""
+        """What the user should know: assumptions about the files, and weights that were rounded."""
         rounded = f"the weights of mixtures are rounded to 1/{BLOCK:,}: {'; '.join(self.describe(s) for _, s in self.phases)}"
         return [dataset.remark for dataset in self.datasets if dataset.remark] + [rounded] * self.rounded
 
     @property
     def identity(self) -> str:
-        """sha256 of what the datasets of --tokens hold and of their shares. ` STEP:SHA256` follows for each later phase."""
-        # Shares are hashed in units of 1/2^24: runs that began when shares were finer go on if theirs are the same.
+        """The sha256 of the contents and shares of --tokens, followed by ` STEP:SHA256` for each later phase."""
+        # Shares are hashed in units of 1/2^24, so that runs from a time of finer shares can continue if theirs are equal.
         first, *later = (
             [(i, self.datasets[i].identity, share * 4096) for i, share in enumerate(shares) if share]
             for _, shares in self.phases
@@ -106,25 +107,25 @@ class Mixture:
 
     @property
     def names(self) -> list[str]:
-        """A name for each dataset: its directory's, or the whole path if two directories have the same name."""
+        """A name for each dataset: its directory's, or the full path if two directories have the same name."""
         names = [dataset.directory.resolve().name for dataset in self.datasets]
         return names if len(set(names)) == len(names) else [str(dataset.directory) for dataset in self.datasets]
 
     @property
     def once(self) -> dict[str, float]:
-        """After how many tokens of a run each dataset of --tokens has been read once, by name, if there were no other phase."""
+        """After how many tokens of a run each dataset of --tokens has been read once, by name, ignoring later phases."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
         return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 
     def streams(self, split: str) -> list[Stream]:
-        """A split of each dataset."""
+        """The split of each dataset."""
         return [dataset.splits[split] for dataset in self.datasets]
 
     def validation(self, losses: list[float]) -> dict[str, float | None]:
-        """What to record of the validation losses of the datasets: their mean, and each of several.
+        """The record of the datasets' validation losses: their mean and, if there are several, each.
 
         The mean is weighted by the shares of --tokens in every phase, so that it means the same at every step. Bits per byte is
-        None if a dataset in the mean does not know its bytes.
+        None if the size in bytes of a dataset in the mean is unknown.
         """
         parts = [part for part in zip(self.shares, losses, self.datasets, strict=True) if part[0]]
         sizes = [share / BLOCK * dataset.bytes_per_token for share, _, dataset in parts]
@@ -137,7 +138,7 @@ class Mixture:
 
 
 def mixtures_seen(identity: str, steps: int) -> list[str]:
-    """The parts of a mixture's `identity` on which the first `steps` steps depend: --tokens, and the phases that have begun."""
+    """The parts of a mixture's `identity` that the first `steps` steps depend on: --tokens, and phases that have begun."""
     tokens, *phases = identity.split()
     return [tokens, *(phase for phase in phases if step_of_phase(phase) < steps)]
 
@@ -176,7 +177,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
         if not all(shares):
             raise UserError(f"{flag}{text}: a weight is too small; the smallest share is 1 of {BLOCK:,} sequences")
         rounded |= any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
-        numbers = []  # in `datasets`: a dataset of an earlier phase goes on
+        numbers = []  # indices in `datasets`: a dataset of an earlier phase continues
         for dataset in map(opened, directories):
             known = (i for i, d in enumerate(datasets) if d.directory.samefile(dataset.directory) and i not in numbers)
             numbers.append(next(known, len(datasets)))
@@ -197,7 +198,7 @@ def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
 
 
 def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Weights as whole numbers that add up to BLOCK: rounded down, and the largest remainders up."""
+    """Round weights to whole numbers that add up to BLOCK: all down, then the largest remainders up."""
     exact = [weight * BLOCK / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     for i in sorted(range(len(shares)), key=lambda i: shares[i] - exact[i])[: BLOCK - sum(shares)]:
@@ -206,7 +207,7 @@ def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """Shuffle: a bijection of [0, n) that depends on `key`, computed for `index` [k] alone. It needs no table of n entries.
+    """Shuffle: a bijection of [0, n) that depends on `key`, computed only for `index` [k], without a table of n entries.
 
     A Feistel network over the next power of two, with the finalizer of splitmix64 as its round function. A value outside [0, n)
     is encrypted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
@@ -229,9 +230,9 @@ def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
     return value.astype(np.int64)
 
 
-@functools.lru_cache(maxsize=64)  # one or two for each dataset of a mixture
+@functools.lru_cache(maxsize=64)  # one or two per dataset of a mixture
 def permuted_block(block: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """`permute` of the BLOCK indices from BLOCK * block on. numpy takes little longer for thousands than for ten."""
+    """`permute` of BLOCK indices from BLOCK * block on. numpy is hardly slower for thousands of numbers than for ten."""
     return permute(np.arange(block * BLOCK, min(n, (block + 1) * BLOCK)), n, seed, epoch)
 
 
@@ -243,7 +244,7 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
-    """Which dataset each of the sequences of the run from BLOCK * block on is of: int64 [BLOCK]."""
+    """The dataset of each of the run's sequences from BLOCK * block on: int64 [BLOCK]."""
     mixed = sum(share > 0 for share in shares)
     return np.repeat(np.arange(len(shares)), shares)[permute(np.arange(BLOCK), BLOCK, seed, block, mixed)]
 
@@ -266,45 +267,45 @@ class Batches:
             stream.check_length(self.seq_len, "train")
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which datasets [count] and windows [count] the sequences first ... first + count - 1 of a phase are."""
+        """The datasets [count] and windows [count] of the sequences first ... first + count - 1 of a phase."""
         shares = self.phases[self.phase(first)][1]
         blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
         datasets = np.concatenate([mixed_block(block, shares, self.seed) for block in blocks])[first % BLOCK :][:count]
         windows, read = np.empty(count, np.int64), self.read(first)
-        for dataset in set(datasets.tolist()):  # the next sequences of each
+        for dataset in set(datasets.tolist()):  # each continues with its next sequences
             windows[datasets == dataset] = self.windows(dataset, int(read[dataset]), np.count_nonzero(datasets == dataset))
         return datasets, windows
 
     def phase(self, sequence: int) -> int:
-        """The number of the phase of a sequence of the run."""
+        """The index of the phase that a sequence of the run belongs to."""
         return bisect.bisect(self.starts, sequence) - 1
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """The first sequence of each phase: it follows the batch of the last step before the phase."""
+        """The first sequence of each phase, right after the batch of the last step before it."""
         return [(self.batch_number(step - 1) + 1) * self.sequences_per_update for step, _ in self.phases]
 
     def read(self, sequence: int) -> np.ndarray:
-        """How many of the run's sequences before this one are of each dataset: int64 [datasets]."""
+        """How many of the run's sequences before this one come from each dataset: int64 [datasets]."""
         phase = self.phase(sequence)
         return self.ahead[phase] + self.count(phase, sequence)
 
     @functools.cached_property
     def ahead(self) -> list[np.ndarray]:
-        """For each phase, how many more sequences of each dataset are read than with its shares from the beginning."""
+        """For each phase, how many more sequences of each dataset are read than with its shares from the start."""
         ahead = [np.zeros(len(self.streams), np.int64)]
         for phase, start in enumerate(self.starts[1:]):
             ahead.append(ahead[phase] + self.count(phase, start) - self.count(phase + 1, start))
         return ahead
 
     def count(self, phase: int, sequence: int) -> np.ndarray:
-        """How many sequences before this one are of each dataset in a run with the shares of `phase` from the beginning."""
+        """How many sequences before this one come from each dataset, in a run with the shares of `phase` from the start."""
         (block, rest), shares = divmod(sequence, BLOCK), self.phases[phase][1]
         begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares))
         return block * np.array(shares) + begun
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
-        """The windows [count] that sequences first ... first + count - 1 of a dataset are."""
+        """The windows [count] of the sequences first ... first + count - 1 of a dataset."""
         n = self.streams[dataset].num_windows(self.seq_len)
         if not self.shuffled:
             return np.arange(first, first + count) % n
@@ -324,7 +325,7 @@ class Batches:
         return read_windows(self.streams, *self.sequences(first, self.micro_batch_size), self.seq_len)
 
     def batch_number(self, step: int) -> int:
-        """The batch that update `step` takes: number `step` of those that are not skipped."""
+        """The batch that update `step` takes, counting only batches that are not skipped."""
         batch = step
         for skipped in self.skipped:
             batch += skipped <= batch
@@ -354,7 +355,7 @@ class Prefetcher:
 
     def __init__(self, batches: Batches, schedule: Iterable[tuple[int, int]], device, depth: int = 4):
         self.device = device
-        self.wait_seconds = 0.0  # how long the consumer has waited in all
+        self.wait_seconds = 0.0  # how long the consumer has waited in total
         self._batches = batches
         self._pool = ThreadPoolExecutor(1)
         self._rest = (self._pool.submit(self._build, *place) for place in schedule)
@@ -375,7 +376,7 @@ class Prefetcher:
         batch = self._pending.popleft().result()
         self.wait_seconds += time.perf_counter() - began
         self._pending.extend(itertools.islice(self._rest, 1))
-        # From pinned memory. Other memory may be freed before a device that is not awaited has read it (pytorch#189690).
+        # Asynchronous only from pinned memory: other memory may be freed before the device has read it (pytorch#189690).
         tokens = batch.to(self.device, non_blocking=self.device.type == "cuda")
         return tokens[:, :-1], tokens[:, 1:]
 
@@ -385,5 +386,5 @@ class Prefetcher:
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """The random state for the dropout of a micro-batch, the same whichever rank computes it."""
+    """The dropout seed of a micro-batch, the same on any rank."""
     return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -13,11 +13,11 @@ from common.records import Count
 @dataclass(frozen=True)
 class EvaluateConfig:
     run: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint), or a checkpoint or Hugging Face model directory."""
+    """A run directory (uses its newest checkpoint), a checkpoint, or a Hugging Face model directory or Hub id."""
     tokens: str = ""
-    """Dataset directory, or a mixture of them (empty: what the run was trained on)."""
+    """Dataset directory or mixture (empty: what the run was trained on)."""
     eval_tokens: Count = 0
-    """Validation tokens of each dataset (0: the whole split)."""
+    """Validation tokens per dataset (0: the whole split)."""
     seq_len: Count = 0
     """Context length of the windows (0: the model's)."""
     micro_batch_size: Count = 0
@@ -56,9 +56,10 @@ from settings import DataConfig
 
 @torch.no_grad()
 def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
-    """Mean loss in nats per token over `tokens` tokens (0: all) in windows spread evenly over the split, shared by the ranks.
+    """Mean loss in nats per token over `tokens` tokens (0: all), in windows spread evenly over the split, shared by ranks.
 
-    model: inputs and targets [micro-batch, T] to their mean loss; every rank calls it as often, for sharded models communicate.
+    model: maps inputs and targets [micro-batch, T] to their mean loss. Every rank calls it equally often, because sharded
+    models communicate.
     """
     total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
     chosen = torch.arange(windows) * total // windows
@@ -75,7 +76,7 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
 
 
 def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
-    """How many windows hold `tokens` validation tokens (0: all). Raises UserError if there is not one."""
+    """How many windows hold `tokens` validation tokens (0: all). Raises UserError if there are none."""
     stream.check_length(seq_len, "validation")
     total = stream.num_windows(seq_len)
     return min(total, math.ceil(tokens / seq_len)) if tokens else total
@@ -105,13 +106,13 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
     """The validation loss on each dataset, with the attention that the model was trained with."""
     trained = trained_on(directory)
     if not (config.tokens or trained.tokens):
-        raise UserError(f"{directory} does not say what it was trained on; --tokens=DIRECTORY says what to evaluate on")
+        raise UserError(f"{directory} does not say what it was trained on; choose a dataset with --tokens=DIRECTORY")
     mixture = data.open_mixture(DataConfig(config.tokens) if config.tokens else trained, model.config.vocab_size)
     model.document_token = mixture.document_token(trained.attend)
     if mixture.vocab_size > model.config.vocab_size:
-        raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, the model of {model.config.vocab_size}")
+        raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, but the model's is {model.config.vocab_size}")
     if config.seq_len > model.config.seq_len:
-        raise UserError(f"--seq_len={config.seq_len}: the model's context is {model.config.seq_len}")
+        raise UserError(f"--seq_len={config.seq_len} exceeds the model's context of {model.config.seq_len}")
     lines = huggingface.check_tokenizer(directory, mixture.tokenizer)
     model.to(world.device)
     seq_len = config.seq_len or model.config.seq_len
@@ -127,7 +128,7 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
 
 
 def trained_on(directory: Path) -> DataConfig:
-    """The data settings of a run's checkpoint or of an export; of another model, without tokens. Raises UserError."""
+    """The data settings of a run's checkpoint or an export. For any other model they name no tokens. Raises UserError."""
     if (directory / "config.toml").exists():
         return settings.read_preset(directory / "config.toml").data
     if (directory / "trainer_state.json").exists():
@@ -136,6 +137,6 @@ def trained_on(directory: Path) -> DataConfig:
 
 
 def describe(loss: float, bits: float | None) -> str:
-    """A loss in nats per token in all its units."""
+    """A loss in nats per token, in all its units."""
     perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # may be infinite
     return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")

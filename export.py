@@ -17,13 +17,13 @@ from common.hub import HubConfig
 @dataclass(frozen=True)
 class ExportConfig:
     run: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint is taken) or a checkpoint, such as runs/NAME/checkpoints/best."""
+    """A run directory (uses its newest checkpoint) or a checkpoint, such as runs/NAME/checkpoints/best."""
     out: str = ""
     """Directory to make; there must be nothing of that name. --push does without one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the weights in the files. The run keeps its own in float32."""
+    """Precision of the exported weights. The run keeps float32."""
     max_shard_size: str = "5GB"
-    """Largest size of a weights file in KB, MB, GB or TB (powers of 1000). A larger tensor gets a file of its own."""
+    """Largest weights file in KB, MB, GB or TB (powers of 1000). A larger tensor gets its own file."""
     hub: HubConfig = HubConfig()
 
 
@@ -43,10 +43,10 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def main(config: ExportConfig) -> None:
-    """Publish the copy, all of it or nothing. Raises UserError."""
+    """Publish the copy, completely or not at all. Raises UserError."""
     max_shard_size = cli.read_quantity(config.max_shard_size, UNITS)
     if not max_shard_size:
-        raise UserError(f"--max_shard_size={config.max_shard_size} must be 1 or more of KB, MB, GB or TB, such as 5GB")
+        raise UserError(f"--max_shard_size={config.max_shard_size} must be a size in KB, MB, GB or TB, such as 5GB")
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "model") if config.hub.push and not config.out else cli.new_directory(config.out)
         source, warnings = lookup.find(config.run)

@@ -1,9 +1,9 @@
 """Turn text into a dataset directory: `python prepare_data.py [SOURCE ...] [--out=tokens/NAME] [--tokenizer=...]`.
 
-Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), here or where fsspec reads: hf://, s3://, gs://
-and https://. Without one, the source is the Python standard library. Text is read in units of about a megabyte. Worker threads
-encode them (the tokenizers release the interpreter's lock), and their tokens are written into shards in the order of the text,
-so the number of workers changes nothing. The same command again after a kill continues behind the finished shards.
+Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), local or at any URL that fsspec opens, such
+as hf://, s3://, gs:// and https://. The default is the Python standard library. Text is read in units of about a megabyte.
+Worker threads encode them (the tokenizers release the interpreter's lock), and tokens are written to shards in the order of the
+text. So the number of workers does not matter. After a kill, the same command continues after the finished shards.
 """
 
 import os
@@ -23,28 +23,28 @@ from common.records import Auto
 @dataclass(frozen=True)
 class PrepareConfig:
     sources: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")]] = ()
-    """Files, folders or URLs (none: the Python standard library's sources). On the Hugging Face hub they are
-    hf://datasets/OWNER/NAME[@REVISION], also with /FOLDER or /PATTERN after it."""
+    """Files, folders or URLs (default: the Python standard library). On the Hugging Face Hub:
+    hf://datasets/OWNER/NAME[@REVISION], optionally followed by /FOLDER or /PATTERN."""
     out: str = ""
-    """Dataset directory (default: tokens/ and the first source's name; tokens/python without a source)."""
+    """Dataset directory (default: tokens/ plus the first source's name, or tokens/python)."""
     tokenizer: str = ""
     """train:N, train:N:llama3 (which llama.cpp knows), gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json or
     .tiktoken file (default: gpt2; without a source train:4096)."""
     column: str = "text"
-    """The column of .parquet files, or the key in .jsonl files, that holds the text."""
+    """Column of .parquet files, or key in .jsonl files, that holds the text."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
-    """The longest line of a .jsonl file and the longest row of a .parquet file. Memory grows with it."""
+    """Longest line of a .jsonl file or row of a .parquet file. Memory grows with it."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] | Auto = "auto"
-    """Share of the documents for validation (auto: 0.05; with fewer than 100 documents, the last 0.1 of the text)."""
+    """Fraction of documents for validation (auto: 0.05; with fewer than 100 documents, the last 0.1 of the text)."""
     max_tokens: str = ""
-    """Stop after so many tokens of both splits together, such as 500M or 10B (empty: all text)."""
+    """Stop after this many tokens in both splits together, such as 500M or 10B (empty: all text)."""
     shard_tokens: Annotated[int, Meta(gt=0, lt=1 << 31)] = 100_000_000
-    """Tokens of a shard. The last shard of a split is shorter."""
+    """Tokens per shard. The last shard of a split is shorter."""
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Threads that encode (0: one per core)."""
+    """Encoding threads (0: one per core)."""
     check: str = ""
-    """Make nothing. Read this whole dataset directory, ours or another tool's, and report what it holds, or its first fault.
-    --tokenizer decodes another tool's tokens."""
+    """Do not prepare anything. Read this whole dataset directory, ours or another tool's, and report its contents or its first
+    problem. --tokenizer decodes another tool's tokens."""
     hub: HubConfig = HubConfig()
 
 
@@ -71,16 +71,16 @@ from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # of text that train:N learns from
-HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # in the names of such files
+HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # in names of held-out files
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
 
 
 def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile], list[dict]]:
-    """The files of all sources in order, each once, and the record of each source for dataset.json. Raises UserError.
+    """The files of all sources in order, each once, and a record of each source for dataset.json. Raises UserError.
 
-    A source on the hub stays at the commit that it had on the first start. If the dataset is finished, no server is asked.
+    A source on the Hub stays at the commit of the first start. If the dataset is finished, no server is contacted.
     """
-    by_path, records, known = {}, [], {}  # known: what an earlier run has recorded
+    by_path, records, known = {}, [], {}  # known: what an earlier run recorded
     for path in (directory / "progress.json", directory / "dataset.json"):
         known = files.read_json(path) if path.exists() else known
     earlier = {record["path"]: record for record in known.get("request", known).get("source", [])}
@@ -100,7 +100,7 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
             span = " to ".join(dict.fromkeys([found[0].name, found[-1].name]))
             say(f"{source}: {errors.plural(len(found), 'file')}, {size / 1e6:,.1f} MB: {span}")
         if "://" in source and 0 < len(held_out) < len(found):
-            say(f"warning: {len(held_out)} of these files seem to be for validation or tests, such as {held_out[0]}")
+            say(f"warning: {len(held_out)} of these files look like validation or test data, such as {held_out[0]}")
         records.append(record | {"files": len(found), "bytes": size})
         for file in found:
             by_path.setdefault(os.path.abspath(str(file)), file)
@@ -108,9 +108,9 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
 
 
 def sample(source_files: list[SourceFile]) -> Iterator[str]:
-    """At most SAMPLE_CHARACTERS of text, in equal parts from the beginnings of at most 1000 of the files."""
+    """At most SAMPLE_CHARACTERS of text, in equal parts from the start of at most 1000 of the files."""
     local, remote = ([file for file in source_files if ("://" in str(file)) == far] for far in (False, True))
-    chosen = local + remote[:1]  # every further one is a request
+    chosen = local + remote[:1]  # each further one would be a request
     chosen, left = chosen[:: -(-len(chosen) // 1000)], SAMPLE_CHARACTERS
     for number, file in enumerate(chosen):
         share = left // (len(chosen) - number)
@@ -123,14 +123,14 @@ def sample(source_files: list[SourceFile]) -> Iterator[str]:
 
 
 def prepare(config: PrepareConfig) -> None:
-    """Make the dataset directory that `config` describes, finish it, or find it finished. Raises UserError."""
-    began, directory, options = time.perf_counter(), out_directory(config), {}  # options: those that dataset.json records
+    """Make the dataset that `config` describes, or finish it if an earlier run started it. Raises UserError."""
+    began, directory, options = time.perf_counter(), out_directory(config), {}  # options: recorded in dataset.json
     if config.column != "text":
         options["column"] = config.column
     if config.max_tokens:
         options["max_tokens"] = cli.read_quantity(config.max_tokens, MULTIPLES)
         if not 2 <= options["max_tokens"] < 1 << 62:
-            raise UserError(f"--max_tokens={config.max_tokens} is not a number of tokens such as 500M or 10B")
+            raise UserError(f"--max_tokens={config.max_tokens} must be a number of tokens such as 500M or 10B")
     with files.held(directory):
         source_files, records = find_files(config, directory)
         request = {"source": records, "tokenizer": config.tokenizer or ("gpt2" if config.sources else "train:4096")}
@@ -141,8 +141,8 @@ def prepare(config: PrepareConfig) -> None:
         split = choose_split(source_files, config.val_fraction)
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files))
         if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
-            say(f"there is too little text for more than {tokenizer.vocab_size} tokens")
-        # A restart goes on only with the same files and tokens, cut into units in the same way (the version of progress.json).
+            say(f"the text is too short for more than {tokenizer.vocab_size} different tokens")
+        # A restart continues only with the same files and tokens, cut into units in the same way (their version is in `units`).
         listing = digest([(file.name, file.size) for file in source_files])
         request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 4}
         writer = DatasetWriter(directory, request, tokenizer, split.val_fraction)
@@ -154,15 +154,15 @@ def prepare(config: PrepareConfig) -> None:
 
 
 def out_directory(config: PrepareConfig) -> Path:
-    """Where the dataset is made. Raises UserError if neither --out nor a source says it."""
-    cli.require_local("out", config.out, "copy the finished dataset where you need it")
+    """The dataset directory. Raises UserError if neither --out nor a source names it."""
+    cli.require_local("out", config.out, "copy the finished dataset to where you need it")
     if config.out or not config.sources:
         return Path(config.out or "tokens/python")
     source = config.sources[0]
     on_hub = re.match(rf"{HUB}[^/]+/([^/@]+)", source)
     name = on_hub[1] if on_hub else Path(source).resolve().name.lstrip(".").partition(".")[0]
     if not name or "*" in name:
-        raise UserError(f"{source} gives a dataset no name; add --out=tokens/NAME")
+        raise UserError(f"cannot name a dataset after {source}; add --out=tokens/NAME")
     return Path("tokens") / name
 
 
@@ -170,7 +170,7 @@ def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceF
     """Encode the text that is not in finished shards yet, and write its tokens."""
     wanted, sizes, without_text, not_utf8 = writer.wanted, [file.size for file in source_files], 0, {}
     units, done = read_units(source_files, split, wanted), sum(sizes[: min(wanted.values())[0]])
-    seconds = 0.1 if sys.stderr.isatty() else 60  # from one line of the bar to the next, which does not replace it in a log
+    seconds = 0.1 if sys.stderr.isatty() else 60  # between updates of the bar; in a log, each is a new line
     with tqdm(total=sum(sizes), initial=done, unit="B", unit_scale=True, mininterval=seconds) as bar:
         for unit, tokens in encode_all(writer.tokenizer, units, workers):
             bar.update(int(unit.bytes_on_disk))  # the rounded sum of fractions may exceed the total
@@ -180,10 +180,10 @@ def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceF
             if min(writer.wanted.values()) == END:
                 break
     if without_text:
-        say(f"left out {errors.plural(without_text, 'row')} without a text")
+        say(f"left out {errors.plural(without_text, 'row')} without text")
     if not_utf8:
         count = errors.plural(len(not_utf8), "file")
-        say(f"warning: {count} with bytes that are not UTF-8, which became U+FFFD: {files.shortened(not_utf8)}")
+        say(f"warning: {count} contained bytes that are not UTF-8; they became U+FFFD: {files.shortened(not_utf8)}")
 
 
 def main(config: PrepareConfig) -> int:

@@ -1,9 +1,9 @@
 """Look back at a step of a run: `python replay.py runs/NAME --step=12345`. Was it the data, or the machine?
 
-It computes the steps since the newest intact checkpoint again. If loss and gradient norm are those of metrics.jsonl, bit for
-bit, the machine did what it should, and the sequences of the step show what the model saw. Otherwise it names the first step
-that differs. It writes nothing into the run. Any number of ranks can replay a run under --strategy=exact; other runs need their
-own: `torchrun --standalone --nproc_per_node=W replay.py ...`.
+Recomputes the steps since the newest intact checkpoint. If loss and gradient norm match metrics.jsonl bit for bit, the machine
+is fine, and the sequences of the step show what the model saw. Otherwise the first differing step is named. Never writes to the
+run. Any number of ranks can replay a run with --strategy=exact. Other runs need their own number: `torchrun --standalone
+--nproc_per_node=W replay.py ...`.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ class ReplayConfig:
     run: tyro.conf.Positional[str]
     """A run directory."""
     step: Count = 0
-    """The step to look at, as metrics.jsonl counts steps (0: the last one recorded)."""
+    """The step to look at, counted as in metrics.jsonl (0: the last recorded step)."""
     sequences: Count = 8
     """How many sequences of the step to show, worst loss first (0: all)."""
     verify: bool = False
-    """Check that each kept checkpoint follows from the one before it, sha256 for sha256."""
+    """Check that each kept checkpoint follows from the previous one, sha256 for sha256."""
     from_: Annotated[Count | Auto, tyro.conf.arg(name="from")] = "auto"
-    """Where --verify begins: the step of a checkpoint, or 0 for the beginning of the run (auto: the first checkpoint)."""
+    """Where --verify starts: the step of a checkpoint, or 0 for the start of the run (auto: the first checkpoint)."""
     to: Count = 0
-    """The last step of --verify (0: that of the last checkpoint). It needs no checkpoint: its loss is compared."""
+    """Where --verify ends (0: at the last checkpoint). A step without a checkpoint is compared by its loss."""
     tokens: str = ""
     """Where the dataset is now (empty: where the run found it)."""
     phase: str = ""
@@ -60,17 +60,17 @@ from dataset.tokens import read_windows
 from parallel.world import World
 from reports.log import read_records
 
-WIDTH = 107  # of a sequence's text
+WIDTH = 107  # characters of a sequence's text
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
 
 
 class CannotReplay(UserError):
-    """A step cannot be computed again on these ranks, or from the checkpoints that are left."""
+    """A step cannot be recomputed on these ranks, or from the checkpoints that are left."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """The run to look back at, on the ranks that are here."""
+    """The run to look back at, and the ranks that do it."""
 
     directory: Path
     state: TrainState  # of its newest checkpoint
@@ -79,7 +79,7 @@ class Past:
 
 
 def main(config: ReplayConfig) -> int:
-    """Replay and print. Returns 1 if something differs from what the run recorded. Raises UserError."""
+    """Replay and print. Returns 1 if something differs from the run's records. Raises UserError."""
     if not config.verify and (config.from_ != "auto" or config.to):
         raise UserError("--from and --to need --verify; --step looks at a single step")
     newest, warnings = lookup.find(config.run)
@@ -98,7 +98,7 @@ def main(config: ReplayConfig) -> int:
 
 
 def look_back(past: Past, step: int, count: int) -> int:
-    """Replay up to `step` (0: the last one), and show `count` of its sequences. Returns 1 if a step is not as recorded."""
+    """Replay up to `step` (0: the last one), and show `count` of its sequences. Returns 1 if a step differs from its record."""
     records = read_steps(past)
     last = max(records, default=0)
     step = step or last
@@ -119,7 +119,7 @@ def look_back(past: Past, step: int, count: int) -> int:
     if 0 < count < len(sequences):
         say(f"  ... {len(sequences) - count} more: --sequences=0")
     skip = filter(None, [run.config.data.skip_steps, str(run.batches.batch_number(step - 1) + 1)])
-    say(f"--skip_steps={','.join(skip)} leaves this batch out")
+    say(f"--skip_steps={','.join(skip)} would leave out this batch")
     return int(bool(different))
 
 
@@ -130,14 +130,14 @@ def read_steps(past: Past) -> dict[int, tuple[float, float]]:
 
 
 def differing(found: dict[int, tuple], recorded: dict[int, tuple]) -> list[int]:
-    """The recorded steps whose (loss, gradient norm) is another. By repr, NaN is like NaN."""
+    """The recorded steps whose (loss, gradient norm) differs. Compared by repr, in which NaN equals NaN."""
     return [step for step in recorded if repr(recorded[step]) != repr(found[step])]
 
 
 def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list[int]) -> str:
-    """Whether the (loss, gradient norm) of the steps are those of the run."""
+    """Whether the (loss, gradient norm) of the steps match the run's records."""
     if not different:
-        same = "loss and gradient norm are the recorded ones, bit for bit; look at the data"
+        same = "loss and gradient norm match the records bit for bit; look at the data"
         return f"{plural(len(recorded), 'recorded step')}: {same}" if recorded else "no step was logged (--log_every)"
     step = different[0]
     (loss, norm), (loss_before, norm_before) = found[step], recorded[step]
@@ -146,14 +146,14 @@ def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list
 
 
 def anywhere(config: settings.Config) -> settings.Config:
-    """The settings by which any machine computes the bits of a portable run. Those of another run as they are."""
+    """Settings with which any machine can recompute a portable run. The settings of other runs are returned unchanged."""
     if config.numerics.numerics == "native":
         return config
     return settings.replace(config, threads="auto", device="cpu" if config.train.device == "cpu" else "auto")
 
 
 def conditions(era: Era) -> tuple:
-    """What the bits of a step depend on besides the state before it."""
+    """What the bits of a step depend on, besides the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
     same = settings.replace(anywhere(config), check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
     versions = era["versions"] if config.numerics.numerics == "native" else {}
@@ -162,23 +162,23 @@ def conditions(era: Era) -> tuple:
 
 
 def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
-    """The run at checkpoint `path` (None: the newest intact one before `step`), or at its beginning. Raises CannotReplay."""
+    """The run at checkpoint `path` (None: the newest intact one before `step`), or at its start. Raises CannotReplay."""
     directory, state, world = past.directory, past.state, past.world
     begun = [era for era in state.history if era["step"] < step]
     if not begun:
         begins = state.history[0]["step"]
-        raise UserError(f"{directory} begins at step {begins}; earlier steps are those of the run it came from")
+        raise UserError(f"{directory} begins at step {begins}; earlier steps belong to the run it started from")
     era = begun[-1]
     since = list(takewhile(lambda other: conditions(other) == conditions(era), reversed(begun)))[-1]["step"]
     config = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
     if config.parallel.strategy != "exact" and world.size != era["world_size"]:
         launcher = f"torchrun --standalone --nproc_per_node={era['world_size']} replay.py {shlex.join(sys.argv[1:])}"
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
-        raise CannotReplay(f"{computed}, and its bits depend on that; use {launcher}")
+        raise CannotReplay(f"{computed}, and its bits depend on their number; use {launcher}")
     dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
     if data.mixtures_seen(dataset.identity, step) != data.mixtures_seen(state.dataset, step):
-        problem = f"{dataset} holds other tokens, or other shares of them, than the run was trained on"
-        raise UserError(f"{problem}; --tokens says where they are now, of a mixture each with its weight")
+        problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
+        raise UserError(f"{problem}; use --tokens to say where the tokens are now (for a mixture, with their weights)")
     earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]
     path = path or next((path for path in reversed(earlier) if retention.find_damage(path) is None), None)
     if path:
@@ -187,7 +187,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         began = settings.from_record(state.history[0]["settings"], str(directory))
         start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it was new
     if start.state.step < since:
-        gone = f"no intact checkpoint between it and step {step} is left (--keep_last)"
+        gone = f"no intact checkpoint between there and step {step} is left (--keep_last)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
     if (ours := checkpoint.versions(config, world.device)) != era["versions"] and config.numerics.numerics == "native":
         say(f"warning: the step was computed with {era['versions']}; here are {ours}")
@@ -197,18 +197,18 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
 
 
 def replay(run: train.Run, last: int) -> dict[int, tuple[float, float]]:
-    """Compute the steps up to `last` again. Returns the loss and the gradient norm of each. All ranks must call it."""
+    """Recompute the steps up to `last`. Returns the loss and the gradient norm of each. All ranks must call this."""
     upcoming = [(s, m) for s in range(run.state.step, last) for m in run.world.share(run.config.micro_batches)]
     prefetcher, found = data.Prefetcher(run.batches, upcoming, run.world.device), {}
     while run.state.step < last:
-        found[run.state.step] = train.update(run, prefetcher)  # which is the step after it
+        found[run.state.step] = train.update(run, prefetcher)  # evaluated first, so this is the new step
     prefetcher.close()
     return found
 
 
 @torch.no_grad()
 def look_at_sequences(run: train.Run) -> list[str]:
-    """The sequences of the coming update, worst loss first: their losses, where they come from, and their text."""
+    """The sequences of the next update, worst loss first: their losses, where they come from, and their text."""
     batches, step, each = run.batches, run.state.step, run.config.train.micro_batch_size
     losses = run.world.zeros(run.config.sequences_per_update)
     with run.engine.evaluating() as model:
@@ -233,13 +233,13 @@ def look_at_sequences(run: train.Run) -> list[str]:
 
 
 def verify(past: Past, config: ReplayConfig) -> int:
-    """Compute each kept checkpoint of a segment from the one before it and compare. Returns 1 if one does not follow."""
+    """Recompute each kept checkpoint of a segment from the previous one and compare. Returns 1 if one does not follow."""
     kept = {retention.step_of(path): path for path in retention.published(past.directory / "checkpoints")}
     first = min(kept) if config.from_ == "auto" else config.from_
     last = config.to or max(kept)
     if config.step or first not in {0, *kept} or not first < last <= past.state.step:
-        steps = f"the checkpoints of {past.directory} are those of steps {', '.join(map(str, kept))} (see --keep_last)"
-        raise UserError(f"--verify takes no --step; --from is 0 or the step of a checkpoint, and --to a later step; {steps}")
+        steps = f"{past.directory} has checkpoints of steps {', '.join(map(str, kept))} (see --keep_last)"
+        raise UserError(f"--verify needs --from (0 or the step of a checkpoint) and a later --to, without --step; {steps}")
     wrong = 0
     for start, end in pairwise([first, *(step for step in kept if first < step < last), last]):
         before = kept[start].name if start in kept else "the beginning"
@@ -255,9 +255,9 @@ def verify(past: Past, config: ReplayConfig) -> int:
 
 
 def difference(past: Past, start: Path | None, end: Path | None, last: int) -> str:
-    """How step `last` differs from what follows from checkpoint `start`, or from the run's beginning. Empty if it does not.
+    """How step `last` differs from what follows from checkpoint `start`, or from the run's start. Empty if it does not.
 
-    Its tensors must be those of checkpoint `end`, if there is one, and the losses since `start` the recorded ones.
+    The tensors must equal checkpoint `end`, if there is one, and the losses since `start` must equal the recorded ones.
     Raises CannotReplay.
     """
     if problem := next(filter(None, (retention.find_damage(path) for path in (start, end) if path)), None):
@@ -274,5 +274,5 @@ def difference(past: Past, start: Path | None, end: Path | None, last: int) -> s
             again = ChainMap(*past.world.all_gather(snapshot.write(Path(temporary))))
         kept = retention.read_manifest(end)
         if others := [name for name in sorted(again) if again[name] != kept.get(name)]:
-            problems.insert(0, f"{', '.join(others)} would be others")
+            problems.insert(0, f"{', '.join(others)} would differ")
     return "; ".join(problems)

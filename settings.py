@@ -1,7 +1,7 @@
 """All settings of training, and how a preset and flags become one frozen `Config`.
 
-Each type has the limits of its value; which values do not go together is in planning/rules.py. This file imports neither torch
-nor numpy, so that `--help` and a wrong flag are answered at once.
+Each type limits its own value; planning/rules.py says which values conflict. This file imports neither torch nor numpy, so that
+`--help` and wrong flags are answered at once.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from common.records import Auto, Count, Seed, Size
 from common.steps import read_phases, read_skipped
 
 HERE = Path(__file__).parent
-# The upper limits bound what is computed or allocated from a number, such as a list.
+# Upper limits bound what is computed or allocated from a number, such as a list.
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
@@ -32,50 +32,50 @@ Fraction = Annotated[float, Meta(ge=0, lt=1)]
 @dataclass(frozen=True)
 class RunConfig:
     name: str = ""
-    """The run lives in OUT_DIR/NAME. Empty: the preset's file name."""
+    """Name of the run, stored in OUT_DIR/NAME. Empty: the preset's file name."""
     out_dir: str = "runs"
-    """Where run directories are kept."""
+    """Directory of all runs."""
     seed: Seed = 1337
-    """Seeds initialization, data order and dropout."""
+    """Seed of initialization, data order and dropout."""
     resume: str = "auto"
-    """auto: continue from the newest intact checkpoint; off: start over; PATH: a new run from another run or checkpoint."""
+    """auto: continue from the newest intact checkpoint; off: start over; PATH: start a new run from another checkpoint."""
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 after this many minutes (0: no limit)."""
     depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
-    """The dial: the number of layers. Width, batch, steps, learning rate and weight decay follow. A flag wins over it."""
+    """The dial: number of layers. Sets width, batch, steps, learning rate and weight decay to match; other flags override."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     tokens: str = "tokens/python"
-    """A directory of tokens, or several and their weights, as in tokens/web:0.8,tokens/code:0.2 (in a preset also a list)."""
+    """A dataset directory, or a weighted mixture such as tokens/web:0.8,tokens/code:0.2 (in a preset, also a list)."""
     phase: str = ""
-    """Another mixture after so many steps, as in 8000:tokens/web:0.5,tokens/math:0.5, or several, as in
-    8000:tokens/web,9000:tokens/math (in a preset also a list). A run may add phases of steps to come."""
+    """Switch to another mixture after a step, such as 8000:tokens/web:0.5,tokens/math:0.5. Several phases form one list,
+    such as 8000:tokens/web,9000:tokens/math. When a run continues, you may add future phases."""
     order: Literal["shuffled", "sequential"] = "shuffled"
-    """Order of the windows of an epoch."""
+    """Order of the windows within an epoch."""
     skip_steps: str = ""
-    """Batches to leave out, named by the steps that would have seen them, as in 812-815,990. A run may add steps to come."""
+    """Leave out the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
     attend: Literal["window", "document"] = "window"
-    """Which tokens of its window a token sees: all earlier ones, or only those of its own document."""
+    """What a token attends to: all earlier tokens of its window, or only those of the same document."""
     prepare_command: str = ""
-    """The command that makes the dataset, printed where the dataset is missing."""
+    """The command that makes the dataset, printed if it is missing."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     architecture: Literal["gpt2", "llama", "qwen3"] = "gpt2"
-    """The arithmetic of transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM."""
+    """The same arithmetic as transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM."""
     vocab_size: Size | Auto = "auto"
     """Rows of the embedding. auto: the dataset's vocabulary, padded to a multiple of 128."""
     n_layer: Annotated[int, Meta(gt=0, le=1 << 12)] = 12
     n_head: Annotated[int, Meta(gt=0, le=1 << 16)] = 12
     n_kv_head: Size | Auto = "auto"
-    """Key/value heads of grouped-query attention. auto: as many as n_head."""
+    """Key/value heads for grouped-query attention. auto: n_head."""
     n_embd: Size = 768
     """Width of the residual stream."""
     head_dim: Size | Auto = "auto"
-    """Width of a head. auto: n_embd / n_head, the only one for gpt2."""
+    """Width of a head. auto: n_embd / n_head, required for gpt2."""
     d_ff: Size | Auto = "auto"
     """Width inside the MLP. auto: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64."""
     seq_len: Size = 1024
@@ -86,27 +86,27 @@ class ModelConfig:
     rope_theta: Annotated[float, Meta(gt=0, le=10**12)] = 10000.0
     """Base of the rotary frequencies (not for gpt2)."""
     rope_scaling: str = "none"
-    """none, or Llama 3's factor, low_freq_factor, high_freq_factor and original context, as in 8,1,4,8192."""
+    """none, or Llama 3's factor, low_freq_factor, high_freq_factor and original context, such as 8,1,4,8192."""
     gelu: Literal["tanh", "erf"] = "tanh"
-    """tanh: GPT-2's approximation of GELU; erf: GELU itself, which nanoGPT computes (gpt2)."""
+    """For gpt2. tanh: GPT-2's approximation of GELU; erf: exact GELU, as in nanoGPT."""
     norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     init_from: str = "scratch"
-    """scratch, or a Hugging Face model directory or hub id whose weights (and shape) to start from."""
+    """scratch, or a Hugging Face model directory or Hub id to take weights and shape from."""
 
     @property
     def rope_factors(self) -> tuple[float, ...]:
-        """`rope_scaling` as numbers; empty for none. Raises UserError."""
+        """`rope_scaling` as numbers, empty for none. Raises UserError."""
         with suppress(ValueError):
             factors = tuple(float(number) for number in self.rope_scaling.split(",") if self.rope_scaling != "none")
             if not factors or len(factors) == 4 and 0 < min(factors) <= max(factors) < math.inf and factors[1] < factors[2]:
                 return factors
-        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or like Llama 3.1's 8,1,4,8192, greater than 0")
+        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or like Llama 3.1's 8,1,4,8192, all positive")
 
 
 @dataclass(frozen=True)
 class NumericsConfig:
     numerics: Literal["native", "portable"] = "native"
-    """portable: the same bits on any processor, with any number of threads and any version of torch, in float32; slower."""
+    """portable: the same bits on any processor, with any number of threads and any version of torch. In float32, and slower."""
 
 
 @dataclass(frozen=True)
@@ -116,66 +116,66 @@ class OptimConfig:
     lr: Annotated[float, Meta(gt=0, le=1000)] = 6e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Meta(ge=0, le=1000)] | Auto = "auto"
-    """Learning rate at the end of the schedule. auto: lr / 10 for cosine, else 0."""
+    """Final learning rate. auto: lr / 10 for cosine, else 0."""
     warmup_steps: Annotated[int, Meta(ge=0, le=10**12)] | Auto = "auto"
-    """Steps of linear warmup. auto: 2 % of the steps."""
+    """Steps of linear warmup. auto: 2 % of all steps."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """wsd: warmup, stable, then a linear decay over the last cooldown_fraction of the steps."""
+    """wsd: warmup, stable, then linear decay over the last cooldown_fraction of the steps."""
     cooldown_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.2
     decay_steps: Count = 0
     """Finish a run from a checkpoint: wsd's decay over so many steps, then the end. It sets --schedule and --steps."""
     weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.1
-    """Decoupled, on tensors of two and more dimensions."""
+    """Decoupled; applied to tensors of two or more dimensions."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     momentum: Fraction = 0.95
-    """Momentum of Muon."""
+    """Muon's momentum."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the products in which Muon orthogonalizes its updates. auto: bfloat16 where that is fast."""
+    """Precision in which Muon orthogonalizes its updates. auto: bfloat16 if that is fast here."""
     grad_clip: Annotated[float, Meta(ge=0, le=10**12)] = 1.0
-    """Largest global gradient norm (0: no clipping)."""
+    """Clip the global gradient norm to this (0: no clipping)."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     steps: Steps = 1000
-    """Optimizer updates of the whole run."""
+    """Optimizer updates in the whole run."""
     tokens_per_update: Annotated[int, Meta(gt=0, le=1 << 32)] = 524288
-    """Global batch in tokens, whatever the number of ranks."""
+    """Global batch in tokens, for any number of ranks."""
     micro_batch_size: Size | Literal["auto"] = "auto"
     """Sequences in one forward pass of one rank; auto fits it to memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the matrix products; the weights stay in float32. auto: bfloat16 where that is fast.
-    On CUDA, float32 products are in TF32, which has a mantissa of 10 bits."""
+    """Precision of matrix products; weights stay in float32. auto: bfloat16 if that is fast here.
+    On CUDA, float32 products use TF32, with a mantissa of 10 bits."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile. auto: on where it saves time and a compiler works."""
+    """Use torch.compile. auto: if it saves time and a compiler works."""
     fp8: bool = False
-    """Multiply in float8 in the blocks (torchao). It pays on a Hopper GPU or newer, from a billion parameters on."""
+    """Use float8 products in the blocks (torchao). Worth it on Hopper or newer GPUs, from a billion parameters on."""
     activation_checkpointing: bool = False
-    """Keep only each block's input for backward and recompute the rest: much less memory, a third more work."""
+    """Keep only each block's input for backward and recompute the rest: much less memory, a third more computing."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
-    """CPU threads of each rank. auto: cores // local ranks, and 1 under --strategy=exact."""
+    """CPU threads per rank. auto: cores // local ranks, or 1 under --strategy=exact."""
     deterministic: bool = True
-    """Use only CUDA kernels that give the same bits every time. On a CPU all do."""
+    """Use only CUDA kernels that give the same bits every time. CPU kernels always do."""
     max_skipped_steps: Count = 30
-    """End the run after more than this many updates in a row skipped for a gradient that is not finite."""
+    """End the run if more than this many updates in a row are skipped because their gradient is not finite."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     strategy: Literal["ddp", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"] = "ddp"
-    """ddp: torch's DistributedDataParallel; fsdp: weights, gradients and optimizer state sharded over the ranks;
-    exact: the same bits on any number of ranks; scratch_*: the lessons of parallel/from_scratch.py."""
+    """ddp: torch's DistributedDataParallel. fsdp: shard weights, gradients and optimizer state over the ranks.
+    exact: the same bits on any number of ranks. scratch_*: the lessons in parallel/from_scratch.py."""
     replicate: Ranks = 1
-    """Copies of the weights under fsdp. A group of ranks, such as a node, shares each copy (1: all ranks share one)."""
+    """Copies of the weights under fsdp. A group of ranks, such as a node, shares a copy (1: all ranks share one)."""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
-    """Send gradients to their shards after every micro-batch, under fsdp and exact: less memory, more traffic, and
-    under fsdp other bits. off: once an update. auto: on where an update would not fit otherwise."""
+    """For fsdp and exact. on: send gradients to their shards after every micro-batch, which takes less memory and more
+    traffic, and changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
     check_replicas_every: Count = 0
-    """Steps between comparisons of all ranks' weights (0: never). A bit that differs ends the run."""
+    """Steps between comparisons of all ranks' weights (0: never). End the run if a bit differs."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0
-    """How long a rank waits for the others before it gives up."""
+    """How long a rank waits for the others before giving up."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class EvalConfig:
     eval_every: Count = 250
     """Steps between evaluations (0: only at the end)."""
     eval_tokens: Count = 1048576
-    """Validation tokens of an evaluation (0: the whole split)."""
+    """Validation tokens per evaluation (0: the whole split)."""
     sample_every: Count = 0
     """Steps between samples: a line of text that the model writes (0: none)."""
     tasks: str = ""
@@ -199,24 +199,24 @@ class CheckpointConfig:
     save_every: Count = 250
     """Steps between checkpoints (0: only at the end)."""
     keep_last: Count = 2
-    """Newest checkpoints to keep (0: all)."""
+    """How many of the newest checkpoints to keep (0: all)."""
     keep_best: Count = 1
-    """Checkpoints with the lowest validation loss to keep, besides the newest."""
+    """How many checkpoints with the lowest validation loss to keep as well."""
     max_shard_bytes: Annotated[int, Meta(gt=0, le=1 << 62)] = 10**9
-    """Largest file of weights or of optimizer state. A larger tensor has a file of its own."""
+    """Largest file of weights or optimizer state. A larger tensor gets its own file."""
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
     mirror: str = ""
-    """A store that gets a copy of each checkpoint, such as s3://bucket/run: any URL of fsspec. A start on an empty disk
+    """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens). A start on an empty disk
     continues from there."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
     log_every: Steps = 10
-    """Steps between lines of metrics.jsonl and of the console."""
+    """Steps between lines in metrics.jsonl and on the console."""
     tensorboard: bool = False
-    """Also write the metrics to the run's directory as TensorBoard reads them."""
+    """Also write the metrics for TensorBoard, to the run's directory."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
     profile: str = ""
@@ -238,7 +238,7 @@ class Config:
 
     @property
     def skipped_batches(self) -> tuple[int, ...]:
-        """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises UserError."""
+        """The batches that --skip_steps leaves out, from 0, in ascending order. Raises UserError."""
         return read_skipped(self.data.skip_steps)
 
     @property
@@ -248,7 +248,7 @@ class Config:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in the global batch, over all ranks. micro_batch_size must be a number by now."""
+        """Micro-batches in the global batch, over all ranks. Needs a resolved micro_batch_size."""
         return self.sequences_per_update // self.train.micro_batch_size
 
 
@@ -262,25 +262,25 @@ def start_of(args: list[str]) -> Config:
     path, flags = divide(args)
     config, run = read_preset(path), path.parent if path.parent.name else path.absolute().parent
     if path.name == "config.toml" and (run / "metrics.jsonl").exists() and "name" not in given(flags):
-        return replace(config, out_dir=str(run.parent), name=run.name)  # where it lies now: a run may be copied, or move
+        return replace(config, out_dir=str(run.parent), name=run.name)  # its current place: a run may be copied or moved
     return config
 
 
 def complete(config: Config, args: list[str]) -> Config:
-    """`config`, a preset with the flags in `args`, after a look at the run that it names: default < preset < run < flag.
+    """Add the settings of the run that `config` names, a preset with the flags in `args`: default < preset < run < flag.
 
-    A run that continues keeps what it was asked for, except for the flags. Raises UserError.
+    A run that continues keeps its settings, except for the flags. Raises UserError.
     """
     preset, flags = divide(args)
     if sum(word.partition("=")[0] == "--phase" for word in flags) > 1:  # the last one would win
-        raise UserError("--phase is given twice; give one list, as in --phase=8000:tokens/web,9000:tokens/math")
+        raise UserError("--phase is set twice; use one list, such as --phase=8000:tokens/web,9000:tokens/math")
     if not config.run.name:
         config = replace(config, name=preset.stem)
     if own := of_run(config):
         config = replace(own, **{name: value for name, value in flat_values(config).items() if name in given(flags)})
     if config.optim.decay_steps and "steps" in given(flags):
-        decay = f"--decay_steps={config.optim.decay_steps} ends the run so many steps after its checkpoint"
-        raise UserError(f"{decay}; leave --steps out")
+        decay = f"--decay_steps={config.optim.decay_steps} ends the run that many steps after its checkpoint"
+        raise UserError(f"{decay}; leave out --steps")
     check(config)
     return config
 
@@ -292,12 +292,12 @@ def divide(args: list[str]) -> tuple[Path, list[str]]:
 
 
 def given(flags: list[str]) -> set[str]:
-    """The names of the settings that flags give."""
+    """The names of the settings in `flags`."""
     return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
 
 
 def of_run(config: Config) -> Config | None:
-    """What was asked for at the last start of the run that `config` names. None unless it has checkpoints. Raises UserError."""
+    """The settings requested at the last start of the run that `config` names. None without checkpoints. Raises UserError."""
     run = Path(config.run.out_dir, config.run.name)
     if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
         return None
@@ -311,25 +311,25 @@ def read_preset(path: Path, asked: bool = False) -> Config:
 
 
 def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
-    """The values in a TOML file by key; its tables are headings. asked: as `dumps` was given them. Raises UserError."""
+    """The values in a TOML file by key; tables are only headings. asked: as requested, before `auto`. Raises UserError."""
     if not path.is_file():
         presets = sorted(str(preset.relative_to(HERE)) for preset in HERE.glob("config/*.toml"))
-        raise UserError(f"no preset {path}; there are {', '.join(presets)}")
+        raise UserError(f"no preset {path}; available: {', '.join(presets)}")
     try:
         content = tomllib.loads(files.read_text(path, 1 << 20))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a preset in TOML: {error}") from None
+        raise UserError(f"{path} is not a valid TOML preset: {error}") from None
     values, before = {}, content.pop("asked") if isinstance(content.get("asked"), dict) else {}
     for table, keys in content.items():
         for key, value in keys.items() if isinstance(keys, dict) else [(table, keys)]:
             if key in values:
-                raise UserError(f"{path}: {key} is given twice; keep one")
+                raise UserError(f"{path}: {key} is set twice; keep one")
             values[key] = ",".join(map(str, value)) if key in ("tokens", "phase") and isinstance(value, list) else value
     return values | (before if asked else {})
 
 
 def from_record(values: dict[str, Any], where: str) -> Config:
-    """The checked `Config` with these settings by flag name. Raises UserError, which begins each mistake with `where`."""
+    """The checked `Config` with these settings by flag name. Raises a UserError that begins each mistake with `where`."""
     flags = flat_fields(Config)
     refuse(f"{where}: unknown key {name}{cli.suggestion(name, flags)}" for name in values if name not in flags)
     found, wrong = read_values(Config, values, strict=True)
@@ -339,21 +339,21 @@ def from_record(values: dict[str, Any], where: str) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raise UserError for a setting whose text cannot be read or means something else here."""
-    _ = config.skipped_batches, read_phases(config.data.phase), config.model.rope_factors  # which raise it
+    """Raise UserError for a setting that cannot be parsed or means something else here."""
+    _ = config.skipped_batches, read_phases(config.data.phase), config.model.rope_factors  # these raise it
     run, tokens = config.run, config.data.tokens
     if run.name in (".", "..") or "/" in run.name:
-        raise UserError(f"--name={run.name} must be a plain directory name; --out_dir says where the directory is")
+        raise UserError(f"--name={run.name} must be a plain directory name; use --out_dir for its location")
     if config.model.init_from == "resume":
-        raise UserError("--init_from=resume: leave it out; the same command again continues a run")
+        raise UserError("--init_from=resume: leave it out; running the same command again continues a run")
     if "@" in urlsplit(config.checkpoint.mirror).netloc:
-        raise UserError("--mirror has a password in its URL, which logs would show; the store's own settings can have it")
+        raise UserError("--mirror has a password in its URL, which logs would show; put it in the store's own settings")
     cli.require_local("out_dir", run.out_dir, "--mirror=URL copies each checkpoint there")
-    cli.require_local("tokens", tokens, "python prepare_data.py URL --out=tokens/NAME makes a dataset of a text")
+    cli.require_local("tokens", tokens, "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
 
 
 def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
-    """`model` with a number in place of each auto. Raises UserError where the vocabulary is smaller than the dataset's."""
+    """`model` with a number for each auto. Raises UserError if the vocabulary is smaller than the dataset's."""
     chosen = {
         "vocab_size": math.ceil(dataset_vocab_size / 128) * 128,
         "n_kv_head": model.n_head,
@@ -362,18 +362,18 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
     }
     model = with_chosen(model, chosen)
     if model.vocab_size < dataset_vocab_size:
-        raise UserError(f"--vocab_size={model.vocab_size} is less than the dataset's {dataset_vocab_size}; leave it out")
+        raise UserError(f"--vocab_size={model.vocab_size} is smaller than the dataset's {dataset_vocab_size}; leave it out")
     return model
 
 
 def resolve_schedule(optim: OptimConfig, steps: int) -> OptimConfig:
-    """`optim` with a number in place of each auto, for a run of `steps`."""
+    """`optim` with a number for each auto, for a run of `steps`."""
     min_lr = optim.lr / 10 if optim.schedule == "cosine" else 0.0
     return with_chosen(optim, {"warmup_steps": math.ceil(steps / 50), "min_lr": min_lr})
 
 
 def with_chosen(group, chosen: dict[str, Any]):
-    """A group of settings with the values of `chosen` in place of auto."""
+    """A group of settings with the values of `chosen` instead of auto."""
     return dataclasses.replace(group, **{name: value for name, value in chosen.items() if getattr(group, name) == "auto"})
 
 
@@ -387,7 +387,7 @@ def dumps(config: Config, asked: Config | None = None) -> str:
     tables["asked"] = {name: value for name, value in flat_values(asked or config).items() if value != resolved[name]}
     text = []
     for table, values in tables.items():
-        # JSON writes these values as TOML does, but for DEL, which TOML wants escaped.
+        # JSON writes these values as TOML does, except for DEL, which TOML requires to be escaped.
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items()]
         text.append(f"[{table}]\n" + "".join(lines))
     return "\n".join(text).replace("\x7f", "\\u007f")

@@ -131,9 +131,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
     if found.seq_len < model.seq_len:
         longest = f"--seq_len={model.seq_len}: {directory} has a context of {found.seq_len}"
         if found.architecture == "gpt2":
-            raise UserError(
-                f"{longest} learned positions, and there are no weights for more; --seq_len={found.seq_len} is the most"
-            )
+            raise UserError(f"{longest} learned positions, and no weights for more; use --seq_len={found.seq_len} or less")
         if model.rope_factors:
             rope["rope_scaling"] = model.rope_scaling
         if model.rope_theta > found.rope_theta:
@@ -141,7 +139,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
         if not rope:
             factor = math.ceil(model.seq_len / found.seq_len)
             stretch = f"--rope_scaling={factor},1,4,{found.seq_len}, or a --rope_theta above {found.rope_theta:g}"
-            raise UserError(f"{longest}; a longer one needs {stretch}; --seq_len={found.seq_len} is the most without")
+            raise UserError(f"{longest}; to go beyond, add {stretch}; otherwise use --seq_len={found.seq_len} or less")
     return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from, **rope)
 
 

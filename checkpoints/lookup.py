@@ -1,4 +1,4 @@
-"""Which checkpoint or model a command starts from, and which settings a run that goes on may change."""
+"""Which checkpoint or model a command starts from, and which settings may change when a run continues."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ from optim import learning_rate
 from parallel.world import World
 from settings import Config, ModelConfig
 
-# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees. A new run that takes a
-# checkpoint with the optimizer's state keeps those of the weights.
+# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees. A new run that starts from
+# a checkpoint with optimizer state keeps OF_WEIGHTS.
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
-SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # what may change without a note
+SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # may change without a note
 
 
 def find(name: str) -> tuple[Path, list[str]]:
-    """The checkpoint at a path, or the newest intact one of the run there, and warnings. Raises UserError."""
+    """The checkpoint at a path, or the newest intact one of the run there, with warnings. Raises UserError."""
     path = Path(name)
     if (path / MANIFEST).exists():
         if reason := find_damage(path):
@@ -36,15 +36,15 @@ def find(name: str) -> tuple[Path, list[str]]:
     found, damaged = newest(path / "checkpoints")
     if found is None:
         if (path / "metrics.jsonl").exists() and not damaged:
-            raise UserError(f"{path} has no checkpoint yet; the first one comes at step --save_every, or when the run stops")
+            raise UserError(f"{path} has no checkpoint yet; the first one is saved at step --save_every, or when the run stops")
         refuse([f"{path} is neither a run with an intact checkpoint nor a checkpoint{cli.similar_runs(name)}", *damaged])
     return found, damaged
 
 
 def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
-    """The model directory of a run, a checkpoint, a Hugging Face directory or a hub id, and warnings. Raises UserError.
+    """The model directory of a run, a checkpoint, a Hugging Face directory or a Hub id, with warnings. Raises UserError.
 
-    patterns: which files to download from the hub.
+    patterns: which files to download from the Hub.
     """
     path = Path(name)
     if any((path / file).exists() for file in (MANIFEST, "checkpoints", "metrics.jsonl")):
@@ -52,14 +52,14 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
     if (path / "config.json").exists():
         return path, []
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-        nanogpt = "; tools/convert_nanogpt.py makes one of nanoGPT's checkpoint" if path.suffix in (".pt", ".pth") else ""
-        problem = f"is neither a run nor a model directory, which has a config.json{nanogpt}"
+        nanogpt = "; convert nanoGPT's with tools/convert_nanogpt.py" if path.suffix in (".pt", ".pth") else ""
+        problem = f"is neither a run nor a model directory with a config.json{nanogpt}"
         raise UserError(f"{name} {problem}{cli.similar_runs(name)}")
     try:
-        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be no address
+        from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be invalid
 
         return Path(snapshot_download(name, allow_patterns=list(patterns))), []
-    except Exception as error:  # a malformed name, no such model, no network, no disk: the way out is the same
+    except Exception as error:  # a malformed name, no such model, no network, no disk: the fix is the same
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         problem = f"is not a local directory and could not be fetched from the Hub: {reason}"
         raise UserError(f"{name} {problem}{cli.similar_runs(name)}") from None
@@ -68,7 +68,7 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
 def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[Path, GPT]:
     """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`.
 
-    numerics: native or portable; auto: as it was trained, if that is known. dtype: of the products that are wanted.
+    numerics: native or portable; auto: as it was trained, if known. dtype: the requested precision of products.
     """
     directory, warnings = find_model(name)
     for warning in warnings:
@@ -77,7 +77,7 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
         trained = (directory / "trainer_state.json").exists()
         numerics = load_state(directory).config.numerics.numerics if trained else "native"
     if numerics == "portable" and dtype not in ("auto", "float32"):
-        raise UserError(f"--numerics=portable computes in float32; leave --dtype={dtype} out, or use --numerics=native")
+        raise UserError(f"--numerics=portable computes in float32; leave out --dtype={dtype}, or use --numerics=native")
     config, weights = read_model(directory)
     model = on_meta(config, numerics=numerics).eval()
     model.load_state_dict(weights, assign=True)
@@ -85,7 +85,7 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
 
 
 def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """See `huggingface.read_model`. Raises UserError if config.json describes another model than the checkpoint has trained."""
+    """See `huggingface.read_model`. Raises UserError if config.json does not describe the model that was trained."""
     config, weights = huggingface.read_model(directory)
     if (directory / "trainer_state.json").exists():
         trained = load_state(directory).config.model
@@ -94,7 +94,7 @@ def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             same = dataclasses.replace(same, rope_scaling=config.rope_scaling)
         pairs = {name: (getattr(config, name), value) for name, value in vars(same).items()}
         refuse(
-            f"{directory}: config.json has {name} {found}, and the checkpoint was trained with {value}"
+            f"{directory}: config.json has {name} {found}, but the checkpoint was trained with {value}"
             for name, (found, value) in pairs.items()
             if found != value != "auto"
         )
@@ -107,21 +107,21 @@ def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at a checkpoint, with the weights of a model, or from scratch."""
+    """Where a run starts: at a checkpoint, with the weights of a model, or from scratch."""
 
     state: TrainState
     checkpoint: Path | None = None  # weights, optimizer state and step
-    pretrained: Path | None = None  # a model directory, for its weights alone
-    continues: bool = False  # the checkpoint is one of this very run
-    notes: list[str] = field(default_factory=list)  # what the user should know of the choice
+    pretrained: Path | None = None  # a model directory; only its weights are used
+    continues: bool = False  # whether the checkpoint belongs to this run
+    notes: list[str] = field(default_factory=list)  # what the user should know about the choice
 
     @property
     def weights(self) -> Path | None:
-        """The directory that the weights come from, unless they are made from scratch."""
+        """The directory that the weights come from. None from scratch."""
         return self.checkpoint or self.pretrained
 
     def settle(self, config: Config) -> Config:
-        """`config` with what the start decides: the shape of the model, what the run began from, and what stays."""
+        """`config` with what the start decides: the model's shape, what the run started from, and what it keeps."""
         if config.model.init_from != "scratch":
             config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
         config = self.settle_decay(config)
@@ -133,39 +133,39 @@ class Start:
                 config = settings.replace(config, init_from=before.model.init_from)
             if self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
                 config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
-        elif self.checkpoint:  # not the run, which may go on
+        elif self.checkpoint:  # name the checkpoint, not its run, which may continue
             config = settings.replace(config, resume=str(self.checkpoint))
         elif self.pretrained and (self.pretrained / MANIFEST).exists():
             config = settings.replace(config, init_from=str(self.pretrained))
         return config
 
     def settle_decay(self, config: Config) -> Config:
-        """`config` with the schedule and the steps of --decay_steps, if it is given. Raises UserError."""
+        """`config` with the schedule and steps that follow from --decay_steps, if it is set. Raises UserError."""
         if not (decay := config.optim.decay_steps):
             return config
         done, before = self.state.step, self.state.config
         steps = before.train.steps  # of a run that is in its decay
         if not self.continues or before.optim.decay_steps != decay:
             if not self.checkpoint:
-                problem = "finishes a run from one of its checkpoints: give --resume=PATH"
-                raise UserError(f"--decay_steps={decay} {problem}; a new run has --schedule=wsd and --cooldown_fraction")
+                problem = "finishes a run from one of its checkpoints, so it needs --resume=PATH"
+                raise UserError(f"--decay_steps={decay} {problem}; for a new run use --schedule=wsd and --cooldown_fraction")
             peak = settings.resolve_schedule(before.optim, before.train.steps)
             if (rate := learning_rate(done, before.train.steps, peak)) < peak.lr:
-                problem = f"the learning rate of {self.checkpoint} is {rate:.3g}, and its peak is {peak.lr:.3g}"
-                raise UserError(f"--decay_steps={decay}: {problem}; take a checkpoint from its stable part")
+                problem = f"the learning rate of {self.checkpoint} is {rate:.3g}, already below its peak of {peak.lr:.3g}"
+                raise UserError(f"--decay_steps={decay}: {problem}; use a checkpoint from the stable part")
             steps = done + decay
         return settings.replace(config, schedule="wsd", steps=steps)
 
 
 def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror: Mirror | None) -> Start:
-    """Where a run begins. The master looks for it, and all ranks open the same. Raises UserError."""
+    """Where a run starts. The master looks for it, and all ranks open the same. Raises UserError."""
     if mirror:
         restore(run / "checkpoints", world, mirror)
     return while_others_wait(world, lambda: search(run, resume, init_from, dataset))
 
 
 def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
-    """Bring the newest checkpoint to every node from the `mirror`, unless its disk has it. All ranks call this."""
+    """Download the newest checkpoint from the `mirror` to every node that lacks it. All ranks must call this."""
 
     def find_newest() -> str:
         here, _ = newest(checkpoints)
@@ -181,8 +181,8 @@ def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
 
 
 def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
-    """Where a run begins, with notes. Raises UserError."""
-    if dataset.tokenizer and dataset.eot_token is not None:  # a save needs it, and the first one may be hours away
+    """Where a run starts, with notes. Raises UserError."""
+    if dataset.tokenizer and dataset.eot_token is not None:  # a save needs it, and the first save may be hours away
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
     if published(run / "checkpoints"):
         if resume == "off":
@@ -190,8 +190,8 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         path, damaged = newest(run / "checkpoints")
         if path is None:
             refuse([f"no checkpoint in {run} is intact; delete it to start over", *damaged])
-        continuing = f"continuing from {path}, with the settings of its last start where no flag says otherwise"
-        unread = [f"--resume={resume} is for a new run and is not read"] if resume != "auto" else []
+        continuing = f"continuing from {path}, with the settings of its last start unless a flag changes them"
+        unread = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
@@ -199,7 +199,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
-        shape = f"starting with the weights of {path}, whose shape overrides settings and flags"
+        shape = f"starting from the weights of {path}; its shape overrides settings and flags"
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])
     return Start(TrainState())
@@ -215,25 +215,25 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
     now, before, was = cli.flat_values(config), state.settings, state.config
     fixed = FIXED if own else OF_WEIGHTS
     changed = [name for name in now if name in before and now[name] != before[name]]
-    refused = [f"--{name}={now[name]}, and the checkpoint has {before[name]}" for name in changed if name in fixed]
+    refused = [f"--{name}={now[name]}, but the checkpoint has {before[name]}" for name in changed if name in fixed]
     saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
     other_tokens = saw[0] != sees[0]
     if own and other_tokens:
-        refused.append(f"--tokens={now['tokens']} is not the same tokens in the same shares as {was.data.tokens} was")
+        refused.append(f"--tokens={now['tokens']} does not hold the same tokens, in the same shares, as {was.data.tokens} did")
     elif own and saw != sees:
         first = min(map(step_of_phase, set(saw[1:]) ^ set(sees[1:])))
-        changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, and {done} steps are done"
-        refused.append(f"{changes}; a phase may begin after step {done} or later")
+        changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, but {done} steps are done"
+        refused.append(f"{changes}; a new phase may begin after step {done} or later")
     skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
-    skip = f"--skip_steps={config.data.skip_steps} changes what one of the {done} steps that are done saw"
+    skip = f"--skip_steps={config.data.skip_steps} changes what one of the {done} finished steps saw"
     if own and skips_otherwise:
-        refused.append(f"{skip}; an earlier checkpoint may begin a run without it: --name=... --resume=PATH")
-    least = done if own else done + 1  # a complete run may be started again, a new one trains
+        refused.append(f"{skip}; start a new run without it from an earlier checkpoint: --name=... --resume=PATH")
+    least = done if own else done + 1  # a complete run may be started again; a new one must train
     if config.train.steps < least:
-        refused.append(f"--steps={config.train.steps}, and {done} steps are done; --steps must be at least {least}")
+        refused.append(f"--steps={config.train.steps}, but {done} steps are done; --steps must be at least {least}")
     if refused:
-        other_run = f"start another run than {Path(config.run.out_dir, config.run.name)} with --name=..."
-        way_out = other_run if own else "take only the weights with --init_from=PATH, or leave --resume out"
+        other_run = f"start a run other than {Path(config.run.out_dir, config.run.name)} with --name=..."
+        way_out = other_run if own else "take only the weights with --init_from=PATH, or leave out --resume"
         refuse([*refused, f"restore these settings, or {way_out}"])
     if done >= config.train.steps:
         return []
@@ -244,7 +244,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
         known = state.versions
         lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]
     if skips_otherwise and not other_tokens:
-        lines.append(f"warning: {skip}, which is in these weights; an earlier checkpoint begins without it")
+        lines.append(f"warning: {skip}, and these weights already include it; an earlier checkpoint does not")
     if other_tokens:
         lines.append(f"changed: tokens {was.data.tokens} -> {now['tokens']}")
     if (state.dataset or dataset).split()[1:] != dataset.split()[1:]:
@@ -253,7 +253,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
 
 
 def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
-    """The skipped batches among those that the first `steps` steps have passed."""
+    """The skipped batches that the first `steps` steps have passed."""
     passed = []
     for batch in skipped:
         if batch < steps + len(passed):

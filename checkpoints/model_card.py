@@ -1,4 +1,4 @@
-"""The model card (README.md) of an export: what the weights are, what was measured, and how the run can be repeated."""
+"""The model card (README.md) of an export: what the weights are, what was measured, and how to repeat the run."""
 
 import json
 import re
@@ -19,7 +19,7 @@ CARD = """---
 
 # {config.run.name}
 
-A language model of {parameters:,} parameters ({config.model.architecture}), trained with Lockstep for {state.step:,} steps on
+A language model with {parameters:,} parameters ({config.model.architecture}), trained with Lockstep for {state.step:,} steps on
 {state.tokens:,} tokens, {origin}. The weights are in {dtype}.
 
 {losses}
@@ -28,7 +28,7 @@ A language model of {parameters:,} parameters ({config.model.architecture}), tra
 
 {datasets}
 
-Their sha256, as checkpoints record it, is `{state.dataset}`.
+Checkpoints record the sha256 of these tokens as `{state.dataset}`.
 
 ## The run
 
@@ -40,18 +40,18 @@ It ran on {ranks} ({versions}). This command repeats it, with the tokens in the 
 
 {repeats}
 
-On the machine that has the run and its tokens, `python replay.py {run} --verify` checks that each kept checkpoint follows from
-the one before, bit for bit. This export has not run that check. `config.toml` has all settings.
+`config.toml` has all settings. On the machine with the run and its tokens, `python replay.py {run} --verify` checks that each
+kept checkpoint follows from the previous one, bit for bit. This export did not run that check.
 """
 
 
 def describe(source: Path, state: TrainState, parameters: int, dtype: str, given: dict) -> dict[str, str]:
-    """The files that describe the export of a checkpoint, by name: its card, and its settings. Raises UserError.
+    """The files that describe the export of a checkpoint, by name: its card and its settings. Raises UserError.
 
-    given: what the user says of it: `license` and `language`, as the hub calls them.
+    given: the user's `license` and `language`, as named on the Hub.
     """
     known, config = known_datasets(state), state.config
-    if len(known) == 1:  # a preset's command may make other tokens
+    if len(known) == 1:  # a preset's command may make different tokens
         commands = [prepare_command(Path(path), metadata) for path, metadata in known.items() if metadata]
         config = settings.replace(config, prepare_command="".join(commands))
     card = model_card(source, state, known, parameters, dtype, given)
@@ -59,7 +59,7 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, given
 
 
 def known_datasets(state: TrainState) -> dict[str, Metadata | None]:
-    """The directories of the run's tokens, each with its dataset.json, where there is one."""
+    """The directories of the run's tokens, each with its dataset.json (None if it has none)."""
     paths = data.directories(state.config.data)
     return {path: read_metadata(Path(path)) if Path(path, "dataset.json").exists() else None for path in paths}
 
@@ -70,10 +70,10 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
     began = settings.from_record(state.history[0]["settings"], str(source))
     start = began.model.init_from if began.run.resume in ("auto", "off") else began.run.resume
     number = "any" if config.parallel.strategy == "exact" else "the same"
-    repeats = f"The weights are the same bit for bit on {number} number of ranks, with these versions and such hardware."
+    repeats = f"It gives the same weights, bit for bit, on {number} number of ranks with these versions and this hardware."
     if len(state.history) > 1:
         steps = ", ".join(str(era["step"]) for era in state.history[1:])
-        repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command has the last ones only."
+        repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command uses only the last ones."
     measured = measurements(run / "metrics.jsonl", state.step)
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", start) and not Path(start).exists()
     return CARD.format(
@@ -94,7 +94,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
 
 
 def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]:
-    """What the run recorded up to `step`, by name: (value, step), in order."""
+    """The run's records up to `step`, by name: (value, step), in order."""
     found = {}
     for line, record in read_records(metrics) if metrics.exists() else []:
         if record and record["step"] <= step:
@@ -105,7 +105,7 @@ def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]
 
 
 def table(measured: dict[str, list[tuple[float, int]]]) -> str:
-    """The last values of what was measured, and the lowest validation loss."""
+    """The last value of each measurement, and the lowest validation loss."""
     rows = ["| measured in training | value | at step |", "|---|---|---|"]
     for key in sorted(measured, key=[*LOSSES, *measured].index):
         name = LOSSES.get(key) or key.removeprefix("tasks/").replace("/", ", ", 1)
@@ -117,12 +117,12 @@ def table(measured: dict[str, list[tuple[float, int]]]) -> str:
 
 
 def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
-    """The card's metadata in YAML, as the hub reads it. The model-index has what was measured of these very weights."""
+    """The card's metadata in YAML, for the Hub. The model-index lists only measurements of exactly these weights."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results, tokens = [], ", ".join(Path(path).name for path in known)
     for key, (*_, (value, at)) in measured.items():
-        if at == step and key != "loss":  # which is of the weights before
+        if at == step and key != "loss":  # the training loss belongs to the weights before the last update
             dataset, metric = key.split("/", 2)[1:] if key.startswith("tasks/") else (tokens, key)
             of = dict(dataset_type=dataset, dataset_name=dataset, metric_type=metric, metric_name=LOSSES.get(metric, metric))
             results.append(EvalResult(task_type="text-generation", metric_value=value, **of))
@@ -134,9 +134,9 @@ def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
 
 
 def describe_dataset(path: str, metadata: Metadata | None) -> str:
-    """A line about a dataset: its tokens, its tokenizer and its sources, as far as its directory says."""
+    """A line about a dataset: its tokens, tokenizer and sources, as far as its directory says."""
     if not metadata:
         return f"- `{path}`"
     train, val = (totals(metadata, split)["tokens"] for split in ("train", "val"))
     counts = f"{train:,} training and {val:,} validation tokens, tokenizer {metadata['tokenizer']['name']}"
-    return f"- `{path}`: {counts}, of {files.shortened(row['path'] for row in metadata['source'])}"
+    return f"- `{path}`: {counts}, from {files.shortened(row['path'] for row in metadata['source'])}"

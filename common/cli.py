@@ -1,7 +1,6 @@
 """The command line of every command: flags into a frozen dataclass.
 
-tyro reads the flags and writes `--help`; msgspec checks the values. What is added here: a mistake is reported in one line that
-says what would work.
+tyro parses flags and writes `--help`; msgspec checks values. This module reports mistakes in one line with what works.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from msgspec import Meta
 
 from common.errors import UserError, refuse
 
-# What flags are called in nanoGPT, build-nanogpt and Hugging Face.
+# The names of flags in nanoGPT, build-nanogpt and Hugging Face, and ours.
 OTHER_NAMES = {
     **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
     **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),
@@ -28,18 +27,18 @@ OTHER_NAMES = {
     **dict(log_interval="log_every", logging_steps="log_every", save_steps="save_every", always_save_checkpoint="save_every"),
     **dict(output_dir="out_dir", wandb_run_name="name", wandb_log="wandb", report_to="wandb"),
 }
-# Flags of nanoGPT that have no counterpart, and what replaces each.
+# Flags of nanoGPT without a counterpart, and what replaces each.
 NO_FLAGS = {
     "eval_only": "python evaluate.py runs/NAME does that",
-    "bias": "gpt2 has biases, --architecture=llama and qwen3 have none",
-    "backend": "nccl on GPUs and gloo on CPUs are chosen",
+    "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
+    "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
 }
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
 
 
 def flat_fields(cls) -> dict[str, dataclasses.Field]:
-    """The fields of a config dataclass by flag name; groups (nested dataclasses) are opened."""
+    """The fields of a config dataclass by flag name. Groups (nested dataclasses) are flattened."""
     flags = {}
     for item in dataclasses.fields(cls):
         flags |= flat_fields(item.type) if dataclasses.is_dataclass(item.type) else {item.name: item}
@@ -56,7 +55,7 @@ def flat_values(config) -> dict[str, Any]:
 
 
 def replace(config, **changes):
-    """`config` with settings replaced by flag name, whatever their group."""
+    """`config` with settings replaced by flag name, in any group."""
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
     for name, value in values.items():
         values[name] = replace(value, **changes) if dataclasses.is_dataclass(value) else changes.get(name, value)
@@ -66,9 +65,9 @@ def replace(config, **changes):
 def parse(cls, args: list[str], description: str, default=None, first: str = ""):
     """Parse command-line `args` into the frozen dataclass `cls`: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
 
-    default: an instance of `cls` with the values of flags that are not given. `--help` prints them and exits 0.
-    first: what `--help` says may stand before the flags, if that is not in `cls`.
-    Raises UserError: an unknown flag with the nearest known one, a wrong value with what is allowed.
+    default: an instance of `cls` with the values of omitted flags. `--help` prints them and exits with 0.
+    first: what `--help` shows before the flags, if `cls` does not have it.
+    Raises UserError for an unknown flag, with the nearest known one, and for a wrong value, with what is allowed.
     """
     import tyro
 
@@ -87,7 +86,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")
             raise UserError(f"unknown flag --{name}{suggestion(name, flat_fields(cls))} (--help lists all flags)")
-        raise UserError(f"unexpected {word}: a preset or a run comes before all flags, and a flag is --name=value")
+        raise UserError(f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value")
     given = flat_values(config)
     if given.get("run") == "":  # the one argument without --
         raise UserError(f"name a run, such as runs/NAME{similar_runs('runs')}")
@@ -97,7 +96,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
 
 
 def flags_last(args: list[str]) -> list[str]:
-    """`args` with flags and their values behind the other arguments, which tyro would take for more values of the flag."""
+    """`args` with flags and their values last. Otherwise tyro would take other arguments for more values of a flag."""
     others, flags = [], []
     for word in args:
         of_flag = flags and flags[-1].startswith("--") and "=" not in flags[-1]  # --a v
@@ -106,7 +105,7 @@ def flags_last(args: list[str]) -> list[str]:
 
 
 def values_as_text():
-    """Rules for tyro: it hands on the text of each value, because `read_values` says better what is wrong with one."""
+    """Rules that make tyro pass on the text of each value, because `read_values` reports mistakes better."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     rules = ConstructorRegistry()
@@ -115,7 +114,7 @@ def values_as_text():
     def rule(info):
         if info.type in SCALARS or get_origin(info.type) in (Literal, Union):
             return PrimitiveConstructorSpec(
-                nargs=(0, 1),  # none where a flag stands alone, as in --plan
+                nargs=(0, 1),  # 0 for a flag without a value, such as --plan
                 metavar=syntax(info.type),
                 instance_from_str="".join,
                 is_instance=lambda value: True,
@@ -126,7 +125,7 @@ def values_as_text():
 
 
 def syntax(kind) -> str:
-    """What a value of type `kind` may be, as text, without its limits."""
+    """What a value of type `kind` may be, as text, without limits."""
     if kind in SCALARS or isinstance(kind, str):
         return SCALARS.get(kind, kind)
     kinds = get_args(kind)
@@ -134,21 +133,21 @@ def syntax(kind) -> str:
 
 
 def limits(kind) -> str:
-    """Between which limits a number of type `kind` must be, as text."""
+    """The limits of a number of type `kind`, as text."""
     if isinstance(kind, Meta):
         return " and ".join(f"{word} {getattr(kind, key):,}" for key, word in LIMITS.items() if getattr(kind, key) is not None)
     return "".join(map(limits, get_args(kind)))
 
 
 def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """`values` as settings of the config dataclass `cls`, by flag name, and what is wrong with those that cannot be that.
+    """Convert `values` to settings of the config dataclass `cls`. Returns them by flag name, and the mistakes by flag name.
 
     strict: False reads numbers and booleans from text.
     """
     kinds, found, wrong = flat_fields(cls), {}, {}
     for name, value in values.items():
         kind = kinds[name].type
-        if kind is bool and value == "" and not strict:  # the flag stands alone
+        if kind is bool and value == "" and not strict:  # a flag without a value
             value = "true"
         try:
             found[name] = msgspec.convert(value, kind, strict=strict)
@@ -160,29 +159,29 @@ def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, An
 
 
 def read_quantity(text: str, units: dict[str, int]) -> int:
-    """`text`, a number and one of `units`, such as 1.5GB, as a number. 0 where it is none."""
+    """`text`, a number followed by one of `units`, such as 1.5GB, as a number. 0 if it is not one."""
     match = re.fullmatch(rf"(\d{{1,20}}(?:\.\d{{1,20}})?)({'|'.join(units)})", text.upper())
     return round(float(match[1]) * units[match[2]]) if match else 0
 
 
 def require_local(flag: str, path: str, instead: str) -> None:
-    """Raise UserError where a flag that takes a local path was given a URL. instead: what takes it there, or from there."""
+    """Raise UserError if a flag that takes a local path got a URL. instead: what to use for a URL."""
     if "://" in path:
         raise UserError(f"--{flag}={path} must be a local path; {instead}")
 
 
 def new_directory(out: str) -> Path:
-    """The path of a directory to make, as --out gives it. Raises UserError where it is missing, or something has that name."""
+    """The directory to create, from --out. Raises UserError if the flag is missing, or if something with that name exists."""
     require_local("out", out, "`python export.py RUN --push=OWNER/NAME` uploads a model to the Hugging Face hub")
     if not out:
-        raise UserError("--out=DIR is missing, the directory to make")
+        raise UserError("--out=DIR is missing; it names the directory to create")
     if Path(out).exists():
-        raise UserError(f"--out={out} exists, and nothing is overwritten; choose another")
+        raise UserError(f"--out={out} already exists and will not be overwritten; choose another")
     return Path(out)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What replaces the flag `name`, or the nearest one of `known`, as in `; perhaps you meant --lr`. Empty for nothing."""
+    """What replaces the flag `name`, or the nearest one of `known`, as in `; perhaps you meant --lr`. May be empty."""
     if name in NO_FLAGS:
         return f"; {NO_FLAGS[name]}"
     names = OTHER_NAMES | {ours: ours for ours in known}
@@ -191,7 +190,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def similar_runs(name: str) -> str:
-    """`; perhaps you meant runs/mine` where there are runs in `name`, or beside it or in runs/ something of a similar name."""
+    """`; perhaps you meant runs/mine`, if there are runs in `name`, or similarly named runs beside it or in runs/."""
     path = Path(name)
     runs = {found.parent for folder in (path, path.parent, Path("runs")) for found in folder.glob("*/checkpoints")}
     near = [str(run) for run in sorted(runs) if run.parent == path or difflib.get_close_matches(path.name, [run.name])]

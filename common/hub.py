@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face hub, by its own client."""
+"""Uploads to the Hugging Face Hub, with its own client."""
 
 import time
 from dataclasses import dataclass
@@ -6,33 +6,33 @@ from pathlib import Path
 
 from common.errors import UserError, explain, say
 
-PAUSES = (1, 5, 25)  # seconds between attempts; the client itself repeats most requests, too
+PAUSES = (1, 5, 25)  # seconds between attempts; the client also repeats most requests itself
 
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Where to upload what a command has made, and what its card says."""
+    """Where to upload the result of a command, and what its card says."""
 
     push: str = ""
-    """Repository of the Hugging Face hub to upload it to, OWNER/NAME[@BRANCH]. Both are made if need be."""
+    """Upload the result to this repository on the Hugging Face Hub, OWNER/NAME[@BRANCH], creating it if needed."""
     private: bool = False
-    """Make the repository of --push private if it is new, and refuse one that is public."""
+    """Create the repository of --push as private, and refuse an existing public one."""
     license: str = ""
-    """Its license, as the hub calls it, such as apache-2.0."""
+    """License for the card, by its name on the Hub, such as apache-2.0."""
     language: str = ""
-    """Languages of its text, such as en or en,de."""
+    """Languages for the card, such as en or en,de."""
 
     @property
     def card(self) -> dict:
-        """What the metadata of a card on the hub takes from here."""
+        """The card's metadata that comes from these flags."""
         return {"license": self.license or None, "language": self.language.split(",") if self.language else None}
 
 
 def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
-    """Upload a directory. Returns its address on the hub. Raises UserError.
+    """Upload a directory. Returns its address on the Hub. Raises UserError.
 
-    kind: model or dataset. stale: patterns of an earlier upload's files, which are removed there unless they are sent again.
-    What the network or the server fails at is tried again; an upload that was interrupted sends only what is missing.
+    kind: model or dataset. stale: patterns of files from an earlier upload; those not sent again are removed there. Network and
+    server errors are retried. After an interruption, only what is missing is sent.
     """
     for pause in (*PAUSES, 0):
         try:
@@ -41,24 +41,24 @@ def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> st
             problem = f"--push={options.push}: {explain(error)}"
             status = getattr(getattr(error, "response", None), "status_code", 0)
             if status in (401, 403, 404):
-                raise UserError(f"{problem}; `hf auth login` gives this machine a token for uploads") from None
-            if isinstance(error, ValueError | TypeError | ImportError) or status == 400:  # which stay
+                raise UserError(f"{problem}; run `hf auth login` to give this machine a token for uploads") from None
+            if isinstance(error, ValueError | TypeError | ImportError) or status == 400:  # retrying would not help
                 raise UserError(problem) from None
             if not pause:
-                raise UserError(f"{problem}; the same command sends what is missing") from None
-            say(f"warning: {problem}; trying again in {pause} s")
+                raise UserError(f"{problem}; run the same command again to send what is missing") from None
+            say(f"warning: {problem}; retrying in {pause} s")
             time.sleep(pause)
 
 
 def upload(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
-    """One attempt. Raises what the client does."""
-    from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be no address
+    """One attempt. Raises whatever the client raises."""
+    from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be invalid
 
     api, (repository, _, branch) = HfApi(), options.push.partition("@")
     url = api.create_repo(repository, repo_type=kind, private=options.private or None, exist_ok=True)
     of = dict(repo_id=url.repo_id, repo_type=kind)
     if options.private and not api.repo_info(**of).private:
-        raise ValueError(f"{url} is there already, and public; make it private there, or leave --private out")
+        raise ValueError(f"{url} already exists and is public; make it private there, or leave out --private")
     if branch:
         api.create_branch(**of, branch=branch, exist_ok=True)
     api.upload_folder(**of, folder_path=directory, revision=branch or None, ignore_patterns=[".*"], delete_patterns=stale)

@@ -1,4 +1,4 @@
-"""Steps that flags give as text: which batches to leave out, and from where on a run reads another mixture."""
+"""Steps in the text of flags: which batches to leave out, and where a run switches to another mixture."""
 
 import re
 from contextlib import suppress
@@ -10,22 +10,22 @@ MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 
 
 def read_skipped(text: str) -> tuple[int, ...]:
-    """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises UserError."""
+    """The batches that --skip_steps leaves out, from 0, in ascending order. Raises UserError."""
     parts = [part.partition("-") for part in text.replace(" ", "").split(",") if part]
     with suppress(ValueError, OverflowError):
         ranges = [range(int(first) - 1, int(last if dash else first)) for first, dash, last in parts]
         if all(0 <= batches.start < batches.stop for batches in ranges) and sum(map(len, ranges)) <= MOST_SKIPPED:
             return tuple(sorted({batch for batches in ranges for batch in batches}))
-    allowed = f"steps from 1 on and ranges of them, such as 812-815,990, at most {MOST_SKIPPED:,} in all"
+    allowed = f"steps (from 1) and ranges, such as 812-815,990, at most {MOST_SKIPPED:,} in all"
     raise UserError(f"--skip_steps={text} must be {allowed}")
 
 
 def read_phases(text: str) -> list[tuple[int, str]]:
-    """The phases that --phase names: how many steps come before each, and its mixture as in --tokens. Raises UserError."""
+    """The phases in --phase: how many steps come before each, and its mixture as in --tokens. Raises UserError."""
     parts = [re.fullmatch(r"([0-9]{1,12}):(.+)", part.strip()) for part in re.split(r",(?=\s*[0-9]+:)", text) if part]
     phases = [(int(part[1]), part[2]) for part in parts if part]
     steps = [0, *(step for step, _ in phases)]
     if all(parts) and all(step < later for step, later in pairwise(steps)):
         return phases
-    wanted = "a step and the mixture after it, as in 8000:tokens/web:0.5,tokens/math:0.5, or several with growing steps"
+    wanted = "a step and the mixture after it, such as 8000:tokens/web:0.5,tokens/math:0.5, or several with increasing steps"
     raise UserError(f"--phase={text} must be {wanted}")

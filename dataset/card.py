@@ -1,4 +1,4 @@
-"""What a dataset directory says to people: the command that made it, its sources on the hub, and its card."""
+"""What people read about a dataset: the command that made it, its sources on the Hub, and its card."""
 
 import re
 import shlex
@@ -14,14 +14,14 @@ CARD = """---
 
 # {name}
 
-Tokens to pretrain on, made with Lockstep from {sources}:
+Tokens for pretraining, made with Lockstep from {sources}:
 
 | split | tokens | documents | bytes of text | shards |
 |---|---|---|---|---|
 {rows}
 
-The tokenizer is {tokenizer}, with {vocab_size:,} tokens; end-of-text, token {eot_token}, comes before every document. Shards
-have the layout of llm.c: a header of 256 int32, then {dtype} tokens. `tokenizer.json` decodes them, and `dataset.json` has the
+The tokenizer is {tokenizer}, with {vocab_size:,} tokens. End-of-text (token {eot_token}) comes before every document. Shards
+have llm.c's layout: a header of 256 int32, then {dtype} tokens. `tokenizer.json` decodes them, and `dataset.json` lists the
 sha256 of every shard.
 
 ```sh
@@ -45,7 +45,7 @@ def totals(metadata: Metadata, split: str) -> dict[str, int]:
 
 
 def prepare_command(directory: Path, metadata: Metadata) -> str:
-    """The command that makes this dataset again, from the same sources in the same places."""
+    """The command that makes this dataset again from the same sources."""
     sources = [row["path"] for row in metadata["source"] if not row["path"].startswith("the standard library of Python ")]
     commits = {row["path"]: row["revision"] for row in metadata["source"] if "revision" in row}
     pinned = [
@@ -60,13 +60,13 @@ def prepare_command(directory: Path, metadata: Metadata) -> str:
 
 
 def hub_datasets(metadata: Metadata) -> list[str]:
-    """The datasets on the Hugging Face hub that the text came from, as OWNER/NAME."""
+    """The datasets on the Hugging Face Hub that the text came from, as OWNER/NAME."""
     found = [re.match(rf"{HUB}([^/]+/[^/@]+)", row["path"]) for row in metadata["source"]]
     return sorted({match[1] for match in found if match})
 
 
 def dataset_card(directory: Path, options: HubConfig) -> str:
-    """The card (README.md) of a dataset directory for the hub. Raises UserError."""
+    """The card (README.md) of a dataset directory for the Hub. Raises UserError."""
     from huggingface_hub import DatasetCardData
 
     metadata = read_metadata(directory)
@@ -74,7 +74,7 @@ def dataset_card(directory: Path, options: HubConfig) -> str:
         task_categories=["text-generation"],
         source_datasets=hub_datasets(metadata) or None,
         tags=["lockstep", "tokenized"],
-        viewer=False,  # which reads no token shards
+        viewer=False,  # the viewer cannot read token shards
         **options.card,
     )
     rows = [" | ".join(["", split, *(f"{n:,}" for n in totals(metadata, split).values()), ""]) for split in ("train", "val")]

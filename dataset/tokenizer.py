@@ -25,10 +25,10 @@ from common import files
 from common.errors import UserError, within
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # as tokenizers call it
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # its names in tokenizers
 DOWNLOAD_SECONDS = 30
-LONGEST_WORD = 1 << 12  # characters of a word that train:N learns from: time grows with the square of its length
-LONGEST_TOKEN = 1 << 12  # bytes of a token that train:N learns: a text that repeats itself makes long ones
+LONGEST_WORD = 1 << 12  # characters of a word that train:N learns from: time grows with the square of the length
+LONGEST_TOKEN = 1 << 12  # bytes of a token that train:N learns: repetitive text makes long ones
 
 # Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
 # end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's. Code
@@ -52,18 +52,18 @@ KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 1
 
 @contextlib.contextmanager
 def library_errors(message: str) -> Iterator[None]:
-    """Turn what Hugging Face's library raises in the block into a UserError that begins with `message`."""
+    """Turn any error of Hugging Face's library in the block into a UserError that begins with `message`."""
     try:
         yield
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a panic of the library is not an Exception
+    except BaseException as error:  # the library's panics are not Exceptions
         raise UserError(f"{message}: {error}") from None
 
 
 @functools.cache
 def byte_chars() -> dict[int, str]:
-    """The printable character for each byte with which a tokenizer.json spells tokens (GPT-2's table)."""
+    """The printable character that stands for each byte in a tokenizer.json (GPT-2's table)."""
     printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -77,7 +77,7 @@ def _ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A byte-level BPE. `json` defines it, and `tiktoken` encodes if it is one of tiktoken's."""
+    """A byte-level BPE. `json` defines it. `tiktoken` encodes, if the tokenizer is one of tiktoken's."""
 
     name: str
     json: str
@@ -97,14 +97,14 @@ class Tokenizer:
         if self.name == "bytes":
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         if self.tiktoken:
-            with contextlib.suppress(ValueError):  # a run of a million spaces exhausts tiktoken's regex engine, not the other
+            with contextlib.suppress(ValueError):  # a million spaces exhaust tiktoken's regex engine, but not the other
                 return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        with library_errors(f"{self.name} cannot encode a text"):  # such as one for which a regex backtracks too long
+        with library_errors(f"{self.name} cannot encode a text"):  # such as one that makes a regex backtrack too long
             found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
         return np.array(found[0].ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are skipped."""
         return self.huggingface.decode(np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
@@ -185,7 +185,7 @@ def download(name: str) -> Tokenizer:
     """One of OpenAI's tokenizers, from tiktoken's cache or the network. Raises UserError."""
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 
-    try:  # tiktoken's download has no time limit
+    try:  # tiktoken's download has no timeout
         found = within(DOWNLOAD_SECONDS, ENCODING_CONSTRUCTORS[name])
     except Exception as error:  # network, proxy or disk: the remedy is the same
         remedy = "offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use train:N, bytes, or the path of a"
@@ -196,18 +196,18 @@ def download(name: str) -> Tokenizer:
 
 
 def load_ranks(path: Path) -> Tokenizer:
-    """Load a .tiktoken file: on each line a token in base64 and its rank. The number of ranks tells the pattern."""
+    """Load a .tiktoken file: each line is a token in base64 and its rank. The number of ranks implies the pattern."""
     ranks, lines = {}, [line.split() for line in files.read_bytes(path).splitlines() if line]
     with contextlib.suppress(ValueError):
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([b]) in ranks for b in range(256)):
-        raise UserError(f"{path}: wanted lines of a base64 token and its rank, from 0 on, with all 256 bytes among the tokens")
+        raise UserError(f"{path}: expected lines of a base64 token and its rank, from 0, with all 256 bytes among the tokens")
     pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
     return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
 
 
 def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], name: str) -> Tokenizer:
-    """Make a tokenizer from tiktoken's definition: merge the adjacent tokens whose joined bytes have the lowest rank."""
+    """Make a tokenizer by tiktoken's rule: merge the adjacent tokens whose joined bytes have the lowest rank."""
 
     def spell(token: bytes) -> str:
         return "".join(chars[b] for b in token)
@@ -224,9 +224,9 @@ def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], n
 
 
 def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two parts whose merge makes `token`: merge its bytes, and stop one merge early.
+    """The two parts whose merge makes `token`: merge its bytes, but stop one merge early.
 
-    BPE merges the bytes of a token in the same way wherever the token stands, so no other pair ever makes it.
+    BPE merges a token's bytes in the same way wherever it stands, so no other pair ever makes it.
     """
     parts = [bytes([b]) for b in token]
     while len(parts) > 2:
@@ -244,19 +244,19 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
-    """Make a tokenizer from the text of a tokenizer.json. Raises UserError. pattern: by which tiktoken encodes, if it does."""
+    """Make a tokenizer from the text of a tokenizer.json. pattern: tiktoken's, if tiktoken encodes. Raises UserError."""
     with library_errors(f"{name} is not a tokenizer.json"):
         theirs = tokenizers.Tokenizer.from_str(text)
     added = {token.content: i for i, token in theirs.get_added_tokens_decoder().items()}
     ordinary = {token: i for token, i in theirs.get_vocab(with_added_tokens=False).items() if token not in added}
     alphabet = set(byte_chars().values())
     if not isinstance(theirs.model, models.BPE) or not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
-        raise UserError(f"{name} is not a byte-level BPE (of all 256 bytes and nothing else), the only type read here")
+        raise UserError(f"{name} is not a byte-level BPE over all 256 bytes, the only type supported here")
     if (eot_token := end_of_text(added)) is None:
         raise UserError(f"{name} has no end-of-text token; looked for {', '.join(ENDS_OF_TEXT)}")
     theirs.no_truncation()
     theirs.no_padding()
-    theirs.encode_special_tokens = True  # one that a text spells out is text
+    theirs.encode_special_tokens = True  # a special token spelled out in text is text
     vocab_size = max(*ordinary.values(), *added.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]

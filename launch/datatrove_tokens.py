@@ -1,13 +1,13 @@
-"""Tokens from text on many processes or machines, by datatrove; train.py reads them as they are, by --tokens=OUT.
+"""Tokenize text on many processes or machines with datatrove. train.py reads the result with --tokens=OUT.
 
-    pip install "datatrove[io]"     # and datatrove[ray] for Ray
+    pip install "datatrove[io]"     # datatrove[ray] for Ray
     python launch/datatrove_tokens.py TEXT --out=tokens/web --tokenizer=gpt2 --tasks=64 --workers=16
     python launch/datatrove_tokens.py s3://bucket/text --out=/shared/web --executor=slurm --partition=cpu --tasks=1000
 
-TEXT is a folder, or its fsspec URL, of .jsonl (also .gz and .zst) or, with --format=parquet, of .parquet files with a column
-"text". Each task reads its share of the files, so have at least as many files as tasks. The same command again goes on after a
-kill: finished tasks are kept. A document goes to `val` by a hash of its text, as prepare_data.py does it, and end-of-text comes
-after each document.
+TEXT is a folder, or its fsspec URL, of .jsonl files (also .gz and .zst). With --format=parquet they are .parquet files with a
+column "text". Each task reads its share of the files, so have at least as many files as tasks. After a kill, the same command
+continues and keeps finished tasks. As in prepare_data.py, a hash of a document's text decides whether it goes to `val`.
+End-of-text comes after each document.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from datatrove.utils.tokenization import load_tokenizer
 
 
 class Tokenizer(DocumentTokenizer):
-    """datatrove's, but a text that spells out a special token is text: otherwise it would end a document."""
+    """datatrove's, except that a special token spelled out in text is text. Otherwise it would end a document."""
 
     def run(self, data, rank: int = 0, world_size: int = 1):
         """Tokenize the documents of a task."""
@@ -42,7 +42,7 @@ def keep(documents, rank: int, world_size: int, split: str, val_fraction: float)
 
 
 def executor(args: argparse.Namespace, name: str, pipeline: list, tasks: int, after=None):
-    """What runs the pipeline, `tasks` times, once what it comes `after` has finished."""
+    """An executor that runs the pipeline as `tasks` tasks, once the executor `after` has finished."""
     common = dict(tasks=tasks, workers=args.workers, logging_dir=f"{args.out}/logs/{name}", depends=after)
     if args.executor == "local":
         return LocalPipelineExecutor(pipeline, **common)
@@ -56,19 +56,19 @@ def executor(args: argparse.Namespace, name: str, pipeline: list, tasks: int, af
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="a folder of .jsonl or .parquet files, or its URL")
-    parser.add_argument("--out", required=True, help="a new folder; all machines must see it under this path")
-    parser.add_argument("--tokenizer", default="gpt2", help="a tokenizer.json, or a name on the Hugging Face hub")
+    parser.add_argument("--out", required=True, help="a new folder that all machines see under this path")
+    parser.add_argument("--tokenizer", default="gpt2", help="a tokenizer.json, or a name on the Hugging Face Hub")
     parser.add_argument("--eos_token", default="<|endoftext|>", help="how the tokenizer spells end-of-text")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
-    parser.add_argument("--column", default="text", help="where the text is")
+    parser.add_argument("--column", default="text", help="the column or key that holds the text")
     parser.add_argument("--val_fraction", type=float, default=0.05)
-    parser.add_argument("--tasks", type=int, default=1, help="parts in which the text is tokenized, each to a file of its own")
+    parser.add_argument("--tasks", type=int, default=1, help="number of tasks; each writes its own file")
     parser.add_argument("--workers", type=int, default=-1, help="tasks at a time (-1: all)")
-    parser.add_argument("--tokens_per_file", type=float, default=0, help="merge the tasks' files to files of so many tokens")
+    parser.add_argument("--tokens_per_file", type=float, default=0, help="merge the files into files of this many tokens")
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")
-    parser.add_argument("--partition", default="cpu", help="of SLURM")
-    parser.add_argument("--qos", default="", help="of SLURM")
-    parser.add_argument("--time", default="24:00:00", help="of SLURM, for a task")
+    parser.add_argument("--partition", default="cpu", help="SLURM partition")
+    parser.add_argument("--qos", default="", help="SLURM quality of service")
+    parser.add_argument("--time", default="24:00:00", help="SLURM time limit of a task")
     args = parser.parse_args()
 
     beside = Path(args.out, "tokenizer.json")  # with it, train.py knows the vocabulary and which token ends a document

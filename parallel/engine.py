@@ -1,4 +1,4 @@
-"""A model as the ranks train it together, whatever the strategy. The training loop knows `Engine` and nothing behind it."""
+"""A model that the ranks train together, with any strategy. The training loop sees only `Engine`."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ SCRATCH = {
 
 @dataclass
 class Engine:
-    """A model with its optimizers: what an update does besides the arithmetic, and what a checkpoint takes of it.
+    """A model with its optimizers: what an update does besides the arithmetic, and what a checkpoint takes from it.
 
     The loop sets `model.require_backward_grad_sync` before each forward and divides each loss by `accumulation_steps`. After
     the last backward of an update, the gradients on every rank are the mean over all micro-batches of all ranks.
@@ -96,9 +96,9 @@ class Engine:
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run one synchronized forward and backward on dummy tokens and drop the gradients.
 
-        This compiles. It also lets torch's DDP settle its buckets: after the first backward it lays them out again, in the
-        order in which gradients arrive, and the order of a sum over ranks depends on the place in a bucket. Without it, the
-        first update of a resumed run would round differently from the same update of an undisturbed run.
+        This compiles. It also fixes DDP's buckets, which torch rearranges after the first backward, in the order in which
+        gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks. So without this, the first
+        update of a resumed run would round differently from the same update of an undisturbed run.
         """
         if self.world.size == 1 and not self.compiled:
             return
@@ -113,18 +113,18 @@ class Engine:
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before, the same on all ranks."""
         gradients, exact = [p.grad for p in self.parameters.values() if p.grad is not None], isinstance(self.model, Exact)
-        # Here an update waits for the GPU. The optimizer's work hides the launches of the next one.
+        # Here an update waits for the GPU. The optimizer's work then hides the kernel launches of the next update.
         norm = self.model.total_norm(self.module.ops) if exact else nn.utils.get_total_norm(gradients)
         norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
         if muon and self.world.size > 1 and not self.sharded and not exact:
-            # Its step runs collectives, in which the others would wait for a rank that skipped it. Only a faulty rank has
-            # another norm. (Under fsdp and exact the norm is global.)
+            # Muon's step runs collectives, in which the others would wait for a rank that skips the step. Only a faulty rank
+            # has a different norm. (Under fsdp and exact the norm is global.)
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
             if not finite:
                 norm = math.nan
-                gradients[0].fill_(norm)  # so that the scaler finds it, too, and every rank has the same scale
+                gradients[0].fill_(norm)  # so that the scaler sees it too, and every rank keeps the same scale
         if self.scaler.is_enabled():  # GradScaler expects a torch optimizer; ours is not one
             self.scaler.unscale_(SimpleNamespace(param_groups=[{"params": list(self.parameters.values())}]))
         if 0 < limit < norm < math.inf:
@@ -132,7 +132,7 @@ class Engine:
         return norm
 
     def zero_grad(self) -> None:
-        """Drop the gradients. Zeros would do for a single run, but a resumed one starts with None: first sums would differ."""
+        """Drop the gradients, to None and not to zeros: a resumed run starts with None, and its first sums must not differ."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -144,7 +144,7 @@ class Engine:
     def load_optimizer_state(self, tensors: dict[str, Any]) -> None:
         """Give the optimizers this rank's part of a state saved by any strategy on any number of ranks.
 
-        The tensors may be in a file. Each rank then reads the rows that it holds.
+        The tensors may be in a file. Then each rank reads only the rows that it holds.
         """
         state = {parameter: {} for parameter in self.parameters.values()}
         for name, value in tensors.items():
@@ -154,9 +154,9 @@ class Engine:
 
     @torch.no_grad()
     def gather(self, tensors: dict[str, Tensor], writers: dict[str, int]) -> dict[str, Tensor]:
-        """Copy the tensors that this rank writes, whole, to host memory, where training does not change them any more.
+        """Copy the whole tensors that this rank writes to host memory, where training no longer changes them.
 
-        `writers` names the rank that writes each of `tensors`; the other ranks keep nothing of it. All ranks must call this.
+        `writers` names the rank that writes each of `tensors`; other ranks keep no copy. All ranks must call this.
         """
         rank, copies = self.world.rank, {}
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
@@ -170,27 +170,25 @@ class Engine:
         return copies
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory; itself, if it is there."""
+        """`tensor` in host memory, or itself if it is there already."""
         if self.staging is None and tensor.device.type == "cuda":
             self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         return tensor.cpu() if self.staging is None else copy_through(self.staging, tensor)
 
     def check_replicas(self) -> None:
-        """Raise RunError on all ranks, naming the first tensor, if one bit of any rank's weights differs from the others'."""
+        """Raise RunError on all ranks, naming the first tensor, if any rank's weights differ by a single bit."""
         try:
             check_replicas(self.module)
         except ValueError as error:
-            raise RunError(
-                f"{error}: memory or a GPU of these ranks is faulty, or a library is; the checkpoints are kept"
-            ) from None
+            raise RunError(f"{error}; their memory, their GPU or a library is faulty; the checkpoints are kept") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What `build` in train.py puts an engine together from
+# The parts from which `build` in train.py makes an engine
 
 
 def use_float8(module: GPT, own_device: torch.device) -> None:
-    """Let the linear layers of the blocks multiply in float8 (Micikevicius et al. 2022). Their weights stay as they are.
+    """Make the linear layers of the blocks multiply in float8 (Micikevicius et al. 2022). Their weights do not change.
 
     Small ones stay as they are, as in nanochat: converting their inputs takes longer than it saves. Raises UserError where the
     device has no such products, no layer fits them or torchao is not installed.
@@ -212,17 +210,17 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
 
 
 def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
-    """Give `module`, whose parameters are on the meta device, memory and values.
+    """Give memory and values to `module`, whose parameters are on the meta device.
 
-    weights: names and values. A value is a tensor, made when it is its turn, or a tensor in a file, read by rows. So no rank
-    ever holds more of a sharded model than its shards and one tensor.
+    weights: names and values. A value is a tensor made on demand, or a tensor in a file, read by rows. So no rank ever holds
+    more of a sharded model than its shards and one tensor.
     """
     if any(map(is_sharded, module.parameters())):
         module.to_empty(device=own_device)
-    else:  # the same, but `to_empty` of a tensor on the meta device imports the compiler's symbols: half a second
+    else:  # the same, but `to_empty` on the meta device imports the compiler's symbols, which takes half a second
         empty = {name: torch.empty(value.shape, device=own_device) for name, value in module.named_parameters()}
         module.load_state_dict(empty, assign=True)
-        module.to(own_device)  # the buffers, too
+        module.to(own_device)  # the buffers
     for name, value in weights:
         load_rows(module.get_parameter(name), value)
 
@@ -235,9 +233,9 @@ def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: Paralle
 
 
 def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
-    """`module` in the wrapper of a strategy of ours, which averages the ranks' gradients.
+    """`module` in the wrapper of one of our strategies, which averages the ranks' gradients.
 
-    micro_batches: of an update, over all ranks. compiled: let `exact` convert in compiled code.
+    micro_batches: per update, over all ranks. compiled: let `exact` convert in compiled code.
     """
     if parallel.strategy == "exact":
         return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)
@@ -254,7 +252,7 @@ def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World
 
 
 def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> optim.Orthogonalize:
-    """How Muon orthogonalizes its matrices: each of them on one rank only."""
+    """How Muon orthogonalizes its matrices: each on a single rank."""
     if world.size == 1:
         return optim.orthogonalize
     if strategy == "exact":

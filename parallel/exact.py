@@ -1,19 +1,19 @@
-"""Data parallelism whose result does not depend on the number of ranks, not in a single bit.
+"""Data parallelism whose result does not depend on the number of ranks, not even in a single bit.
 
-Floating-point addition is not associative. So a sum of gradients depends on how the ranks share the micro-batches and on the
-order in which they add. Integer addition is associative. Here each micro-batch's gradient becomes 64-bit fixed point (a
-multiple of 2^-50), and all sums, within a rank and between ranks, are sums of integers. Only the total goes back to float32.
+Floating-point addition is not associative. So a sum of gradients depends on how ranks share the micro-batches, and on the order
+in which they add. Integer addition is associative. Here each micro-batch's gradient becomes 64-bit fixed point (a multiple of
+2^-50). All sums, within a rank and between ranks, are sums of integers. Only the total is converted back to float32.
 
-Every rank holds all weights, but only its share of the rest, as in ZeRO (Rajbhandari et al. 2020). It adds up what all ranks
-have for its share of each parameter, updates that share of the weights, and sends it to all:
+Every rank holds all weights, but only its share of the rest, as in ZeRO (Rajbhandari et al. 2020). It adds up all ranks'
+gradients for its share of each parameter, updates that share of the weights, and sends it to all:
 
     shard_gradients    each rank sends                                      holds besides the weights    sends in an update
                                                                             (bytes a parameter, AdamW)   (times (W-1)/W)
     false              integers, once an update                             8 + 12 / W                   12 + 4 / W
     true               float32 gradients, after each of M micro-batches     20 / W                       4 M + 4 + 4 / W
 
-One condition is left: the gradient of a micro-batch must not depend on the rank that computes it. It does not if all ranks
-use the same kernels, the same number of threads and, for dropout, the same seed.
+One condition remains: the gradient of a micro-batch must not depend on the rank that computes it. That holds if all ranks use
+the same kernels, the same number of threads and, for dropout, the same seed.
 """
 
 import functools
@@ -33,8 +33,8 @@ from parallel.shares import gather_own, share_of
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, where int64 ends
-BUCKET_BYTES = 25 * 2**19  # of float32 gradients, and twice as many of integers
-CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time: few enough to stay in its cache from the first pass to the last
+BUCKET_BYTES = 25 * 2**19  # of float32 gradients; integers take twice as many
+CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time: few enough to stay in its cache through all passes
 
 
 @dataclass
@@ -43,24 +43,24 @@ class Bucket:
 
     columns: dict[nn.Parameter, slice]  # of the matrix
     width: int
-    # int64. Of whole parameters, until they are sent and the sums of this rank's shares take the first `width` places. With
-    # shard_gradients only these.
+    # int64 sums of whole parameters, until they are sent; then the first `width` places hold the sums of this rank's shares.
+    # With shard_gradients it only ever holds these shares.
     sums: Tensor
-    gradients: dict[nn.Parameter, Tensor | None]  # to send: views of the sums; with shard_gradients this backward's, in float32
-    waiting: set[nn.Parameter] = field(default_factory=set)  # whose gradient of this backward is not ready yet
+    gradients: dict[nn.Parameter, Tensor | None]  # to send: views of the sums; with shard_gradients, this backward's in float32
+    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not ready in this backward
 
 
 @dataclass
 class Exchange:
-    """A bucket under way."""
+    """A bucket in flight."""
 
     work: dist.Work | None
-    outgoing: Tensor | None  # [W, width]: what each rank gets
-    incoming: Tensor | None  # [W, width]: what comes from each rank
-    add: Callable[[Tensor], None]  # to the sums
+    outgoing: Tensor | None  # [W, width]: row r goes to rank r
+    incoming: Tensor | None  # [W, width]: row r comes from rank r
+    add: Callable[[Tensor], None]  # adds to the sums
 
     def wait(self) -> None:
-        """Add up what has come, once, and free the memory."""
+        """Add up what has arrived, once, and free the memory."""
         if self.work is not None:
             self.work.wait()
             self.work = self.outgoing = None
@@ -69,19 +69,19 @@ class Exchange:
 
 
 class Exact(ScratchOverlap):
-    """ScratchOverlap that adds integers. Of M micro-batches a rank may hold M // W or one more.
+    """ScratchOverlap that adds integers. Of M micro-batches, a rank may hold M // W or one more.
 
-    The loss of each micro-batch must be backpropagated as it is, not divided by anything. After the backward of a forward that
-    found `require_backward_grad_sync` true, the `.grad` of each of `shares` is this rank's share of the mean: the sum over all
-    micro-batches of all ranks since the last such backward, divided by `micro_batches`. With one rank the shares are the
-    parameters themselves. When the optimizer has updated them, `gather_weights` brings the new weights to all ranks.
+    Do not divide a micro-batch's loss by anything before backward. If the forward saw `require_backward_grad_sync` true, then
+    after backward the `.grad` of each of `shares` is this rank's share of the mean over the update: the sum over all
+    micro-batches of all ranks, divided by `micro_batches`. With one rank the shares are the parameters themselves. Once the
+    optimizer has updated them, `gather_weights` sends the new weights to all ranks.
 
-    shard_gradients: keep no integers of whole parameters. compiled: convert by compiled functions. Neither changes a bit.
+    shard_gradients: do not keep integers of whole parameters. compiled: convert with compiled functions. Neither changes a bit.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int, shard_gradients: bool = False, compiled: bool = False):
         self.micro_batches, self.shard_gradients = micro_batches, shard_gradients
-        self.update_ends, self.rounds = True, 0  # after this backward; backwards of the update that sent their gradients
+        self.update_ends, self.rounds = True, 0  # with this backward; how many backwards of the update sent gradients
         super().__init__(module, bucket_bytes=BUCKET_BYTES)
         self.shares = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.world_size > 1:
@@ -94,7 +94,7 @@ class Exact(ScratchOverlap):
             self.add, self.mean = (torch.compile(function, dynamic=True) for function in (self.add, self.mean))
         on_cpu = self.largest.device.type == "cpu"
         self.block = CPU_BLOCK if on_cpu and not compiled else EXACT_BLOCK
-        if self.world_size == 1:  # one rank converts and adds as well; otherwise it would round differently from two
+        if self.world_size == 1:  # a single rank also converts and adds, or it would round differently from two
             self.shard_gradients = False
             self.register_hooks()
 
@@ -110,10 +110,10 @@ class Exact(ScratchOverlap):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.columns}
         ScratchAllReduce.register_hooks(self)
 
-    # From backward to the ranks that add -----------------------------------------------------------------------------
+    # From backward to the ranks that add up --------------------------------------------------------------------------
 
     def forward(self, *args, **kwargs):
-        """Run the module. As in DDP, the forward decides whether the backward that follows ends an update."""
+        """Run the module. As in DDP, the forward decides whether the next backward ends an update."""
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled():
             self.update_ends = self.require_backward_grad_sync
@@ -139,7 +139,7 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def send(self, bucket: Bucket) -> Exchange:
-        """Begin to send each rank its row of the bucket. At most two are under way, so that few take memory."""
+        """Start sending each rank its row of the bucket. At most two are in flight, to limit memory."""
         for before in self.started[:-1]:
             before.wait()
         dtype = torch.float32 if self.shard_gradients else torch.int64
@@ -163,9 +163,9 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Give each of `shares` its mean, or NaN where a gradient was not finite.
+        """Give each of `shares` its mean, or NaN if a gradient was not finite.
 
-        Raises RunError on every rank, naming the parameter, where the sum might not fit into 64 bits.
+        Raises RunError on every rank, naming the parameter, if the sum might not fit in 64 bits.
         """
         self.sync_is_queued = False
         self.rounds += 1
@@ -177,14 +177,14 @@ class Exact(ScratchOverlap):
             self.average_gradients()
         self.rounds, average = 0, functools.partial(self.mean, self.micro_batches)
         if self.world_size > 1:
-            self.largest.nan_to_num_(nan=float("inf"))  # because the maximum of a number and NaN may be either
+            self.largest.nan_to_num_(nan=float("inf"))  # the maximum of a number and NaN could be either
             dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         for (name, share), parameter, largest in zip(self.shares.items(), self.own, self.largest.tolist(), strict=True):
             # A sum of n terms that are all below LIMIT / n stays below LIMIT, so nothing has wrapped around.
             if LIMIT / self.micro_batches <= largest < float("inf"):
                 raise RunError(
-                    f"a gradient of {name} has reached {largest:.3g}: the sum of {self.micro_batches} like it may pass "
-                    f"{LIMIT:.0f}, where the fixed point of --strategy=exact ends; lower --lr, or use --strategy=ddp"
+                    f"a gradient of {name} has reached {largest:.3g}; {self.micro_batches} of them could exceed {LIMIT:.0f}, "
+                    "the limit of --strategy=exact; lower --lr, or use --strategy=ddp"
                 )
             share.grad = torch.empty_like(share)
             mean, bucket = local(share.grad).view(-1), self.bucket_of[parameter]
@@ -202,7 +202,7 @@ class Exact(ScratchOverlap):
             function(*part)
 
     def total_norm(self, ops) -> Tensor:
-        """The norm of all gradients, as one rank computes it: each tensor's own norm is of the whole, on one of the ranks."""
+        """The norm of all gradients, as a single rank would compute it: one of the ranks computes each whole tensor's norm."""
         gradients = {name: share.grad for name, share in self.shares.items()}
         if self.world_size == 1:
             return ops.norm_of(ops.norm_parts(list(gradients.values())))
@@ -218,7 +218,7 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Bring the weights that each rank has updated to all ranks."""
+        """Send the weights that each rank has updated to all ranks."""
         for bucket in self.buckets * (self.world_size > 1):
             row = torch.empty(bucket.width, device=bucket.sums.device)
             for parameter, columns in bucket.columns.items():
@@ -243,9 +243,9 @@ def add_fixed_point(total: Tensor, gradients: Tensor) -> None:
 
 @torch.no_grad()
 def raise_largest(largest: Tensor, gradient: Tensor) -> None:
-    """Raise the scalar `largest` to the largest |value| of `gradient`; NaN stays.
+    """Raise the scalar `largest` to the largest |value| of `gradient`. NaN stays NaN.
 
-    Never compiled: the compiler lays the reduction out for the first gradient that it sees. If that is a small norm's, one
+    Never compiled: the compiler plans the reduction for the first gradient that it sees. If that is a small norm's, a single
     thread block later reduces a whole embedding (pytorch/pytorch#155941).
     """
     low, high = gradient.aminmax()
@@ -253,13 +253,13 @@ def raise_largest(largest: Tensor, gradient: Tensor) -> None:
 
 
 def mean_from_fixed_point(count: int, total: Tensor, out: Tensor) -> None:
-    """Write the mean of `count` terms, whose sum is `total` [n], into float32 `out` [n]; set `total` to zero."""
+    """Write the mean of `count` terms with the sum `total` [n] to float32 `out` [n]. Sets `total` to zero."""
     out.copy_(total.double().mul_(1 / SCALE).div_(count))
     total.zero_()
 
 
 def rows(matrix: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The elements of `flat` beside their places in `matrix` [W, size], which they fill row by row."""
+    """Pairs of places in `matrix` [W, size] and elements of `flat`, which fill it row by row."""
     full, rest = divmod(len(flat), matrix.shape[1])
     yield matrix[:full], flat[: len(flat) - rest].view(full, matrix.shape[1])
     if rest:

@@ -1,16 +1,16 @@
 """Training state sharded over the ranks, so that W ranks can train a model that one cannot hold: ZeRO stage 3, FSDP.
 
-In plain data parallelism every rank keeps 4 bytes a parameter of weights, 4 of gradients and 8 of AdamW's state, and all ranks
-keep the same. ZeRO (Rajbhandari et al. 2020) shards them, so that the ranks together hold one copy instead of W:
+In plain data parallelism every rank holds the same state: per parameter, 4 bytes of weights, 4 of gradients and 8 of AdamW's
+moments. ZeRO (Rajbhandari et al. 2020) shards it, so that the ranks together hold one copy instead of W:
 
     strategy    fraction that each rank holds    bytes a parameter      each rank sends in an update
                 weights   gradients   state      (float32, AdamW)       (n: bytes of gradients or weights)
     ddp         1         1           1          16                     2 n of gradients
     fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights a micro-batch
 
-Under `fsdp` the whole weights of a block exist only while it computes. Gradients are sent once an update, and every rank keeps
-them whole between its micro-batches. With --shard_gradients=on they are sent after each micro-batch, and only shards are kept.
-Muon sends 4 bytes more a parameter of the rank's share (`optim.py` says how).
+Under `fsdp` the full weights of a block exist only while it computes. Gradients are sent once per update, and every rank keeps
+them whole between its micro-batches. With --shard_gradients=on they are sent after each micro-batch, and ranks keep only
+shards. Muon sends 4 bytes more a parameter of the rank's share (`optim.py` says how).
 """
 
 import torch
@@ -24,15 +24,15 @@ from parallel.world import World
 
 
 class FullyShard(nn.Module):
-    """torch's FSDP2 with the interface of DDP. Each block of `module` is gathered as a unit; the other parameters are one more.
+    """torch's FSDP2 with DDP's interface. Each block of `module` is gathered as a unit; the other parameters form one more.
 
     With `replicas` > 1 (hybrid sharding) there are that many copies of the weights, each held by a group of consecutive ranks.
-    If a group fits into a node, weights travel within nodes, and only gradients travel between them. `module` may be on the
-    meta device. Then it is divided before it takes any memory, and each rank fills its shards afterwards.
+    If a group fits in a node, weights travel within nodes, and only gradients travel between them. `module` may be on the meta
+    device. Then it is sharded before it takes any memory, and each rank fills its shards afterwards.
 
-    `dtype` is the type of the gathered weights (and, if it is bfloat16, of the residual stream). Gradients are reduced in
-    float32. Autocast alone would gather float32, which is twice the bytes, and would keep whole casts of the weights until
-    backward. With `shard_gradients` that is after every backward, and copies of shards are reduced after the last one.
+    `dtype` is the type of the gathered weights (and of the residual stream, if it is bfloat16). Gradients are reduced in
+    float32. Autocast alone would gather float32, twice the bytes, and keep whole casts of the weights until backward. With
+    `shard_gradients`, gradients are reduced after every backward, and copies of shards after the last one.
     """
 
     def __init__(self, module: GPT, dtype: torch.dtype, world: World, replicas: int, shard_gradients: bool):
@@ -53,7 +53,7 @@ class FullyShard(nn.Module):
         self.require_backward_grad_sync = True
 
     def forward(self, *args, **kwargs):
-        """Run the module. As in DDP, the forward decides whether the backward that follows communicates gradients."""
+        """Run the module. As in DDP, the forward decides whether the next backward communicates gradients."""
         if torch.is_grad_enabled():
             self.module.set_requires_gradient_sync(self.require_backward_grad_sync or self.shard_gradients)
             self.module.set_requires_all_reduce(self.require_backward_grad_sync)  # between copies of the weights

@@ -1,6 +1,6 @@
-"""Tensors of which each rank holds a share, and how whole ones come to the ranks that need them.
+"""Tensors of which each rank holds a share, and how ranks get the whole tensors that they need.
 
-FSDP2's are DTensors, some rows on each rank; those of `exact` are `Share`s. `optim.py` works on both.
+FSDP2 uses DTensors, with some rows on each rank. `exact` uses `Share`s. `optim.py` works on both.
 """
 
 import math
@@ -15,11 +15,11 @@ from optim import local, share_size
 UNIT = (
     16  # elements in a cache line. AdamW's CPU kernel rounds a full vector and a remainder differently: shares split no vector.
 )
-AT_ONCE = 1 << 20  # elements that a rank receives in one exchange, unless a single tensor has more
+AT_ONCE = 1 << 20  # elements that a rank receives per exchange, unless a single tensor has more
 
 
 class Share:
-    """This rank's share of a tensor of `shape`, cut flat: `size` elements from rank * size on; the last ranks may have fewer.
+    """This rank's flat share of a tensor of `shape`: `size` elements from rank * size on. The last ranks may have fewer.
 
     torch.zeros_like and torch.empty_like of a Share return a Share.
     """
@@ -45,10 +45,10 @@ def share_of(whole: Tensor, rank: int, ranks: int) -> Share:
 
 
 def gather_own(tensors: dict, owners: dict[str, int], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the whole of each tensor that this rank of `group` owns. tensors: DTensors or Shares.
+    """Yield each whole tensor that this rank of `group` owns, with its name. tensors: DTensors or Shares.
 
-    All ranks must pass the same tensors and owners, and iterate to the end. In each exchange every owner receives one tensor,
-    or several small ones, so no rank ever holds more of what it does not keep.
+    All ranks must pass the same tensors and owners, and iterate to the end. Each exchange gives every owner one tensor, or
+    several small ones, which limits the memory that a rank needs.
     """
     queues = [[name for name in tensors if owners[name] == rank] for rank in range(group.size())]
     while any(queues):
@@ -56,7 +56,7 @@ def gather_own(tensors: dict, owners: dict[str, int], group: dist.ProcessGroup) 
 
 
 def take(queue: list[str], tensors: dict) -> list[str]:
-    """Remove the names of one tensor, or of several small ones, from the front of `queue`, and return them."""
+    """Pop the names of one tensor, or of several small ones, from the front of `queue`."""
     count, elements = 0, 0
     while count < len(queue) and (not count or elements + math.prod(tensors[queue[count]].shape) <= AT_ONCE):
         elements += math.prod(tensors[queue[count]].shape)
@@ -66,11 +66,11 @@ def take(queue: list[str], tensors: dict) -> list[str]:
 
 
 def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Bring the whole tensors names[r] to each rank r of `group`. Yields this rank's."""
+    """Send the whole tensors names[r] to each rank r of `group`. Yields this rank's."""
     mine, ranks = names[group.rank()], range(group.size())
     shares = [[local(tensors[name]).reshape(-1) for name in each] for each in names]
     sent = torch.cat([share for each in shares for share in each])
-    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of what each rank has of mine
+    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of each rank's shares of my tensors
     received = sent.new_empty(sum(map(sum, sizes)))
     numbers = [sum(each) for each in sizes], [sum(map(len, each)) for each in shares]
     dist.all_to_all_single(received, sent, *numbers, group=group)
@@ -81,6 +81,6 @@ def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) ->
 
 
 def held(tensor, rank: int) -> int:
-    """How many elements of a DTensor or a Share `rank` has."""
+    """How many elements of a DTensor or Share `rank` holds."""
     size, elements = share_size(tensor), math.prod(tensor.shape)
     return max(0, min(size, elements - rank * size))

@@ -1,6 +1,6 @@
-"""Which settings do not go together: each with the flag to change and values that work.
+"""Which settings conflict: each with the flag to change and values that work.
 
-Imports no torch, so that wrong flags are answered at once. The limits of a single number are in its type, in settings.py.
+Does not import torch, so that wrong flags are answered at once. The limits of a single number are in its type, in settings.py.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     for number, batch in enumerate(config.skipped_batches):
         if batch >= (end := steps + number):
             skipped = f"--skip_steps={config.data.skip_steps} has {batch + 1}"
-            yield f"{skipped}, which no step of this run would see; the last is {end}"
+            yield f"{skipped}, but the last step of this run is {end}"
     for step, mixture in read_phases(config.data.phase):
         if step >= steps:
             yield f"--phase={step}:{mixture} begins after the last step; --steps must be more than {step}"
@@ -41,57 +41,57 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     if train.fp8 and train.compile == "off":
         yield "--fp8=true needs --compile=on: eager float8 is slower than bfloat16 (0.3 to 0.9 times in pytorch/ao#685)"
     if strategy != "fsdp" and parallel.replicate != 1:
-        yield f"--replicate={parallel.replicate} is for --strategy=fsdp; under {strategy} every rank holds all weights"
+        yield f"--replicate={parallel.replicate} needs --strategy=fsdp; under {strategy} every rank holds all weights"
     if strategy not in ("fsdp", "exact") and parallel.shard_gradients == "on":
         yield f"--shard_gradients=on is for --strategy=fsdp and exact; under {strategy} every rank holds all gradients"
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
     if strategy == "fsdp" and parallel.check_replicas_every:
-        yield "--check_replicas_every compares the ranks' copies of the weights; --strategy=fsdp has no copies; use 0"
+        yield "--check_replicas_every compares copies of the weights, which --strategy=fsdp does not have; use 0"
 
 
 def portable_problems(config: Config, world_size: int) -> Iterator[str]:
-    """The settings that --numerics=portable cannot keep."""
+    """The settings that --numerics=portable does not support."""
     if config.numerics.numerics == "native":
         return
     train, strategy = config.train, config.parallel.strategy
     if train.dtype not in ("auto", "float32"):
-        yield f"--numerics=portable computes in float32; leave --dtype={train.dtype} out"
+        yield f"--numerics=portable computes in float32; leave out --dtype={train.dtype}"
     if config.optim.muon_dtype not in ("auto", "float32"):
-        yield f"--numerics=portable computes in float32; leave --muon_dtype={config.optim.muon_dtype} out"
+        yield f"--numerics=portable computes in float32; leave out --muon_dtype={config.optim.muon_dtype}"
     if train.compile == "on":
-        yield "--numerics=portable needs --compile=off: a compiler may fuse a multiplication and an addition, which rounds once"
+        yield "--numerics=portable needs --compile=off: a compiler may fuse a product with a sum and round only once"
     if train.fp8:
-        yield "--numerics=portable computes in float32; leave --fp8=true out"
+        yield "--numerics=portable computes in float32; leave out --fp8=true"
     if strategy != "exact" and (world_size > 1 or strategy != "ddp"):
-        yield f"--numerics=portable needs --strategy=exact: under {strategy} the sum of gradients depends on the ranks"
+        yield f"--numerics=portable needs --strategy=exact: under {strategy}, sums of gradients depend on the number of ranks"
 
 
 def shape_problems(model: ModelConfig) -> Iterator[str]:
-    """The sizes of a model from scratch that do not fit each other."""
+    """The sizes of a model from scratch that do not fit together."""
     if model.init_from != "scratch":
         return
     rotary = model.architecture != "gpt2"
     unit = model.n_head * (2 if rotary and model.head_dim == "auto" else 1)
     if model.n_embd % unit:
-        even = " x 2 (rotary positions need heads of an even width)" if unit > model.n_head else ""
+        even = " x 2 (rotary positions need an even head width)" if unit > model.n_head else ""
         values = nearest(model.n_embd, unit, unit)
         yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
     elif not rotary and model.head_dim not in ("auto", model.n_embd // model.n_head):
-        yield f"--head_dim={model.head_dim} is not for gpt2, where it is n_embd / n_head; leave it out"
+        yield f"--head_dim={model.head_dim}: for gpt2 it must be n_embd / n_head; leave it out"
     elif rotary and model.head_dim != "auto" and model.head_dim % 2:
         yield f"--head_dim={model.head_dim} must be even for rotary positions"
     if not rotary and model.n_kv_head not in ("auto", model.n_head):
-        yield "--n_kv_head is not for gpt2, which has as many key/value heads as heads"
+        yield "--n_kv_head: gpt2 has as many key/value heads as heads; leave it out"
     elif model.n_kv_head != "auto" and model.n_head % model.n_kv_head:
         divisors = ", ".join(str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0)
         yield f"--n_kv_head={model.n_kv_head} does not divide --n_head={model.n_head}; try one of {divisors}"
 
 
 def share_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Why the global batch is not whole micro-batches with a share of them for each rank.
+    """Why the ranks cannot share the global batch in whole micro-batches.
 
-    The shares must be equal, except under exact, where each rank only needs one micro-batch or more.
+    Shares must be equal, except under exact, where each rank only needs at least one micro-batch.
     """
     exact, tokens, micro = config.parallel.strategy == "exact", config.train.tokens_per_update, config.train.micro_batch_size
     micro = 1 if config.numerics.numerics == "portable" else micro  # see choices.for_portable
@@ -103,11 +103,11 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     factors = [f"--seq_len={config.model.seq_len}"] + [f"--micro_batch_size={micro}"] * (micro != "auto")
     factors += [f"{world_size} ranks"] * (world_size > 1 and (not exact or tokens % unit == 0))
     wrong = "not a multiple of" if tokens % unit else "less than"
-    other = "; or --strategy=exact, which takes it as it is" * (not exact and tokens % micro_batch == 0 and tokens >= smallest)
+    other = "; or --strategy=exact, which takes any" * (not exact and tokens % micro_batch == 0 and tokens >= smallest)
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 
 def nearest(value: int, unit: int, smallest: int) -> str:
-    """The multiples of `unit` on both sides of `value`, none of them less than `smallest`, as text."""
+    """The multiples of `unit` on both sides of `value`, as text. They are at least `smallest`."""
     below, above = value // unit * unit, -(-value // unit) * unit
     return f"{below} or {above}" if below >= smallest else str(max(above, smallest))

@@ -1,4 +1,4 @@
-"""What a run reports: the console, train.log, metrics.jsonl, status.json, wandb and TensorBoard.
+"""Where a run reports: the console, train.log, metrics.jsonl, status.json, wandb and TensorBoard.
 
 Only the master's `Log` does anything.
 """
@@ -23,9 +23,9 @@ from common.errors import EX_TEMPFAIL, FULL_DISK, UserError, outcome, plural, pr
 from common.records import Count
 from settings import LogConfig
 
-FINISH_SECONDS = (3600, 30)  # what trackers have to send the rest; after a failure, others wait
+FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest; less after a failure, when others wait
 STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # in status.json, by exit status; any other: failed
-SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # grouped so by wandb and TensorBoard
+SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # one group in wandb and TensorBoard
 # What is read again of a line of metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
 Record = TypedDict(
@@ -90,7 +90,7 @@ class Log:
         path, recorded = self.directory / "metrics.jsonl", {}
         lines = list(read_records(path)) if path.exists() else []
         if unreadable := sum(record is None for _, record in lines):
-            self.warn(f"left {plural(unreadable, 'unreadable line')} out of {path}")
+            self.warn(f"dropped {plural(unreadable, 'unreadable line')} from {path}")
         with files.publish(path) as file:
             for line, record in lines:
                 if record and record["step"] <= step:
@@ -105,11 +105,11 @@ class Log:
             append(self._text, f"{message}\n".encode("utf-8", "replace"))
             try:
                 print(message, flush=True)
-            except OSError:  # nobody reads any more, as after `| head`; the run goes on
+            except OSError:  # nobody reads any more, as after `| head`; keep training
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def warn(self, message: str) -> None:
-        """Write a line that asks for attention."""
+        """Write a warning."""
         self.say(f"warning: {message}")
 
     def set_status(self, **facts) -> None:
@@ -122,21 +122,21 @@ class Log:
 
     @contextmanager
     def surviving(self, what: str):
-        """Warn where `what`, which only reports, fails: the run can go on without it."""
+        """Warn if `what`, which only reports, fails: the run can continue without it."""
         try:
             yield
         except Exception as error:
-            self.warn(f"{what} failed: {(str(error) or type(error).__name__).splitlines()[0]}; the run goes on without it")
+            self.warn(f"{what} failed: {(str(error) or type(error).__name__).splitlines()[0]}; the run continues without it")
 
     def start_trackers(self, options: LogConfig, settings: dict[str, Any], step: int, run_id: str) -> str:
-        """Start TensorBoard and wandb, where they are on, at `step`. Returns the id of wandb's run.
+        """Start TensorBoard and wandb at `step`, if they are on. Returns the id of wandb's run.
 
-        settings: what wandb shows as the run's config. run_id: of wandb's run to continue (empty: a new one).
+        settings: the run's config in wandb. run_id: the id of the wandb run to continue (empty: a new one).
         """
         if self.is_master and options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # What a killed run wrote there of later steps is forgotten.
+            # Drop what a killed run wrote there about later steps.
             board = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1)
             self.trackers["tensorboard"] = partial(add_to_board, board), lambda status: board.close()
         if self.is_master and options.wandb != "off":
@@ -146,7 +146,7 @@ class Log:
         return run_id
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Record values by name at a `step`, without those that are None, with the time in seconds since 1970."""
+        """Record values by name at a `step`, with the time in seconds since 1970. Drops values that are None."""
         if self.is_master:
             record = {key: value for key, value in record.items() if value is not None} | {"time": round(time.time(), 3)}
             append(self._metrics, json.dumps(record).encode() + b"\n")
@@ -154,7 +154,7 @@ class Log:
             self.track(record)
 
     def sample(self, step: int, text: str) -> None:
-        """Say what the model has written after `step` updates, on one line."""
+        """Print the model's sample after `step` updates, on one line."""
         if self.is_master:
             self.say(f"step {step:>6}  sample {json.dumps(text, ensure_ascii=False)}")
             self.track({"step": step, "sample": text, "time": round(time.time(), 3)})
@@ -169,22 +169,22 @@ class Log:
                 self.trackers[name] = show, end
 
     def close(self, status: int) -> None:
-        """Finish what waits to be written, and tell the trackers the exit status."""
+        """Write what is still waiting, and pass the exit status to the trackers."""
         with self.surviving(f"writing the last lines of {self.directory / 'metrics.jsonl'}"):
             self._metrics.flush()
         for name, (_, end) in self.trackers.items():
             seconds = FINISH_SECONDS[status == 1]
-            with self.surviving(f"what {name} has not sent in {seconds} s"):
+            with self.surviving(f"sending the rest to {name} within {seconds} s"):
                 within(seconds, partial(end, status))
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file to append to, with room in memory for what a full disk does not take."""
+    """Open a file for appending, with a buffer for what a full disk does not take."""
     return open(path, "ab", buffering=1 << 20)
 
 
 def append(file: BinaryIO, content: bytes) -> None:
-    """Append `content`. While the disk is full it waits in the file's buffer."""
+    """Append `content`. While the disk is full, it stays in the file's buffer."""
     try:
         file.write(content)
         file.flush()
@@ -194,13 +194,13 @@ def append(file: BinaryIO, content: bytes) -> None:
 
 
 def lock(directory: Path) -> BinaryIO:
-    """Hold the directory while the returned file is open. Raises UserError if another live process holds it."""
+    """Lock the directory while the returned file is open. Raises UserError if another live process has locked it."""
     file = open(directory / ".lock", "ab")  # noqa: SIM115
-    for _ in range(20):  # a killed run's process may take a moment to be gone
+    for _ in range(20):  # a killed process may take a moment to disappear
         if files.lock(file):
             return file
         time.sleep(0.1)
-    raise UserError(f"{directory} is in use by another training process; choose another --name or wait for it")
+    raise UserError(f"{directory} is in use by another training process; choose another --name, or wait for it")
 
 
 def require_wandb_key() -> None:
@@ -215,7 +215,7 @@ def require_wandb_key() -> None:
 
 
 def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], run_id: str):
-    """Start a run of wandb, or continue the one with the id `run_id`. Raises UserError where wandb refuses."""
+    """Start a wandb run, or continue the one with the id `run_id`. Raises UserError if wandb refuses."""
     import wandb
 
     place = dict(project=options.wandb_project, name=directory.name, dir=directory, mode=options.wandb)

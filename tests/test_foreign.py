@@ -167,7 +167,7 @@ CASES = [
     # Flags and the environment
     case("train.py --steps=" + "9" * 5000, None, "--steps must be INTEGER"),
     case("train.py --lr=nan", None, "--lr must be greater than 0 and at most 1,000, not 'nan'"),
-    case("train.py --steps=20 --skip_steps=812", None, "has 812, which no step of this run would see; the last is 20"),
+    case("train.py --steps=20 --skip_steps=812", None, "has 812, but the last step of this run is 20"),
     case("train.py --tokens=a:1,b:1e999999999", None, "weight greater than 0"),
     case("train.py --seed=x --debug", None, "Traceback", "error: --seed must be INTEGER"),
     case("evaluate.py runs/run --seq_len=17", None, "context is 16"),

@@ -236,7 +236,7 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     (saved / "trainer_state.json").write_text('{"step": 1}')
     write_manifest(saved)
     assert find_model(str(tmp_path / "run")) == find_model(str(saved)) == (saved, [])
-    with pytest.raises(UserError, match="neither a run nor a model directory, which has a config.json"):
+    with pytest.raises(UserError, match="neither a run nor a model directory with a config.json"):
         find_model(str(tmp_path))
     with pytest.raises(UserError, match="absent is neither a run nor a model directory"):
         find_model(str(tmp_path / "absent"))
@@ -255,4 +255,4 @@ def test_a_config_json_of_another_model_than_was_trained_is_refused(train):
     for command in ("evaluate.py", "sample.py", "export.py"):
         more = ["--out=never"] if command == "export.py" else []
         done = execute([sys.executable, command, checkpoint, *more], status=2)
-        assert "config.json has norm_eps 1e-05, and the checkpoint was trained with 0.01" in done.stderr
+        assert "config.json has norm_eps 1e-05, but the checkpoint was trained with 0.01" in done.stderr

@@ -273,7 +273,7 @@ def test_init_from_takes_what_training_takes_and_downloads_no_weights(monkeypatc
     assert run.save(1)
     few = ["--seq_len=4", "--micro_batch_size=1", "--tokens_per_update=64", "--tokens=nowhere"]
     assert planned(f"--init_from={tmp_path / 'run'}", *few).config.model.n_embd == 2
-    with pytest.raises(errors.UserError, match="has a context of 4.*; --seq_len=4 is the most"):
+    with pytest.raises(errors.UserError, match="has a context of 4.* use --seq_len=4 or less"):
         planned(f"--init_from={tmp_path / 'run'}", "--seq_len=8", *few[1:])
     saved, asked = run.checkpoints.directory / "latest", []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append(allow_patterns) or saved)

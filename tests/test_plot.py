@@ -148,7 +148,7 @@ def test_the_table_has_datasets_and_lacks_what_is_not_known(train, tokens, tmp_p
     assert heading.split()[:4] == ["run", "--tokens", "steps", "tokens"] and len(rows) == 3
     assert any(row.split()[1] == str(tmp_path / "other") for row in rows) and any(row.split()[1] == "-" for row in rows)
     (runs[2] / "config.toml").write_text("x = \n")
-    with pytest.raises(UserError, match="is not a preset in TOML"):
+    with pytest.raises(UserError, match="is not a valid TOML preset"):
         compare.table(runs)
 
 

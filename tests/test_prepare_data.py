@@ -349,7 +349,7 @@ def test_the_command_says_what_it_left_out_and_what_each_split_got(here, capsys)
     made = make("text")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "text: skipped 6 files of other types" and "left out 6 rows without a text" in lines
-    assert "warning: 1 file with bytes that are not UTF-8, which became U+FFFD: text/b.txt" in lines
+    assert "warning: 1 file contained bytes that are not UTF-8; they became U+FFFD: text/b.txt" in lines
     for line, split in ((lines[-3], "train"), (lines[-2], "val")):
         documents = sum(row["documents"] for row in made.rows(split))
         assert line.startswith(f"{split}: 1 shard, {len(made.tokens(split)):,} tokens, {documents} documents, ")
@@ -365,7 +365,7 @@ def test_the_first_source_names_the_dataset(here):
     for source, name in named:
         assert out_directory(PrepareConfig((source,))) == Path("tokens", name)
     for source in ("/", "s3://bucket/*.txt"):
-        with pytest.raises(UserError, match=r"gives a dataset no name; add --out=tokens/NAME"):
+        with pytest.raises(UserError, match=r"cannot name a dataset after .*; add --out=tokens/NAME"):
             out_directory(PrepareConfig((source,)))
     with pytest.raises(UserError, match="--out=hf://me/model must be a local path; copy the finished dataset"):
         out_directory(PrepareConfig(("a.txt",), out="hf://me/model"))

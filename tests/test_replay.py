@@ -68,7 +68,7 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     flags = dict(FLAGS, tokens=tmp_path, vocab_size=64, order="sequential", steps=40, save_every=20)
     train("spike", **flags)
     out = replay(train.runs / "spike", "--step=37")
-    assert "bit for bit; look at the data" in out and out.endswith("--skip_steps=37 leaves this batch out\n")
+    assert "bit for bit; look at the data" in out and out.endswith("--skip_steps=37 would leave out this batch\n")
     worst = re.findall(rf"sequence (\d+): {tmp_path}/train.bin from token ([\d,]+)", out)[:4]
     assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
 
@@ -77,15 +77,15 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     shutil.copytree(train.runs / "spike", train.runs / "without", symlinks=True)
     shutil.rmtree(train.runs / "without" / "checkpoints" / "step-00000040")
     late = train("without", status=2, **dict(flags, skip_steps="3,37"))
-    assert "--skip_steps=3,37 changes what one of the 20 steps that are done saw; an earlier checkpoint may" in late.stderr
+    assert "--skip_steps=3,37 changes what one of the 20 finished steps saw; an earlier checkpoint may" in late.stderr
     start = train.runs / "spike" / "checkpoints" / "step-00000020"
     other = train("other", **dict(flags, skip_steps="3,37", resume=start)).stdout
-    assert "warning: --skip_steps=3,37 changes what one of the 20 steps that are done saw" in other
+    assert "warning: --skip_steps=3,37 changes what one of the 20 finished steps saw" in other
     train("without", **dict(flags, skip_steps="37"))
     norms = [record["grad_norm"] for record in train.metrics("without", "grad_norm")]
     assert norms[36] < 2 * norms[35]
     out = replay(train.runs / "without", "--step=38")
-    assert "bit for bit" in out and out.endswith("--skip_steps=37,39 leaves this batch out\n")
+    assert "bit for bit" in out and out.endswith("--skip_steps=37,39 would leave out this batch\n")
     assert "bit for bit" in replay(train.runs / "without", "--step=15")
 
 

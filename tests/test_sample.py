@@ -116,7 +116,7 @@ def test_bad_input_names_what_is_there(run, tmp_path):
 
     assert "absent is neither a run nor a model directory" in refused(run.parent / "absent")
     assert f"perhaps you meant {run}" in refused(run.parent / "tiyn")
-    assert f"which has a config.json; perhaps you meant {run}" in refused(run.parent)
+    assert f"with a config.json; perhaps you meant {run}" in refused(run.parent)
     assert "absent.txt" in refused(run, f"--prompt=FILE:{tmp_path}/absent.txt")
     assert "--temperature" in refused(run, "--temperature=-1")
     assert "perhaps you meant --prompt" in refused(run, "--promt=x")

@@ -61,19 +61,19 @@ def test_every_way_to_write_a_boolean():
         (["train.py"], "train.py is not a preset in TOML"),
         (
             ["--n_embd=256", "--n_head=5"],
-            "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need heads of an even width); "
+            "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need an even head width); "
             "try --n_embd=250 or 260",
         ),
         (["--n_head=4", "--n_kv_head=3"], "--n_kv_head=3 does not divide"),
         (["--tokens_per_update=1000"], "try 768 or 1024"),
         (["--micro_batch_size=5", "--tokens_per_update=8192"], "try 7680 or 8960"),
-        (["--architecture=gpt2", "--head_dim=7"], "--head_dim=7 is not for gpt2"),
+        (["--architecture=gpt2", "--head_dim=7"], "--head_dim=7: for gpt2 it must be"),
         (["--plan_mfu=0.5"], "--plan_mfu needs --plan"),
         (["--skip_steps=1-1000000000000"], "at most 1,000,000 in all"),
         (["--name=a/b"], "--out_dir"),
         (["--out_dir=s3://bucket/x"], "--out_dir=s3://bucket/x must be a local path; --mirror=URL copies"),
         (["--tokens=hf://datasets/a/b"], "must be a local path; python prepare_data.py URL --out="),
-        (["--init_from=resume"], "--init_from=resume: leave it out; the same command again continues a run"),
+        (["--init_from=resume"], "--init_from=resume: leave it out; running the same command again continues a run"),
         (["--start=x"], "unknown flag --start (--help lists all flags)"),
     ],
 )

@@ -140,7 +140,7 @@ def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
     train("fixed", steps=5)
     refused = train("fixed", steps=10, status=2, n_layer=3, seq_len=32, seed=7)
     assert refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
-    for line in ("--n_layer=3, and the checkpoint has 2", "--seq_len=32", "--seed=7", f"run than {train.runs}/fixed with"):
+    for line in ("--n_layer=3, but the checkpoint has 2", "--seq_len=32", "--seed=7", f"than {train.runs}/fixed with"):
         assert line in refused.stderr
     taken = train("fixed", steps=10, lr=0.005, micro_batch_size=4, save_every=3)
     for line in ("changed: lr 0.01 -> 0.005", "changed: micro_batch_size 2 -> 4", "changed: steps 5 -> 10"):
@@ -161,9 +161,9 @@ def test_resume_off_and_resume_from_another_run(train):
     assert f"changed: tokens {train.tokens} -> {share},{share}" in mixed
     assert "at step 7; " in mixed.splitlines()[-2]  # its own lowest validation loss, not that of step 5
     few = train("few", steps=5, resume=train.runs / "first", status=2).stderr
-    assert "--steps must be at least 6" in few and "--init_from=PATH, or leave --resume out" in few
+    assert "--steps must be at least 6" in few and "--init_from=PATH, or leave out --resume" in few
     again = train("branch", steps=12, resume=train.runs / "first")
-    assert f"--resume={train.runs / 'first'} is for a new run and is not read" in again.stdout
+    assert f"--resume={train.runs / 'first'} is ignored: this run already has checkpoints" in again.stdout
     assert "neither a run" in train("nowhere", resume=train.runs / "nothing", status=2).stderr
 
 
@@ -189,7 +189,7 @@ def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretc
     train("short", steps=2)
     longer = dict(init_from=train.runs / "short", seq_len=32, steps=2, optimizer="adamw")
     refused = train("longer", status=2, **longer).stderr
-    assert "has a context of 16; a longer one needs --rope_scaling=2,1,4,16, or a --rope_theta above 10000; " in refused
+    assert "has a context of 16; to go beyond, add --rope_scaling=2,1,4,16, or a --rope_theta above 10000; " in refused
     train("longer", **longer, **stretch)
     assert "continuing from" in train("longer", **longer | dict(steps=3), **stretch).stdout
     theirs = AutoModelForCausalLM.from_pretrained(train.latest("longer"))
@@ -203,10 +203,7 @@ def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretc
 def test_learned_positions_have_no_longer_context(train):
     train("gpt2", steps=1, architecture="gpt2", optimizer="adamw")
     longer = dict(init_from=train.runs / "gpt2", seq_len=32, rope_scaling="2,1,4,16", optimizer="adamw")
-    assert (
-        "has a context of 16 learned positions, and there are no weights for more; "
-        in train("longer", status=2, **longer).stderr
-    )
+    assert "has a context of 16 learned positions, and no weights for more; " in train("longer", status=2, **longer).stderr
 
 
 FULL_DISK = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=9)"
@@ -328,7 +325,7 @@ def test_init_from_a_hugging_face_directory(train, shared, tmp_path):
     source = [ROOT / "train.py", f"--out={other_tokens}", "--tokenizer=train:257", "--val_fraction=0.1"]
     execute([sys.executable, "prepare_data.py", *source])
     done = train("tuned", init_from=start, steps=2, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
-    assert f"of {start}, whose shape overrides settings and flags\n" in done.stdout and "2 layers" in done.stdout
+    assert f"of {start}; its shape overrides settings and flags\n" in done.stdout and "2 layers" in done.stdout
     assert train.metrics("tuned")[0]["loss"] < shared.metrics("plain")[0]["loss"] - 1
     done = train("tuned", init_from=start, steps=3, n_layer=7, warmup_steps=0, lr=1e-6, optimizer="adamw")
     assert "continuing from" in done.stdout and "2 layers" in done.stdout

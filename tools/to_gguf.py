@@ -1,7 +1,7 @@
-"""A GGUF file for llama.cpp of a model with the tokenizer train:N:llama3: `python tools/to_gguf.py DIR --llama_cpp=CHECKOUT`.
+"""Convert a model with the tokenizer train:N:llama3 to GGUF for llama.cpp: `python tools/to_gguf.py DIR --llama_cpp=CHECKOUT`.
 
-It runs llama.cpp's own convert_hf_to_gguf.py, which knows a published tokenizer by a hash of the tokens of a test text, and so
-refuses one that was trained here. This looks at tokenizer.json instead: where the pattern in it is Llama 3's, llama.cpp splits
+This runs llama.cpp's own convert_hf_to_gguf.py. That script recognizes published tokenizers by a hash of the tokens of a test
+text, so it refuses one trained here. This one checks tokenizer.json instead: if it has Llama 3's pattern, llama.cpp splits
 texts by the same rule under the name llama-bpe. Models with the tokenizer gpt2 need only llama.cpp's own command.
 """
 
@@ -26,22 +26,22 @@ class GgufConfig:
     model: tyro.conf.Positional[str]
     """A Hugging Face model directory: an export or a checkpoint."""
     llama_cpp: str = ""
-    """A checkout of llama.cpp, whose converter is run."""
+    """A checkout of llama.cpp, whose converter is used."""
     out: str = ""
-    """File to make (default: model.gguf in the directory)."""
+    """File to write (default: model.gguf in the directory)."""
     outtype: Literal["f32", "f16", "bf16", "q8_0", "auto"] = "auto"
-    """Type of the weights, as the converter calls it (auto: that of the directory)."""
+    """Type of the weights, as the converter names it (auto: as in the directory)."""
 
 
 def main(config: GgufConfig) -> None:
-    """Convert. Raises UserError where llama.cpp would make other tokens of a text than the model was trained on."""
+    """Convert the model. Raises UserError if llama.cpp would tokenize differently from the model's training text."""
     model, checkout = Path(config.model), Path(config.llama_cpp)
     if not config.llama_cpp or not (checkout / "convert_hf_to_gguf.py").exists():
         raise UserError(f"--llama_cpp={config.llama_cpp} must be a checkout of llama.cpp, with convert_hf_to_gguf.py in it")
     definition = files.read_json(model / "tokenizer.json")
     if f'"{json.dumps(LLAMA3_PATTERN)[1:-1]}"' not in json.dumps(definition.get("pre_tokenizer")):
         remedy = "prepare the text with --tokenizer=train:N:llama3 or gpt2, and train on it"
-        raise UserError(f"{model}/tokenizer.json splits texts by a pattern that llama.cpp does not know; {remedy}")
+        raise UserError(f"{model}/tokenizer.json uses a pattern that llama.cpp does not know; {remedy}")
     sys.path.insert(0, str(checkout))
     try:
         importlib.import_module("conversion.base").TextModel.get_vocab_base_pre = lambda *_: "llama-bpe"
