@@ -21,7 +21,7 @@ class EvaluateConfig:
     seq_len: Count = 0
     """Context length of the windows (0: the model's)."""
     micro_batch_size: Count = 0
-    """Windows at a time (0: about 8192 tokens)."""
+    """Windows per batch (0: about 8192 tokens)."""
     tasks: str = ""
     """Score the model on these tasks of lm-eval instead, by name or as YAML files, as in hellaswag,arc_easy."""
     tasks_limit: Count = 0

@@ -143,7 +143,7 @@ class TrainConfig:
     tokens_per_update: Annotated[int, Meta(gt=0, le=1 << 32)] = 524288
     """Global batch in tokens, for any number of ranks."""
     micro_batch_size: Size | Literal["auto"] = "auto"
-    """Sequences in one forward pass of one rank; auto fits it to memory."""
+    """Sequences per forward pass of a rank. auto: as many as fit in memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of matrix products; weights stay in float32. auto: bfloat16 if that is fast here.
@@ -185,7 +185,7 @@ class EvalConfig:
     eval_tokens: Count = 1048576
     """Validation tokens per evaluation (0: the whole split)."""
     sample_every: Count = 0
-    """Steps between samples: a line of text that the model writes (0: none)."""
+    """Steps between samples, each a line of text from the model (0: none)."""
     tasks: str = ""
     """Tasks of lm-eval to score the model on, by name or as YAML files, as in hellaswag,arc_easy."""
     tasks_every: Count = 0

@@ -41,7 +41,7 @@ from checkpoints.checkpoint import Checkpoints, TrainState
 from checkpoints.lookup import Start
 from checkpoints.mirror import Mirror
 from common import cli, files
-from common.errors import EX_TEMPFAIL, UserError
+from common.errors import EX_TEMPFAIL, RunError, UserError
 from evaluate import evaluate
 from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_device
 from hardware.footprint import flops_per_token
