@@ -202,8 +202,9 @@ def test_a_record_that_lacks_settings_has_their_defaults(train):
 
 def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train):
     flags = dict(save_every=4, log_every=1, keep_best=0)
-    for more in (dict(steps=8, keep_last=0), dict(steps=12, keep_last=0), dict(steps=20, keep_last=0), dict(steps=22, lr=1e-3)):
-        train("changed", eval_every=0, **flags, **more)
+    for steps in (8, 12, 20):
+        train("changed", eval_every=0, **flags, steps=steps, keep_last=0)
+    train("changed", eval_every=0, **flags, steps=22, keep_last=2, lr=1e-3)
     run = train.runs / "changed"  # of its checkpoints the last two are left
     out = replay(run, "--step=22")
     assert "replaying steps 21 to 22" in out and "2 recorded steps: loss and gradient norm are the recorded ones" in out
