@@ -17,8 +17,8 @@ OURS = {"out", "runs", "jobs", "name", "save_every"}  # flags that change no fig
 PREFACE = """# All figures, and where they come from
 
 `python bench/figures.py --out=bench/results` writes this page from the files in `bench/results/`. Each file has the date, the
-machine, the versions, the commit, the load, and every single measurement. Nothing here was measured on a GPU. The code has since
-changed: run a row's command for a figure of today. It writes to `runs/bench` unless `--out` says otherwise.
+machine, the versions, the commit, the load, and every single measurement. Nothing here was measured on a GPU. The code has
+since changed: run a row's command for a figure of today. It writes to `runs/bench` unless `--out` says otherwise.
 [bench/LOG.md](../bench/LOG.md) has what was tried, also what did not help.
 
 The machines are two or four cores of an Intel Xeon with a matrix unit (AMX), or of an AMD EPYC with bfloat16 instructions and
