@@ -1,10 +1,10 @@
 """The operations of `native.py` with the same bits on every processor, number of threads and version of torch.
 
-The bits of a sum depend on its order, which depends on vector width, threads and library. Two things depend on none of these:
-an exact sum, and a single IEEE 754 operation. So products and sums first round their terms to a grid so coarse that float64
-adds them exactly (`to_grid`). Everything else is separate additions, multiplications and divisions, never compiled: a fused
-multiply-add rounds once instead of twice. torch takes exp, log, sine and roots from the processor's library, so we have our
-own. Shapes are as in model.py; tensors are float32 unless stated. Undocumented functions do what their `native` namesakes do.
+The order of a sum, and so its bits, depends on vector width, threads and library. An exact sum does not, nor does a single
+operation of IEEE 754. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
+(`to_grid`). Everything else is separate additions, multiplications and divisions, never compiled: a fused multiply-add rounds
+once, not twice. exp, log, sine and roots are our own, because torch takes them from the processor's library. Shapes are as in
+model.py, tensors float32 unless stated. Undocumented functions do what their `native` namesakes do.
 """
 
 import functools
@@ -40,10 +40,9 @@ def factor(x: Tensor, dim: int) -> Tensor:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """`a` [..., n, k] @ `b` [..., k, m]. Each element is within k A B 2^-18 of the exact value, then rounded once to float32.
 
-    A and B are the largest |element| in its row of `a` and its column of `b`. A number below 2^e, rounded to multiples of
-    2^(e - bits), is at most 2^bits of these steps. So 2^(53 - 2 bits) products of two such numbers add up exactly in float64,
-    in any order, with or without fused multiply-add. Longer sums are split into pieces of TERMS, so bits is at least 20.
-    Rounding moves a number by half a step, at most 2^-bits A, and therefore a term by at most A B (2 * 2^-20 + 2^-40).
+    A and B are the largest |element| in its row of `a` and its column of `b`. On its grid a number is at most 2^bits steps, so
+    2^(53 - 2 bits) products of two add up exactly in float64, in any order. Longer sums are split into pieces of TERMS, so
+    bits >= 20. Rounding moves a number by half a step, at most 2^-bits A, and so a term by at most A B (2 * 2^-20 + 2^-40).
     """
     pieces = factor(a, -1).split(TERMS, -1), factor(b, -2).split(TERMS, -2)
     return functools.reduce(torch.add, map(torch.matmul, *pieces)).float()
@@ -65,9 +64,8 @@ def norm_of(parts: list[Tensor]) -> Tensor:
 
 
 # Functions of float64 numbers. Rounded to float32, they are within 0.55 units in the last place.
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+LOG2E, LN2, LOG = 1.4426950408889634, 0.6931471805599453, [2 / n for n in range(19, 0, -2)]
 HALF_PI_HIGH, HALF_PI_LOW = 1.57079632673412561417, 6.07710050650619224932e-11  # n * HALF_PI_HIGH is exact below 2^20
-LOG = [2 / n for n in range(19, 0, -2)]
 SINE, COSINE = ([(-1) ** n / math.factorial(2 * n + odd) for n in range(8, -1, -1)] for odd in (1, 0))
 # Fitted at Chebyshev points. POWER: 2^x for |x| <= 1/2, with an error of 2^-28.5. TAIL: the probability that a normal number
 # exceeds x >= 0, divided by exp(-x^2 / 2), as a polynomial in t = 1 / (1 + x / sqrt(8)), with an error of 2^-31.6.
@@ -285,11 +283,10 @@ def power(base: float, exponents: Tensor) -> Tensor:
     return exp(exponents * log(torch.tensor(base, dtype=torch.float64, device=exponents.device)))
 
 
-embed, softmax, matmul = Lookup.apply, Softmax.apply, product
+embed, softmax, matmul, gelu_erf = Lookup.apply, Softmax.apply, product, functools.partial(pointwise, normal_gated)
 cos = cosine = functools.partial(sin, turns=1)
 silu = functools.partial(pointwise, functools.partial(gated, a=1.0, b=0.0))
 gelu = functools.partial(pointwise, functools.partial(gated, a=1.5957691216057308, b=0.07135481627260025))
-gelu_erf = functools.partial(pointwise, normal_gated)
 document_mask = functools.partial(native.document_mask, flexible=False)
 linear_cross_entropy = functools.partial(native.linear_cross_entropy, rows=256)  # on any device
 
@@ -328,9 +325,8 @@ def adamw(params, grads, exp_avgs, exp_avg_sqs, state_steps, *, lr, beta1, beta2
         for p, g, m, v in zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True):
             m.mul_(beta1).add_(g * (1 - beta1))
             v.mul_(beta2).add_(g * g * (1 - beta2))
-            square = v.double().mul_(second)
-            update = m.double().mul_(lr * first).div_(inverse_root(square).mul_(square).add_(eps))
-            p.mul_(1 - lr * weight_decay).sub_(update.float())
+            root = inverse_root(square := v.double().mul_(second)).mul_(square)
+            p.mul_(1 - lr * weight_decay).sub_(m.double().mul_(lr * first).div_(root.add_(eps)).float())
 
 
 def add_(values: list[Tensor], terms: list[Tensor], alpha: float) -> None:
