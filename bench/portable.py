@@ -5,9 +5,13 @@ python bench/portable.py speed|loss|mutations [--flag=value ...]
 
 import hashlib
 import itertools
+import json
+import os
+import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,46 +95,75 @@ def loss(config: LossConfig) -> None:
 @dataclass(frozen=True)
 class MutationsConfig(machine.Out):
     other: str = ""
-    """The Python of an environment with another version of torch."""
+    """Pythons of other environments, separated by commas: of another torch, or, under qemu, of another processor."""
 
 
 def mutations(config: MutationsConfig) -> int:
     """Is each method needed? Replaces one at a time with torch's own operation, and shows where the bits change.
 
     Trains three small models for three updates: with all instructions of this processor, with AVX2, with SSE, with two threads,
-    with --micro_batch_size=2, and (--other) with another torch. Returns 1 if the bits change without any replacement. Writes
+    with --micro_batch_size=2, and (--other) with other Pythons. Returns 1 if the bits change without any replacement. Writes
     portable_mutations.json.
     """
     places = {"here": {}, "AVX2": machine.AVX2, "SSE": SSE, "2 threads": {"THREADS": "2"}, "batch of 2": {"TOGETHER": "2"}}
-    places |= {"other torch": {"PYTHON": config.other}} if config.other else {}
-    found = {}
-    for name in ["none", *MUTATIONS]:
-        digests = {place: digest_in(name, dict(variables)) for place, variables in places.items()}
-        found[name] = {place: digest != digests["here"] for place, digest in digests.items() if place != "here"}
-        print(f"{name:<28}", *(f"{place if differs else '-':<12}" for place, differs in found[name].items()), flush=True)
-    print(machine.write("portable_mutations", dict(differs=found), config.out))
-    return int(any(found["none"].values()))
+    others = {f"other {number}": command for number, command in enumerate(filter(None, config.other.split(",")), 1)}
+    with ThreadPoolExecutor(host.cores()) as pool:
+        own = [pool.submit(digests_in, sys.executable, variables) for variables in places.values()]
+        rest = [pool.submit(digests_in, command, {}) for command in others.values()]
+        found = dict(zip([*places, *others], [future.result() for future in [*own, *rest]], strict=True))
+    differs = {name: [place for place in found if found[place][name] != found["here"][name]] for name in found["here"]}
+    print(
+        machine.table(["replaced by torch's own", "the bits change at"], [[n, ", ".join(d) or "-"] for n, d in differs.items()])
+    )
+    where = {place: digests.pop("where") for place, digests in found.items()}
+    differs.pop("where")
+    print(machine.write("portable_mutations", dict(where=where, differs=differs), config.out))
+    return int(bool(differs["none"]))
 
 
-def digest_in(mutation: str, variables: dict[str, str]) -> str:
-    """Return what `digest` prints in a separate process with these environment variables."""
-    command = [variables.pop("PYTHON", sys.executable), __file__, "digest", f"--mutation={mutation}"]
+def digests_in(python: str, variables: dict[str, str]) -> dict[str, str]:
+    """What `digests` prints in a process of this Python with these environment variables."""
+    command = [*shlex.split(python), __file__, "digests"]
     env = machine.environment(OMP_WAIT_POLICY="PASSIVE") | variables
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RunError(done.stderr[-2000:])
-    return done.stdout.strip()
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @dataclass(frozen=True)
-class DigestConfig:
-    mutation: str = "none"
+class DigestsConfig:
+    """No flags."""
 
 
-def digest(config: DigestConfig) -> None:
-    """Print the sha256 of three small models after three updates, with one method replaced."""
-    import os
+def digests(config: DigestsConfig) -> None:
+    """Print the digest of each mutation as JSON, and where it was computed."""
+    import portable  # noqa: F401  once, for all forks
+    import same
 
+    print(json.dumps({name: in_fork(name) for name in ["none", *MUTATIONS]} | {"where": same.where()}))
+
+
+def in_fork(mutation: str) -> str:
+    """`digest` in a fork of this process, which has no threads yet."""
+    reader, writer = os.pipe()
+    if not os.fork():
+        try:
+            os.write(writer, digest(mutation).encode())
+        except Exception as error:
+            os.write(writer, f"{type(error).__name__}: {error}"[:500].encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        found = pipe.read()
+    os.wait()
+    if len(found) != 64:
+        raise RunError(f"{mutation}: {found}")
+    return found
+
+
+def digest(mutation: str) -> str:
+    """The sha256 of three small models after three updates, with one method replaced."""
     import torch
 
     import optim
@@ -139,9 +172,9 @@ def digest(config: DigestConfig) -> None:
     from settings import ModelConfig, OptimConfig, resolve_model
 
     torch.set_num_threads(int(os.environ.get("THREADS", 1)))
-    together = int(os.environ.get("TOGETHER", 1)) if config.mutation == "one sequence at a time" else 1
-    if config.mutation != "none":
-        MUTATIONS[config.mutation](portable, torch)
+    together = int(os.environ.get("TOGETHER", 1)) if mutation == "one sequence at a time" else 1
+    if mutation != "none":
+        MUTATIONS[mutation](portable, torch)
     sha = hashlib.sha256()
     for architecture, gelu, optimizer in (("gpt2", "erf", "adamw"), ("gpt2", "tanh", "adamw"), ("qwen3", "tanh", "muon")):
         shape = dict(n_layer=2, n_head=2, n_embd=96, seq_len=160, dropout=0.1)
@@ -167,7 +200,7 @@ def digest(config: DigestConfig) -> None:
             sha.update(repr(norm).encode())
         for p in model.parameters():
             sha.update(p.detach().numpy().tobytes())
-    print(sha.hexdigest())
+    return sha.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +279,9 @@ MUTATIONS = {
     "roots: rsqrt": replace(inverse_root=lambda torch: lambda x: x.clamp(min=1e-30).float().rsqrt().double()),
     "AdamW": fused_adamw,
     "Muon: lerp": replace(lerp_=lambda torch: torch._foreach_lerp_),
-    "Muon: add with alpha": replace(add_=lambda torch: torch._foreach_add_),
+    "Muon: add with alpha": replace(
+        add_=lambda torch: lambda values, terms, alpha: torch._foreach_add_(values, terms, alpha=alpha)
+    ),
     "Muon: baddbmm": replace(baddbmm=lambda torch: torch.baddbmm),
     "initial weights": replace(normal_=lambda torch: torch.Tensor.normal_),
     "dropout": replace(dropout=lambda torch: torch.nn.functional.dropout),
@@ -259,5 +294,5 @@ if __name__ == "__main__":
         speed=(SpeedConfig, speed),
         loss=(LossConfig, loss),
         mutations=(MutationsConfig, mutations),
-        digest=(DigestConfig, digest),
+        digests=(DigestsConfig, digests),
     )
