@@ -16,6 +16,7 @@ import importlib.util
 import json
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -182,8 +183,6 @@ def resume(bench: Bench) -> str:
 
 def against_nanogpt(bench: Bench) -> str:
     """Tokens/s of GPT-2's 124 million parameters beside nanoGPT's train.py, in turns, with the same batch."""
-    from speed import nanogpt_steps
-
     if bench.device == "cpu" or not bench.nanogpt:
         raise Impossible("it needs a GPU and a checkout of nanoGPT, --nanogpt=PATH")
     data, shape = bench.folder.parent / "words", "gpt2_124m"
@@ -197,11 +196,22 @@ def against_nanogpt(bench: Bench) -> str:
     ours, theirs = [], []
     for turn in (1, 2, 3):
         ours.append(tokens_per_second(bench.train(shape, turn=turn, micro_batch_size=size)))
-        run = lambda *_: nanogpt_steps(Path(bench.nanogpt), UPDATES, machine.arguments("", **flags)[1:])  # noqa: E731
+        run = lambda *_: nanogpt_steps(Path(bench.nanogpt), machine.arguments("", **flags)[1:])  # noqa: E731
         steps = bench.measure(f"nanoGPT, turn {turn}", run, bench.seconds(shape))
         theirs.append(1000 * TOKENS_PER_UPDATE / statistics.median(steps[gpu_probe.UNTIMED :]))
     medians = f"{statistics.median(ours):,.0f} tokens/s, nanoGPT {statistics.median(theirs):,.0f}"
     return f"{medians}, micro-batches of {size}: {machine.ratio(ours, theirs):.2f} times."
+
+
+def nanogpt_steps(checkout: Path, flags: list[str]) -> list[float]:
+    """Milliseconds of each update of nanoGPT's train.py, without the first, which includes an evaluation."""
+    fixed = [f"--max_iters={UPDATES}", "--log_interval=1", "--eval_iters=1", "--eval_interval=1000000"]
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *fixed, *flags]
+    done = subprocess.run(command, cwd=checkout, env=machine.all_cores(), capture_output=True, text=True)
+    milliseconds = [float(text) for text in re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)]
+    if done.returncode or len(milliseconds) <= UPDATES:
+        raise RunError(f"nanoGPT's train.py ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return milliseconds[1:]
 
 
 def change(bench: Bench, shape: str, **changes) -> str:

@@ -179,8 +179,6 @@ def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
     moved = choices.resolve(config, 257, startup.survey(World(0, 1, 1, torch.device("cpu"))), elsewhere)
     (remark,) = startup.check(moved, World(0, 1, 1, torch.device("cpu")))
     assert "--dtype=float32 --muon_dtype=float32 may be faster" in remark
-    # A version without the setting had Muon in bfloat16.
-    assert precision(config, previous={"device": "cpu", "dtype": "float32"}) == ("float32", "bfloat16")
     # What was on a GPU says nothing about a CPU, and a flag wins.
     assert precision(config, previous=elsewhere | {"device": "cuda"}) == ("float32", "float32")
     assert precision(settings.replace(config, dtype="float16"), previous=elsewhere)[0] == "float16"

@@ -114,7 +114,8 @@ def test_evaluating_a_run_attends_as_the_run_did(train, short_documents):
 
 def test_a_run_goes_on_as_it_attended(train):
     train("run", attend="document", steps=5)
-    assert "--attend=window, and the checkpoint has document" in train("run", steps=10, status=2).stderr
+    assert "--attend=window, but the checkpoint has document" in train("run", attend="window", steps=10, status=2).stderr
+    assert "within documents" in train("run", steps=10).stdout
 
 
 def test_tokens_whose_end_of_text_is_not_known_are_refused(train, tmp_path):
@@ -122,7 +123,7 @@ def test_tokens_whose_end_of_text_is_not_known_are_refused(train, tmp_path):
         (np.arange(5000) % 60).astype("<u2").tofile(tmp_path / f"{split}.bin")
     flags = dict(tokens=tmp_path, attend="document", vocab_size=60, steps=1)
     said = train("unknown", **flags, status=2).stderr
-    assert f"--attend=document: {tmp_path} does not say which token separates documents; put the tokenizer.json" in said
+    assert f"--attend=document: {tmp_path} does not say which token separates documents; put its tokenizer.json there" in said
     ids = {f"<{i}>": i for i in range(59)} | {"<|endoftext|>": 59}
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"type": "BPE", "vocab": ids, "merges": []}, "added_tokens": []})

@@ -153,7 +153,7 @@ def test_a_branch_and_a_private_repository_are_made_and_a_public_one_is_refused(
     assert "model.safetensors" in hub.head("me/own", "step-20") and not hub.head("me/own")
     upload(hub, *command, "--push=me/open")
     refused = upload(hub, *command, "--push=me/open", "--private", status=2).stderr
-    assert refused.startswith(f"error: --push=me/open: {hub.url()}/me/open is there already, and public; ")
+    assert refused.startswith(f"error: --push=me/open: {hub.url()}/me/open already exists and is public; make it private")
     assert len(hub.repositories["me/open"]) == 2  # the first is empty
 
 
@@ -225,8 +225,8 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
 
     run, out = shared.runs / "plain", tmp_path / "out"
     (tmp_path / "mine").write_text("precious")
-    assert "nothing is overwritten" in refused(run, f"--out={tmp_path}")
-    assert "nothing is overwritten" in refused(run, f"--out={tmp_path}/mine")
+    assert "will not be overwritten" in refused(run, f"--out={tmp_path}")
+    assert "will not be overwritten" in refused(run, f"--out={tmp_path}/mine")
     assert "--out" in refused(run)
     assert "--push=OWNER/NAME" in refused(run, "--out=hf://me/model")
     for size in ("5", "GB", "-1GB", "0MB", "1.GB", "5XB"):

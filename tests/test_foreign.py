@@ -170,7 +170,7 @@ CASES = [
     case("train.py --steps=20 --skip_steps=812", None, "has 812, but the last step of this run is 20"),
     case("train.py --tokens=a:1,b:1e999999999", None, "weight greater than 0"),
     case("train.py --seed=x --debug", None, "Traceback", "error: --seed must be INTEGER"),
-    case("evaluate.py runs/run --seq_len=17", None, "context is 16"),
+    case("evaluate.py runs/run --seq_len=17", None, "exceeds the model's context of 16"),
     case("replay.py runs/run --step=99", None, "has steps 1 to 2"),
     case("replay.py runs/nothing", None, "neither a run"),
     case("plot.py nothing", None, "nothing/metrics.jsonl does not exist"),
@@ -185,7 +185,7 @@ CASES = [
     case(TRAIN, None, "has RANK=5 WORLD_SIZE=2; torchrun", env={"RANK": "5", "WORLD_SIZE": "2"}),
     case(TRAIN, None, "the environment has RANK=0;", env={"RANK": "0"}),
     # Presets
-    case("train.py mine.toml", put("mine.toml", "x = " + "[" * 100000), "mine.toml is not a preset in TOML"),
+    case("train.py mine.toml", put("mine.toml", "x = " + "[" * 100000), "mine.toml is not a valid TOML preset"),
     case("train.py mine.toml", put("mine.toml", "#" * (1 << 20) + "\n" * 9), "at most 1,048,576"),
     case("train.py mine.toml", put("mine.toml", "[optim]\nlr = 2020-01-01"), "lr must be NUMBER"),
     # What every JSON file is read by
@@ -232,7 +232,7 @@ CASES = [
     case(SAMPLE_MODEL, in_model(put("model/model.safetensors.index.json", {"weight_map": {"x": "../x"}})), "weight_map"),
     case(SAMPLE_MODEL, in_model(lambda folder: (folder / "model/tokenizer.json").unlink()), "has no tokenizer.json"),
     # Runs
-    case(END, rewrite(METRICS, lambda old: old + b'{"step": 2, "lo'), "left 1 unreadable line out of ", status=0, **GONE_ON),
+    case(END, rewrite(METRICS, lambda old: old + b'{"step": 2, "lo'), "dropped 1 unreadable line from ", status=0, **GONE_ON),
     case(END, rewrite(METRICS, unfinite), "a loss that is not finite", status=1, **GONE_ON),
     case("plot.py runs/run", put(METRICS, ""), "metrics.jsonl is empty; train.py logs a line every"),
     case(RESUME, directory("runs/run/train.log"), "train.log: Is a directory"),

@@ -74,7 +74,7 @@ def test_a_checkpoint_of_nanogpt_gives_the_same_logits(args, tmp_path):
     tokens = torch.randint(50257, (2, 12), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model(tokens), logits(state, args, tokens, "none"), rtol=1e-5, atol=1e-5)
     assert (model(tokens) - logits(state, args, tokens, "tanh")).abs().max() > 1e-4  # the two kinds of GELU do differ
-    assert "nothing is overwritten" in convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", status=2).stderr
+    assert "will not be overwritten" in convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model", status=2).stderr
 
 
 class GPTConfig:

@@ -348,7 +348,7 @@ def test_the_command_says_what_it_left_out_and_what_each_split_got(here, capsys)
         (here / "text" / name).write_bytes(b"no text")
     made = make("text")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "text: skipped 6 files of other types" and "left out 6 rows without a text" in lines
+    assert lines[0] == "text: skipped 6 files of other types" and "left out 6 rows without text" in lines
     assert "warning: 1 file contained bytes that are not UTF-8; they became U+FFFD: text/b.txt" in lines
     for line, split in ((lines[-3], "train"), (lines[-2], "val")):
         documents = sum(row["documents"] for row in made.rows(split))

@@ -77,7 +77,7 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     shutil.copytree(train.runs / "spike", train.runs / "without", symlinks=True)
     shutil.rmtree(train.runs / "without" / "checkpoints" / "step-00000040")
     late = train("without", status=2, **dict(flags, skip_steps="3,37"))
-    assert "--skip_steps=3,37 changes what one of the 20 finished steps saw; an earlier checkpoint may" in late.stderr
+    assert "--skip_steps=3,37 changes what one of the 20 finished steps saw; start a new run without it" in late.stderr
     start = train.runs / "spike" / "checkpoints" / "step-00000020"
     other = train("other", **dict(flags, skip_steps="3,37", resume=start)).stdout
     assert "warning: --skip_steps=3,37 changes what one of the 20 finished steps saw" in other
@@ -207,8 +207,10 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     train("changed", eval_every=0, **flags, steps=22, keep_last=2, lr=1e-3)
     run = train.runs / "changed"  # of its checkpoints the last two are left
     out = replay(run, "--step=22")
-    assert "replaying steps 21 to 22" in out and "2 recorded steps: loss and gradient norm are the recorded ones" in out
-    assert "changed at step 12, and no intact checkpoint between it and step 14 is left" in replay(run, "--step=14", status=2)
+    assert "replaying steps 21 to 22" in out and "2 recorded steps: loss and gradient norm match the records bit for bit" in out
+    assert "changed at step 12, and no intact checkpoint between there and step 14 is left" in replay(
+        run, "--step=14", status=2
+    )
     assert "step-00000022 follows from step-00000020" in replay(run, "--verify")
 
     train("kept", steps=8, eval_every=0, **flags)
@@ -218,7 +220,7 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     assert "bit for bit" in replay(kept, "--step=7") and "1 recorded step: loss" in replay(kept, "--step=10")
     assert "step 9  loss" in (out := replay(kept, "--step=9")) and "(not logged, so not compared; see --log_every)" in out
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
-    lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint between it and step 12 is left"
+    lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint between there and step 12 is left"
     assert lost in replay(kept, "--verify")
     train("kept", ranks=2, steps=14, eval_every=0, **flags | dict(keep_last=0))
     out = replay(kept, "--verify")

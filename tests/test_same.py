@@ -121,7 +121,7 @@ def test_a_segment_ends_at_any_step(portable):
     assert verify(portable, "--from=6", "--to=8") == "step 8 follows from step-00000006\n"
     assert verify(portable, "--from=3", "--to=6") == "step-00000006 follows from step-00000003\n"
     for wrong in (["--from=4"], ["--from=6", "--to=6"], ["--to=13"], ["--step=3"]):
-        assert "those of steps 3, 6, 9, 12" in verify(portable, *wrong, status=2)
+        assert "checkpoints of steps 3, 6, 9, 12" in verify(portable, *wrong, status=2)
     assert "need --verify" in execute([sys.executable, "replay.py", portable, "--from=3"], status=2).stderr
     assert "--from must be INTEGER|auto" in verify(portable, "--from=x", status=2)
 
@@ -129,11 +129,11 @@ def test_a_segment_ends_at_any_step(portable):
 def test_one_flipped_bit_of_one_weight_is_found(forged):
     changed = forged / "checkpoints" / "step-00000009"
     tensors = load_file(changed / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[3, 5] ^= 1
+    tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[3, 6] ^= 1
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     reseal(changed)
     out = verify(forged, "--from=6", status=1)
-    assert "step-00000009 DOES NOT follow from step-00000006: model.safetensors would be others" in out
+    assert "step-00000009 DOES NOT follow from step-00000006: model.safetensors would differ" in out
     assert "step-00000012 DOES NOT follow from step-00000009: model.safetensors" in out
 
 

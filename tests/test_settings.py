@@ -57,8 +57,8 @@ def test_every_way_to_write_a_boolean():
         (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
         (["--min_lr=-inf"], "--min_lr must be at least 0 and at most 1,000, or auto"),
         (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
-        (["laptop"], "no preset laptop; there are config/gpt2_124m.toml, "),
-        (["train.py"], "train.py is not a preset in TOML"),
+        (["laptop"], "no preset laptop; available: config/gpt2_124m.toml, "),
+        (["train.py"], "train.py is not a valid TOML preset"),
         (
             ["--n_embd=256", "--n_head=5"],
             "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need an even head width); "
@@ -97,7 +97,7 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
     "text, said",
     [
         ("[optim]\nlrr = 1\n", "perhaps you meant --lr"),
-        ("[model]\nlr = 1\n[optim]\nlr = 2\n", "mine.toml: lr is given twice; keep one"),
+        ("[model]\nlr = 1\n[optim]\nlr = 2\n", "mine.toml: lr is set twice; keep one"),
         ('[optim]\nlr = "1"\n', r"mine.toml: lr must be NUMBER, not '1'"),
         ("[optim]\nlr = true\n", r"lr must be NUMBER, not True"),
         ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size must be INTEGER|auto"),
@@ -193,7 +193,7 @@ def test_a_refused_command_says_what_would_work_on_any_terminal():
     assert refused.stderr == "error: unknown flag --weight_decy; perhaps you meant --weight_decay (--help lists all flags)\n"
     escaped = run("--steps=\x1b[2J").stderr  # a control character does not reach the terminal
     assert "\x1b" not in escaped and "\\x1b" in escaped
-    assert run("--name=1", "x", "--plan").stderr.startswith("error: unexpected x: a preset or a run comes before all flags")
+    assert run("--name=1", "x", "--plan").stderr.startswith("error: unexpected x: put a preset or a run before all flags")
 
 
 def test_help_shows_the_defaults_of_the_preset_and_every_flag(tmp_path):

@@ -231,7 +231,7 @@ def test_float8_is_refused_without_the_compiler():
     "flags, said",
     [
         (dict(strategy="fsdp", optimizer="adamw", replicate=2), "--replicate=2 does not divide the number of ranks, 3"),
-        (dict(strategy="ddp", replicate=3), "--replicate=3 is for --strategy=fsdp"),
+        (dict(strategy="ddp", replicate=3), "--replicate=3 needs --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),
         (dict(replicate=0), "--replicate must be greater than 0"),
         (dict(strategy="ddp", shard_gradients="on"), "--shard_gradients=on is for --strategy=fsdp and exact"),

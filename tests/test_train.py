@@ -54,7 +54,7 @@ def test_the_document_explains_every_file_and_every_field(shared):
         for part in (parts[0], parts[1], next(part for part in parts if part.startswith("A checkpoint")))
     )
     run = shared.runs / "plain"
-    sometimes = {"prediction.json", "tensorboard", "wandb"}
+    sometimes = {"prediction.json", "tensorboard", "wandb", "trace-00000100.json.gz"}
     there = {path.name for path in run.iterdir()} - {"checkpoints"}
     assert {name for name in files if "/" not in name} - {"best"} == there | sometimes
     told = set().union(*map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
@@ -238,7 +238,7 @@ def test_what_is_done_stays_on_record_and_on_the_disk(train):
         return [(run / name).read_bytes() for name in ("config.toml", "metrics.jsonl")], sorted((run / "checkpoints").iterdir())
 
     before = kept()
-    assert "--steps=3, and 5 steps are done" in train("done", steps=3, status=2).stderr
+    assert "--steps=3, but 5 steps are done" in train("done", steps=3, status=2).stderr
     again = train("done", steps=5, keep_last=1, lr=0.5).stdout
     assert "is complete at step 5" in again and "changed" not in again and "loaded" not in again
     assert kept() == before and len(before[1]) == 7
@@ -285,7 +285,7 @@ def test_a_run_says_where_its_weights_came_from(train, shared):
     train("more", steps=22)  # it goes on
     train("tuned", steps=2, init_from=train.runs / "more", optimizer="adamw")  # continues
     other = train("tuned", steps=3, init_from=shared.runs / "plain", optimizer="adamw", status=2).stderr
-    assert f"--init_from={shared.runs}/plain, and the checkpoint has {train.runs}/more" in other
+    assert f"--init_from={shared.runs}/plain, but the checkpoint has {train.runs}/more" in other
     one, two = (train.state(name)["settings"] for name in ("more", "tuned"))
     assert one["resume"] == str(first) and two["init_from"] == f"{train.runs}/more/checkpoints/step-00000021"
 
@@ -397,7 +397,7 @@ def test_what_only_reports_does_not_end_a_run(train):
     train("plain", steps=2)
     said = train.changed(BROKEN, "broken", steps=2).stdout
     for what in ("wandb", "drawing curves.png"):
-        assert said.count(f"warning: {what} failed: [Errno 28] No space left on device; the run goes on without it") == 1
+        assert said.count(f"warning: {what} failed: [Errno 28] No space left on device; the run continues without it") == 1
     assert train.files("broken") == train.files("plain")
     without = train.changed("sys.modules['matplotlib.figure'] = None", "bare", steps=2).stdout
     assert "warning: drawing curves.png failed: " in without and "matplotlib" in without
