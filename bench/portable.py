@@ -80,15 +80,18 @@ class LossConfig(machine.Options):
 def loss(config: LossConfig) -> None:
     """Does a run learn as well? Trains a preset with both numerics and a few seeds. Writes portable_loss.json."""
     machine.prepare_tokens(config.tokens)
-    rows = []
-    with machine.workspace() as folder:
-        for numerics, seed in itertools.product(NUMERICS, range(1, config.seeds + 1)):
+    with machine.workspace() as folder, ThreadPoolExecutor(host.cores()) as pool:
+
+        def losses(numerics: str, seed: int) -> list:
             flags = dict(tokens=config.tokens, steps=config.steps, numerics=numerics, seed=seed, dtype="float32", compile="off")
-            flags |= dict(out_dir=folder, name=f"{numerics}-{seed}", eval_every=config.steps // 2, save_every=0)
+            flags |= dict(out_dir=folder, name=f"{numerics}-{seed}", eval_every=config.steps // 2, save_every=0, threads=1)
             machine.run(preset=config.preset, **flags)
             records = [record for record in machine.metrics(folder / flags["name"]) if "val_loss" in record]
-            rows.append([f"{numerics}, seed {seed}", *(record["val_loss"] for record in records)])
-    print(machine.table(["validation loss", *(f"step {record['step']}" for record in records)], rows))
+            return [f"{numerics}, seed {seed}", *(record["val_loss"] for record in records)]
+
+        runs = list(itertools.product(reversed(NUMERICS), range(1, config.seeds + 1)))  # the slower ones first
+        rows = sorted(pool.map(lambda run: losses(*run), runs))
+    print(machine.table(["validation loss", *(f"step {step}" for step in (config.steps // 2, config.steps))], rows))
     print(machine.write("portable_loss", dict(preset=config.preset, steps=config.steps, losses=rows), config.out))
 
 
@@ -111,12 +114,11 @@ def mutations(config: MutationsConfig) -> int:
         own = [pool.submit(digests_in, sys.executable, variables) for variables in places.values()]
         rest = [pool.submit(digests_in, command, {}) for command in others.values()]
         found = dict(zip([*places, *others], [future.result() for future in [*own, *rest]], strict=True))
+    where = {place: digests.pop("where") for place, digests in found.items()}
     differs = {name: [place for place in found if found[place][name] != found["here"][name]] for name in found["here"]}
     print(
         machine.table(["replaced by torch's own", "the bits change at"], [[n, ", ".join(d) or "-"] for n, d in differs.items()])
     )
-    where = {place: digests.pop("where") for place, digests in found.items()}
-    differs.pop("where")
     print(machine.write("portable_mutations", dict(where=where, differs=differs), config.out))
     return int(bool(differs["none"]))
 
