@@ -16,7 +16,7 @@ from common import errors, files
 from common.errors import RunError, UserError
 from reports.log import Log
 
-RECORDS = ("metrics.jsonl", "train.log")  # copied along with each checkpoint
+RECORDS = ("metrics.jsonl", "train.log")  # copied into each checkpoint of the store
 TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; seconds between attempts to copy
 LAST_COPY_SECONDS = 600.0  # how long a run waits for the store at its end
 
@@ -72,7 +72,7 @@ class Mirror:
         return ""
 
     def download(self, name: str) -> str | None:
-        """Download a checkpoint, and RECORDS that are missing here. Returns what is wrong with the checkpoint, if anything."""
+        """Download a checkpoint and its RECORDS. Returns what is wrong with the checkpoint, if anything."""
         target = self.run / "checkpoints" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -86,12 +86,12 @@ class Mirror:
                 if run != self.run.name:
                     problem = f"has checkpoints of the run {run}, not of {self.run.name}"
                     raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
+                for record in RECORDS:  # first, because a checkpoint that is here is not downloaded again
+                    if self.system.exists(f"{self.root}/{name}/{record}"):
+                        with files.publish(self.run / record) as file:
+                            file.write(self.system.cat_file(f"{self.root}/{name}/{record}"))
         except (UserError, FileNotFoundError) as error:
             return str(error)
-        for record in RECORDS:
-            if not (self.run / record).exists() and self.system.exists(f"{self.root}/{record}"):
-                with files.publish(self.run / record) as file:
-                    file.write(self.system.cat_file(f"{self.root}/{record}"))
         return None
 
     def retried(self, work: Callable[[], Any]) -> Any:
@@ -166,7 +166,7 @@ class Mirror:
                 raise OSError(f"{path.name}/{name} has {size} bytes there, not {record['size']}")
         for record in RECORDS:
             if (self.run / record).exists():
-                self.system.pipe_file(f"{self.root}/{record}", (self.run / record).read_bytes())
+                self.system.pipe_file(f"{target}/{record}", (self.run / record).read_bytes())
         self.system.pipe_file(f"{target}/{MANIFEST}", manifest)
 
     def finish(self) -> None:

@@ -1,6 +1,7 @@
 """Runs whose checkpoints are also in a store, which may fail: an S3 server on loopback, or another disk."""
 
 import contextlib
+import json
 import random
 import shutil
 import time
@@ -111,6 +112,10 @@ def test_nothing_announced_is_lost_whatever_instant_a_copy_ends_at(tmp_path, mon
             mirror.fetch(-1)
         run = Miniature(disk / "checkpoints", name="run")
         assert run.state.step >= announced
+        log.rewind(run.state.step)  # cuts what was logged after it
+        assert [record["step"] for record in machine.metrics(disk)] == list(range(1, run.state.step + 1))
+        with open(disk / "metrics.jsonl", "a") as file:
+            print(json.dumps({"step": run.state.step + 1}), file=file)
         run.save(run.state.step + 1)
         mirror.system = Flaky(plain, chance, 0.03)
         try:
