@@ -106,7 +106,7 @@ def draw(runs: Path, lengths: list[int], out: Path) -> None:
     ]
     losses.set_ylim(top=max(early))
     rates.set_title("learning rate", loc="left", fontsize=16)
-    losses.set_title("validation loss", loc="left", fontsize=16)
+    losses.set_title("validation loss on the code, nats per token", loc="left", fontsize=16)
     losses.set_xlabel("step", fontsize=15)
     losses.legend(fontsize=15, frameon=False)
     for axis in (rates, losses):
