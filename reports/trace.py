@@ -14,11 +14,11 @@ from reports.log import Log, duration
 
 # What an operator of torch or a GPU's kernel does, by a part of its name. The first that fits.
 KINDS = {
-    "communication": "nccl|gloo|c10d|xccl|all_reduce|all_gather|reduce_scatter|broadcast",
+    "communication": "nccl|gloo|c10d|xccl|comms|all_reduce|all_gather|reduce_scatter|broadcast",
     "attention": "attention|flash|fmha",
     "matrix products": "mm|linear|cutlass",
     "optimizer": "adam|foreach|multi_tensor|lerp",
-    "compiled code": "triton|compiled|cpp_fused",
+    "compiled code": "triton|compiled|cpp_fused|dynamo",
     "loss": "softmax|nll|logsumexp|gather|scatter",
     "norms": "norm|rsqrt",
     "embedding": "embedding|index",
@@ -41,7 +41,8 @@ class Trace:
             self.profiler, self.steps = torch.profiler.profile(), range(step, self.steps.stop)
             self.profiler.start()
             self.began = time.perf_counter()
-        yield
+        with torch.profiler.record_function(f"update {step}"):
+            yield
         if step + 1 == self.steps.stop:
             self.stop(step)
 
@@ -66,7 +67,7 @@ class Trace:
         for event in self.profiler.key_averages():
             on_gpu = event.device_type != DeviceType.CPU  # a kernel
             if on_gpu == (self.device.type not in ("cpu", "mps")) and not event.is_user_annotation:
-                name = re.sub("^(aten::|autograd::engine::evaluate_function: )", "", event.key)
+                name = re.sub("^(aten::|autograd::engine::evaluate_function: |## Call )|(?<=CompiledFxGraph) .*", "", event.key)
                 times[name] += event.self_device_time_total if on_gpu else event.self_cpu_time_total  # microseconds
         for name in times:
             kind = next(kind for kind, part in KINDS.items() if re.search(part, name.lower()))

@@ -16,9 +16,12 @@ def test_the_master_traces_some_updates(train):
     assert [path.name for path in (train.runs / "traced").glob("trace*")] == ["trace-00000003.json.gz"]
     with gzip.open(train.runs / "traced" / "trace-00000003.json.gz") as file:
         events = json.load(file)["traceEvents"]
-    steps = [event for event in events if "_fused_adamw" in event.get("name", "") and event["ph"] == "X"]
-    assert steps and all(event["dur"] > 0 for event in steps)
+    spans = {name: [event for event in events if event["ph"] == "X" and name in event["name"]] for name in ("adamw", "update ")}
+    assert {event["name"] for event in spans["update "]} == {"update 3", "update 4"}
+    for step in spans["adamw"]:  # the last thing that an update does
+        assert sum(0 < step["ts"] - update["ts"] < update["dur"] for update in spans["update "]) == 1
     log = train.log("traced")
+    assert "update " not in log.split("ui.perfetto.dev")[1].split("\nstep")[0]
     assert "trace-00000003.json.gz: 2 updates in " in log and "%  matrix products: " in log and "%  attention: " in log
     assert train.files("traced") == train.files("plain") and train.metrics("traced") == train.metrics("plain")
 
@@ -33,11 +36,29 @@ def test_what_is_not_a_step_and_a_count_is_refused(train):
         assert f"--profile={wrong} must be STEP:COUNT, such as 100:3" in train("run", status=2, profile=wrong).stderr
 
 
-def test_on_a_gpu_the_time_of_the_kernels_counts():
-    def event(key, kind, host, device, note=False):
-        more = dict(self_cpu_time_total=host, self_device_time_total=device, is_user_annotation=note)
-        return SimpleNamespace(key=key, device_type=kind, **more)
+def table(device, events):
+    """The table of a trace with these events."""
+    trace = Trace(SimpleNamespace(is_master=True), "1:1", torch.device(device))
+    trace.profiler = SimpleNamespace(key_averages=lambda: events)
+    return [line.strip() for line in trace.table()]
 
+
+def event(key, kind, host, device, note=False):
+    more = dict(self_cpu_time_total=host, self_device_time_total=device, is_user_annotation=note)
+    return SimpleNamespace(key=key, device_type=kind, **more)
+
+
+def test_graphs_of_the_compiler_are_one_operation():
+    keys = {"## Call CompiledFxGraph fepc ##": 30, "## Call CompiledFxGraph fwnf ##": 40, "TorchDynamo Cache Lookup": 10}
+    keys |= {"record_param_comms": 20}
+    lines = table("cpu", [event(key, DeviceType.CPU, time, 0) for key, time in keys.items()])
+    assert lines == [
+        "80.0%  compiled code: CompiledFxGraph 70.0%, TorchDynamo Cache Lookup 10.0%",
+        "20.0%  communication: record_param_comms 20.0%",
+    ]
+
+
+def test_on_a_gpu_the_time_of_the_kernels_counts():
     events = [
         event("aten::mm", DeviceType.CPU, 500, 60),  # its kernel follows
         event("ampere_sgemm_128x64_tn", DeviceType.CUDA, 0, 60),
@@ -45,9 +66,7 @@ def test_on_a_gpu_the_time_of_the_kernels_counts():
         event("void at::native::vectorized_elementwise_kernel<4, FillFunctor<float>>", DeviceType.CUDA, 0, 10),
         event("Torch-Compiled Region", DeviceType.CUDA, 0, 100, note=True),
     ]
-    trace = Trace(SimpleNamespace(is_master=True), "1:1", torch.device("cuda", 0))
-    trace.profiler = SimpleNamespace(key_averages=lambda: events)
-    assert [line.split(":")[0].split() for line in trace.table()] == [
+    assert [line.split(":")[0].split() for line in table("cuda:0", events)] == [
         ["60.0%", "matrix", "products"],
         ["30.0%", "communication"],
         ["10.0%", "copies"],
