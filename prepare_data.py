@@ -155,7 +155,7 @@ def prepare(config: PrepareConfig) -> None:
 
 def out_directory(config: PrepareConfig) -> Path:
     """The dataset directory. Raises UserError if neither --out nor a source names it."""
-    cli.require_local("out", config.out, "copy the finished dataset to where you need it")
+    cli.require_local("out", config.out, "--push=OWNER/NAME uploads the finished dataset to the Hugging Face Hub")
     if config.out or not config.sources:
         return Path(config.out or "tokens/python")
     source = config.sources[0]
@@ -190,6 +190,7 @@ def main(config: PrepareConfig) -> int:
     """Prepare or check. Returns the exit status: 75 after Ctrl-C. Raises UserError."""
     try:
         if config.check:
+            cli.require_local("check", config.check, "copy the dataset here first")
             check(Path(config.check), config.tokenizer)
         else:
             prepare(config)

@@ -261,8 +261,14 @@ def start_of(args: list[str]) -> Config:
     """The preset of a command line, before its flags. Raises UserError."""
     path, flags = divide(args)
     config, run = read_preset(path), path.parent if path.parent.name else path.absolute().parent
-    if path.name == "config.toml" and (run / "metrics.jsonl").exists() and "name" not in given(flags):
+    if "name" in given(flags):
+        return config
+    if path.name == "config.toml" and (run / "metrics.jsonl").exists():
         return replace(config, out_dir=str(run.parent), name=run.name)  # its current place: a run may be copied or moved
+    recorded = Path(config.run.out_dir, config.run.name)
+    if "\n[asked]\n" in files.read_text(path) and run.resolve() != recorded.resolve():  # written by `dumps`
+        new = f"start a new run with --name=NAME, or continue that one with {recorded}/config.toml"
+        raise UserError(f"{path} has the settings of the run {recorded}; {new}")
     return config
 
 
@@ -349,7 +355,8 @@ def check(config: Config) -> None:
     if "@" in urlsplit(config.checkpoint.mirror).netloc:
         raise UserError("--mirror has a password in its URL, which logs would show; put it in the store's own settings")
     cli.require_local("out_dir", run.out_dir, "--mirror=URL copies each checkpoint there")
-    cli.require_local("tokens", tokens, "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
+    for flag, mixture in (("tokens", tokens), ("phase", config.data.phase)):
+        cli.require_local(flag, mixture, "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
 
 
 def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:

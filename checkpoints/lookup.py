@@ -28,6 +28,7 @@ SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # 
 
 def find(name: str) -> tuple[Path, list[str]]:
     """The checkpoint at a path, or the newest intact one of the run there, with warnings. Raises UserError."""
+    require_path(name)
     path = Path(name)
     if (path / MANIFEST).exists():
         if reason := find_damage(path):
@@ -41,11 +42,19 @@ def find(name: str) -> tuple[Path, list[str]]:
     return found, damaged
 
 
+def require_path(name: str) -> None:
+    """Raise UserError if the name of a run or model is a URL."""
+    if "://" in name:
+        ways = "a model on the Hub is named OWNER/NAME, and train.py --mirror=URL continues a run from a store"
+        raise UserError(f"{name} must be a local path; {ways}")
+
+
 def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
     """The model directory of a run, a checkpoint, a Hugging Face directory or a Hub id, with warnings. Raises UserError.
 
     patterns: which files to download from the Hub.
     """
+    require_path(name)
     path = Path(name)
     if any((path / file).exists() for file in (MANIFEST, "checkpoints", "metrics.jsonl")):
         return find(name)
@@ -87,6 +96,12 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
 def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """See `huggingface.read_model`. Raises UserError if config.json does not describe the model that was trained."""
     config, weights = huggingface.read_model(directory)
+    compare_with_trained(directory, config)
+    return config, weights
+
+
+def compare_with_trained(directory: Path, config: ModelConfig) -> None:
+    """Raise UserError if the `config` of config.json differs from the model that was trained, where that is recorded."""
     if (directory / "trainer_state.json").exists():
         trained = load_state(directory).config.model
         same = dataclasses.replace(trained, dropout=config.dropout, init_from=config.init_from)
@@ -98,7 +113,6 @@ def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             for name, (found, value) in pairs.items()
             if found != value != "auto"
         )
-    return config, weights
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,6 +213,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
+        compare_with_trained(path, huggingface.read_config(path))
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])

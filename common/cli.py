@@ -193,5 +193,5 @@ def similar_runs(name: str) -> str:
     """`; perhaps you meant runs/mine`, if there are runs in `name`, or similarly named runs beside it or in runs/."""
     path = Path(name)
     runs = {found.parent for folder in (path, path.parent, Path("runs")) for found in folder.glob("*/checkpoints")}
-    near = [str(run) for run in sorted(runs) if run.parent == path or difflib.get_close_matches(path.name, [run.name])]
+    near = [str(run) for run in sorted(runs - {path}) if run.parent == path or difflib.get_close_matches(path.name, [run.name])]
     return f"; perhaps you meant {' or '.join(near[:4])}" if near else ""

@@ -15,7 +15,7 @@ from typing import BinaryIO, Literal, NotRequired, Required, TypedDict
 
 import numpy as np
 
-from common import files
+from common import cli, files
 from common.errors import RunError, UserError
 from common.records import Count, FileName, Sha256, Share, Size, TokenId
 from dataset.tokenizer import end_of_text, token_ids
@@ -257,6 +257,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     vocab_size: for foreign files, which do not state it (0: take datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
     prepare_command: makes the dataset. The error for a missing directory prints it if its --out is this directory.
     """
+    cli.require_local("tokens", str(directory), "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
     directory = Path(directory)
     if directory.is_file():
         raise UserError(f"the dataset {directory} is a file; give its directory")

@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--qos", default="", help="SLURM quality of service")
     parser.add_argument("--time", default="24:00:00", help="SLURM time limit of a task")
     args = parser.parse_args()
+    if "://" in args.out:
+        parser.error(f"--out={args.out} must be a local path, because train.py reads the tokens there")
 
     beside = Path(args.out, "tokenizer.json")  # with it, train.py knows the vocabulary and which token ends a document
     beside.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from common import files
-from conftest import damage, execute
+from conftest import ROOT, damage, execute
 
 
 def test_a_run_copied_by_something_that_follows_links_continues_and_gets_its_links_back(train):
@@ -50,6 +50,27 @@ def test_everybody_takes_the_newest_intact_checkpoint_with_the_same_warning(trai
     assert named.stderr.startswith("error: ") and "is damaged: model.safetensors does not match" in named.stderr
     shutil.rmtree(older)
     assert "neither a run with an intact checkpoint nor a checkpoint" in execute(commands[0], status=2).stderr
+
+
+@pytest.mark.parametrize(
+    "command, way",
+    [
+        ("evaluate.py {url}", "a model on the Hub is named OWNER/NAME"),
+        ("sample.py {url}", "--mirror=URL continues a run from a store"),
+        ("replay.py {url} --step=1", "--mirror=URL continues a run from a store"),
+        ("export.py {url} --out=copy", "a model on the Hub is named OWNER/NAME"),
+        ("train.py --tokens={tokens} --resume={url}", "--mirror=URL continues a run from a store"),
+        ("train.py --tokens={tokens} --init_from={url}", "a model on the Hub is named OWNER/NAME"),
+        ("evaluate.py {run} --tokens={url}", "python prepare_data.py URL --out=tokens/NAME"),
+        ("prepare_data.py --check={url}", "copy the dataset here first"),
+    ],
+)
+def test_a_url_is_refused_where_a_run_a_model_or_tokens_are_read(shared, tmp_path, command, way):
+    url, run = "s3://bucket/x", shared.runs / "plain"
+    script, *words = command.format(url=url, run=run, tokens=shared.tokens).split()
+    said = execute([sys.executable, ROOT / script, *words], status=2, cwd=tmp_path).stderr
+    assert f"{url} must be a local path; " in said and way in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_published_appears_whole_or_not_at_all(tmp_path):

@@ -256,3 +256,5 @@ def test_a_config_json_of_another_model_than_was_trained_is_refused(train):
         more = ["--out=never"] if command == "export.py" else []
         done = execute([sys.executable, command, checkpoint, *more], status=2)
         assert "config.json has norm_eps 1e-05, but the checkpoint was trained with 0.01" in done.stderr
+    assert "but the checkpoint was trained with 0.01" in train("new", init_from=checkpoint, status=2).stderr
+    assert not (train.runs / "new").exists()

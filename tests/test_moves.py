@@ -33,6 +33,24 @@ def test_the_config_toml_of_a_copied_run_continues_the_copy(train):
     assert os.readlink(copy.parent / "third" / "checkpoints" / "latest") == "step-00000001"
 
 
+def test_the_config_toml_of_a_run_elsewhere_does_not_act_on_that_run(train):
+    train("first", steps=5)
+    record, before = train.runs.parent / "changed.toml", train.files("first")
+    shutil.copy(train.runs / "first" / "config.toml", record)
+    for flags in (["--steps=10"], ["--steps=10", "--plan"]):
+        said = execute([sys.executable, "train.py", record, *flags], status=2).stderr
+        assert said.startswith(
+            f"error: {record} has the settings of the run {train.runs}/first; start a new run with --name=NAME"
+        )
+    assert train.files("first") == before
+    for steps in (1, 2):  # the same command again continues the new run
+        execute([sys.executable, "train.py", record, f"--steps={steps}", "--name=second"])
+        assert os.readlink(train.runs / "second" / "checkpoints" / "latest") == f"step-0000000{steps}"
+    (train.runs / "first" / "metrics.jsonl").unlink()  # still in its place
+    execute([sys.executable, "train.py", train.runs / "first" / "config.toml", "--steps=6"])
+    assert os.readlink(train.runs / "first" / "checkpoints" / "latest") == "step-00000006"
+
+
 @pytest.mark.parametrize("change, setting", [("choose_compile", "compile"), ("choose_dtype", "dtype")])
 def test_ranks_that_would_choose_differently_agree_on_what_works_on_all(train, change, setting):
     values = {"compile": ("on", "off"), "dtype": ("bfloat16", "float32")}[setting]

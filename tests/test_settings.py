@@ -73,6 +73,10 @@ def test_every_way_to_write_a_boolean():
         (["--name=a/b"], "--out_dir"),
         (["--out_dir=s3://bucket/x"], "--out_dir=s3://bucket/x must be a local path; --mirror=URL copies"),
         (["--tokens=hf://datasets/a/b"], "must be a local path; python prepare_data.py URL --out="),
+        (
+            ["--phase=1:hf://datasets/a/b"],
+            "--phase=1:hf://datasets/a/b must be a local path; python prepare_data.py URL",
+        ),
         (["--init_from=resume"], "--init_from=resume: leave it out; running the same command again continues a run"),
         (["--start=x"], "unknown flag --start (--help lists all flags)"),
     ],
@@ -172,7 +176,7 @@ def test_config_toml_reads_back(name, lr, steps, tied):
 def test_config_toml_is_a_preset(tmp_path):
     config = load("--lr=0.125", "--tie_embeddings=false", "--name=again")
     (tmp_path / "config.toml").write_text(settings.dumps(config))
-    assert load(str(tmp_path / "config.toml")) == config
+    assert load(str(tmp_path / "config.toml"), "--name=again") == config
 
 
 def run(*args, script="train.py", cwd=ROOT, status=2, **environment):
