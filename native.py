@@ -119,7 +119,7 @@ def subtract_one_hot(probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products with `x`: autocast's where autocast is on, else that of `x`."""
+    """The dtype of matrix products with `x`: autocast's if autocast is on, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -1,7 +1,7 @@
 """Scores on tasks, such as hellaswag: what EleutherAI's lm-eval measures, on a model in memory, shared by all ranks.
 
 Only the master runs lm-eval, which turns tasks into requests and answers into scores. Each rank computes a share of the
-answers, in the same batches on any number of ranks. The scores are those of HFLM, lm-eval's class for Hugging Face models.
+answers, in the same batches on any number of ranks. The scores equal those from HFLM, lm-eval's class for Hugging Face models.
 """
 
 import contextlib

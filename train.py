@@ -325,7 +325,7 @@ def validate(run: Run) -> None:
 
 
 def score(run: Run) -> None:
-    """Score the model on tasks with all ranks, and report it. Where lm-eval fails, the run goes on."""
+    """Score the model on tasks with all ranks, and report it. If lm-eval fails, the run continues."""
     began, run.scored_at = time.monotonic(), run.state.step
     try:
         with run.engine.inference():

@@ -86,7 +86,7 @@ def find_device(name: str, local_rank: int) -> torch.device:
         local_rank %= count
     if local_rank >= count:
         raise UserError(
-            f"--device={name}: rank {local_rank} of this node needs a GPU of its own and torch sees {count}; start "
+            f"--device={name}: rank {local_rank} of this node needs its own GPU, and torch sees {count}; start "
             "torchrun with --nproc_per_node of at most that, or use --device=cpu"
         )
     return torch.device(name, local_rank)
@@ -212,7 +212,7 @@ def has_float8(device: torch.device) -> bool:
     """Whether `device` multiplies matrices in float8: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
     if device.type != "cuda":
         return False
-    if torch.version.hip:  # the compute capability of an MI200, gfx90a, is 9.0, as that of an H100
+    if torch.version.hip:  # the compute capability of an MI200, gfx90a, is 9.0, the same as an H100
         return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95", "gfx120"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -223,7 +223,7 @@ def kind(device: torch.device) -> str:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of `tensor`, which is on the CPU, on `device`. CUDA copies from pinned memory while the CPU goes on.
+    """A copy of `tensor`, which is on the CPU, on `device`. CUDA copies from pinned memory while the CPU keeps working.
 
     Others copy before this returns: memory that is not pinned may be freed before the device has read it (pytorch#189690).
     """

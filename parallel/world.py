@@ -163,7 +163,7 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address on its way to `host`; empty where there is no way."""
+    """This machine's IPv4 address on its way to `host`; empty if no route leads there."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # asks the kernel for a route and sends nothing
         return probe.getsockname()[0]
