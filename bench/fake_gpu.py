@@ -187,6 +187,7 @@ def fake_gpu(ranks: int):
         stack.enter_context(mock.patch.object(torch.nn.Module, "to", move_buffers))
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", flash))
         stack.enter_context(mock.patch("torch.nn.functional.rms_norm", fused_rms_norm(torch.nn.functional.rms_norm)))
+        stack.enter_context(mock.patch("native.silu", fused_silu()))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):  # they read what ranks have sent
             stack.enter_context(mock.patch(f"torch.nn.parallel.distributed.{name}"))
         stack.enter_context(warnings.catch_warnings())
@@ -228,6 +229,23 @@ def fused_rms_norm(composite):
         return Fused.apply(x, weight) if x.dtype == weight.dtype else composite(x, shape, weight, eps)
 
     return rms_norm
+
+
+def fused_silu():
+    """F.silu whose backward is one kernel, as on CUDA. For fake tensors torch composes it, with three more tensors alive."""
+    import torch
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return torch.empty_like(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.empty_like(*ctx.saved_tensors)
+
+    return Fused.apply
 
 
 def move_buffers(module, device):

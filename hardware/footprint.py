@@ -117,8 +117,12 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     blocks = block_parameters(model)
     casts = 2.0 * blocks if s == 2 else 0.0
     again = casts / model.n_layer if recomputed else casts
+    # In a fused product autograd keeps the joined weights until backward, and autocast does not (native.fused_linear).
+    joined = s * model.n_layer * joined_parameters(model) if fuses(train, device) else 0.0
+    if recomputed:
+        casts -= joined * (s == 2)
     if fsdp:
-        casts = again = s * (P - blocks + 2 * blocks / model.n_layer)
+        casts = again = s * (P - blocks + 2 * blocks / model.n_layer) + (0.0 if recomputed else joined)
     always = {
         "weights": 4.0 * P / (shards if fsdp else 1),
         "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
@@ -162,16 +166,19 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     gpt2, compiled = model.architecture == "gpt2", train.compile == "on"
     s = BYTES[train.dtype]
     residual = s if strategy == "fsdp" else 4  # bytes of an element of the residual stream
-    gpu = device != "cpu" and not compiled  # eager code on a GPU
+    fused, gpu = fuses(train, device), device != "cpu" and not compiled  # eager code on a GPU
     # The inputs of the two norms. Autocast on a GPU makes LayerNorm's float32; RMSNorm takes them as they are there.
     block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
     block += s * (2 * Q + 2 * K)  # queries, keys, values and what attention returns
     block += s * F * (2 if gpt2 else 3 if compiled else 4)
     # The products' inputs. Autocast converts a norm's float32 once for each product that reads it.
-    converts = s == 2 and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
+    converts = s == 2 and not fused and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
     block += s * C * ((4 if gpt2 else 5) if converts else 2)
     if model.architecture == "qwen3":  # queries and keys before their norms; eager code on a CPU also copies the attention
         block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
+    if fused and (model.architecture == "llama" or (model.architecture == "qwen3" and residual != s)):
+        # Queries and keys as the fused product returns them, in one tensor with the values, which are kept.
+        block += s * (Q + K)
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
     if model.dropout:
@@ -180,9 +187,20 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     ends = N * C * (4 if gpt2 and gpu else residual) * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
     if not train.activation_checkpointing:
         return N * model.n_layer * block + ends, 0.0
-    if gpu:  # the gradients in the MLP, while all of the block is still there
-        block += s * F * (2 if gpt2 else 3)
+    if gpu:  # the gradients in the MLP, while all of the block is still there; its input is counted already
+        block += s * F * (1 if gpt2 else 2) - C * residual
     return N * model.n_layer * C * residual + ends, N * block
+
+
+def fuses(train: TrainConfig, device: str) -> bool:
+    """Whether one product computes queries, keys and values, and one gate and up, in eager code: see `native.fuses`."""
+    return device in ("cuda", "rocm") and train.compile != "on"
+
+
+def joined_parameters(model: ModelConfig) -> int:
+    """The weights of a block's fused products."""
+    C, F, Q, K = widths(model)
+    return C * (Q + 2 * K + (0 if model.architecture == "gpt2" else 2 * F))
 
 
 def uses_flex(config: Config, device: str) -> bool:
