@@ -18,6 +18,9 @@ CASES = {
     "one rank, gpt2": ("gpt2_124m", 1, dict()),
     "one rank, llama, checkpointing": ("llama_1.3b", 1, dict(activation_checkpointing=True)),
     "one rank, qwen3, Muon": ("qwen3_124m", 1, dict(optimizer="muon")),
+    "one rank, gpt2, checkpointing": ("gpt2_124m", 1, dict(activation_checkpointing=True, n_layer=12, micro_batch_size=64)),
+    "fsdp, llama, eager": ("llama_1.3b", 8, dict(strategy="fsdp", n_layer=24, micro_batch_size=4)),
+    "exact, checkpointing": ("llama_1.3b", 8, dict(strategy="exact", n_layer=24, activation_checkpointing=True)),
     "ddp": ("gpt2_124m", 8, dict()),
     "scratch_overlap": ("gpt2_124m", 8, dict(strategy="scratch_overlap")),
     "scratch_reduce_scatter": ("gpt2_124m", 8, dict(strategy="scratch_reduce_scatter")),
@@ -37,12 +40,14 @@ def rows():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_waits_once_and_its_footprint_is_within_a_tenth_of_what_is_alive_at_the_peak(rows, name):
+def test_an_update_waits_once_and_its_footprint_is_within_4_percent_of_what_is_alive_at_the_peak(rows, name):
+    assert rows[name]["predicted"] == pytest.approx(rows[name]["measured"], rel=0.04)
+    if name.startswith("exact"):
+        return  # it also reads the largest gradients, one tensor, whose elements are counted one by one
     waits = rows[name]["waits"]
     # The norm. The loss, which is on the host by then, and what ranks say to one another through gloo do not wait for a GPU.
     assert waits[0] == "aten::_local_scalar_dense cuda" and len(waits) >= 2
     assert set(waits[1:]) == {"aten::_local_scalar_dense cpu"}
-    assert rows[name]["predicted"] == pytest.approx(rows[name]["measured"], rel=0.1)
 
 
 def has_cuda_kernel(entries, name):
