@@ -175,7 +175,7 @@ CASES = [
     case("replay.py runs/nothing", None, "neither a run"),
     case("plot.py nothing", None, "nothing/metrics.jsonl does not exist"),
     case("prepare_data.py --part=1/2", None, "unknown flag --part (--help lists all flags)"),
-    case("prepare_data.py --out=s3://mine/tokens", None, "--out=s3://mine/tokens must be a local path; --push=OWNER/NAME uploads"),
+    case("prepare_data.py --out=s3://mine/tokens", None, "must be a local path; --push=OWNER/NAME uploads"),
     case("prepare_data.py nothing.txt", None, "no such file"),
     case("prepare_data.py hf://datasets/x", None, "error: hf://datasets/x"),
     case("prepare_data.py --out=tokens --tokenizer=bytes", None, "tokens holds a different dataset: source"),
