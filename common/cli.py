@@ -65,18 +65,21 @@ def replace(config, **changes):
 def parse(cls, args: list[str], description: str, default=None, first: str = ""):
     """Parse command-line `args` into the frozen dataclass `cls`: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
 
-    default: an instance of `cls` with the values of omitted flags. `--help` prints them and exits with 0.
+    default: an instance of `cls` with the values of omitted flags. `--help` prints them and exits with 0, as does `--version`.
     first: what `--help` shows before the flags, if `cls` does not have it.
     Raises UserError for an unknown flag, with the nearest known one, and for a wrong value, with what is allowed.
     """
     import tyro
 
+    if "--version" in args:
+        print(f"Lockstep {version()}")
+        raise SystemExit(0)
     config, unknown = tyro.cli(
         cls,
         args=flags_last([word for word in args if word != "--debug"]),  # `user_errors` reads it
         prog=f"python {os.path.relpath(sys.argv[0])} {first}".rstrip(),
         default=default or tyro.MISSING_NONPROP,
-        description=f"{description}\n\nAll commands take --debug, which prints the traceback of an error.",
+        description=f"{description}\n\nAll commands take --version, and --debug, which prints the traceback of an error.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
         registry=values_as_text(),
         return_unknown_args=True,
@@ -93,6 +96,11 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     values, wrong = read_values(cls, given, strict=False)
     refuse(f"--{name.rstrip('_')} {mistake}" for name, mistake in wrong.items())  # --from is from_ in Python
     return replace(config, **values)
+
+
+def version() -> str:
+    """The release, from the one file that states it."""
+    return re.search(r"^version: (.+)$", (Path(__file__).parent.parent / "CITATION.cff").read_text(), re.MULTILINE)[1]
 
 
 def flags_last(args: list[str]) -> list[str]:

@@ -219,6 +219,12 @@ def test_help_is_shown_without_importing_torch(script):
     assert "tyro" in imported and not imported & {"torch", "numpy"}
 
 
+def test_version_is_the_newest_section_of_the_changelog():
+    newest = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert run("--version", status=0).stdout == f"Lockstep {newest[1]}\n"
+    assert f"date-released: {newest[2]}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 @pytest.mark.parametrize("preset", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_preset_is_valid_and_knows_the_command_that_makes_its_dataset(preset, tmp_path, monkeypatch):
     """The command is printed where the tokens are missing, but not for other tokens than the preset's."""
