@@ -110,7 +110,7 @@ def begin(args: list[str]) -> Ladder:
     config, options, names = command.config, command.ladder, settings.given(flags)
     settings.check(config)
     if (options.minutes > 0) == (options.flops > 0):
-        raise UserError("set the budget with one of --minutes=60 and --flops=1e17 (floating-point operations)")
+        raise UserError("set the budget with either --minutes=60 or --flops=1e17 (floating-point operations)")
     found = ("depth", "steps", "decay_steps", "phase", "n_layer", "init_from", "resume", "max_minutes")
     refuse(f"--{name}: a ladder trains new models and chooses their size; leave it out" for name in found if name in names)
     values = {name: value for name, value in cli.flat_values(config).items() if name in names - {"name", "out_dir"}}

@@ -213,7 +213,7 @@ class NormAndRotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         normed, weight, scale, (cos, sin) = ctx.saved_tensors
-        normed_grad = torch.empty_like(normed)  # before the weight: the gradient rotated back
+        normed_grad = torch.empty_like(normed)  # of normed * weight: `grad` rotated back
         rotate_into(normed_grad, grad.float(), (cos, -sin), (cos, -sin))
         product = normed_grad * normed
         weight_grad = product.flatten(0, 2).sum(0)

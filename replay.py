@@ -119,7 +119,7 @@ def look_back(past: Past, step: int, count: int) -> int:
     if 0 < count < len(sequences):
         say(f"  ... {len(sequences) - count} more: --sequences=0")
     skip = filter(None, [run.config.data.skip_steps, str(run.batches.batch_number(step - 1) + 1)])
-    say(f"--skip_steps={','.join(skip)} would leave out this batch")
+    say(f"to leave out this batch: --skip_steps={','.join(skip)}")
     return int(bool(different))
 
 

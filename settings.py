@@ -220,7 +220,7 @@ class LogConfig:
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
     profile: str = ""
-    """STEP:COUNT, as in 100:3: write a trace of these updates to the run's directory and say what took their time."""
+    """STEP:COUNT, such as 100:3: trace these updates into the run's directory and report where the time went."""
 
 
 @dataclass(frozen=True)

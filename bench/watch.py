@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,29 +18,42 @@ class Watch(TorchDispatchMode):
     """A context that counts operations by `names`, and the bytes `alive` on devices of one type, with their `peak`.
 
     `waits` lists operations that the host waits for: copies, and operations on fake tensors that return a number, which is then
-    1. `names`, `peak` and `waits` may be reset at any time. fake: also count fake tensors. (DTensor makes some to learn
-    shapes.)
+    1. `names`, `peak` and `waits` may be reset at any time. fake: also count fake tensors, except the whole ones that DTensor
+    makes to learn shapes: they have no memory on a GPU either.
     """
 
     def __init__(self, device: str, fake: bool = False):
         super().__init__()
         self.device, self.fake = device, fake
         self.sizes, self.refs, self.alive, self.peak, self.peak_at = {}, {}, 0, 0, ""
-        self.names, self.waits = Counter(), []
+        self.names, self.waits, self.learning = Counter(), [], False
 
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_  # how fsdp frees what it has gathered
         torch.UntypedStorage.resize_ = lambda storage, size: (self.resize(storage, size), self.note(storage))[0]
+        self.learn = ShardingPropagator._propagate_tensor_meta_non_cached
+        ShardingPropagator._propagate_tensor_meta_non_cached = lambda *args: self.learn_shapes(*args)
         return super().__enter__()
 
     def __exit__(self, *exception):
         torch.UntypedStorage.resize_ = self.resize
+        ShardingPropagator._propagate_tensor_meta_non_cached = self.learn
         return super().__exit__(*exception)
+
+    def learn_shapes(self, *args):
+        """DTensor's own function, whose operations are not counted."""
+        self.learning = True
+        try:
+            return self.learn(*args)
+        finally:
+            self.learning = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls again with this rank's tensor
         kwargs, name = kwargs or {}, function.name()
+        if self.learning:
+            return function(*args, **kwargs)
         self.names[name] += 1
         devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):

@@ -203,7 +203,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
             raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
         path, damaged = newest(run / "checkpoints")
         if path is None:
-            refuse([f"no checkpoint in {run} is intact; delete it to start over", *damaged])
+            refuse([f"{run} has no intact checkpoint; delete it to start over", *damaged])
         continuing = f"continuing from {path}, with the settings of its last start unless a flag changes them"
         unread = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
@@ -234,7 +234,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
     saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
     other_tokens = saw[0] != sees[0]
     if own and other_tokens:
-        refused.append(f"--tokens={now['tokens']} does not hold the same tokens, in the same shares, as {was.data.tokens} did")
+        refused.append(f"--tokens={now['tokens']} must hold the same tokens in the same shares as {was.data.tokens} did")
     elif own and saw != sees:
         first = min(map(step_of_phase, set(saw[1:]) ^ set(sees[1:])))
         changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, but {done} steps are done"

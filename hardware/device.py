@@ -86,8 +86,8 @@ def find_device(name: str, local_rank: int) -> torch.device:
         local_rank %= count
     if local_rank >= count:
         raise UserError(
-            f"--device={name}: rank {local_rank} of this node needs its own GPU, and torch sees {count}; start "
-            "torchrun with --nproc_per_node of at most that, or use --device=cpu"
+            f"--device={name}: rank {local_rank} of this node needs its own GPU, but torch sees only {count}; "
+            "lower torchrun's --nproc_per_node to that, or use --device=cpu"
         )
     return torch.device(name, local_rank)
 

@@ -56,7 +56,7 @@ def executor(args: argparse.Namespace, name: str, pipeline: list, tasks: int, af
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="a folder of .jsonl or .parquet files, or its URL")
-    parser.add_argument("--out", required=True, help="a new folder that all machines see under this path")
+    parser.add_argument("--out", required=True, help="a new folder, at the same path on all machines")
     parser.add_argument("--tokenizer", default="gpt2", help="a tokenizer.json, or a name on the Hugging Face Hub")
     parser.add_argument("--eos_token", default="<|endoftext|>", help="how the tokenizer spells end-of-text")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")

@@ -102,8 +102,8 @@ def test_other_tokens_or_settings_make_another_ladder(tokens, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (dict(flops=0), "set the budget with one of --minutes"),
-        (dict(minutes=1), "one of --minutes=60 and --flops"),
+        (dict(flops=0), "set the budget with either --minutes"),
+        (dict(minutes=1), "either --minutes=60 or --flops"),
         (dict(flops=1e6), r"1e\+06 FLOPs and [\d,]+ tokens are too few for a ladder .*; --flops=[\d.e+]+ is enough; a shorter"),
         (
             dict(tokens_per_update=16 * 10**5),

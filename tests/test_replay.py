@@ -68,7 +68,7 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     flags = dict(FLAGS, tokens=tmp_path, vocab_size=64, order="sequential", steps=40, save_every=20)
     train("spike", **flags)
     out = replay(train.runs / "spike", "--step=37")
-    assert "bit for bit; look at the data" in out and out.endswith("--skip_steps=37 would leave out this batch\n")
+    assert "bit for bit; look at the data" in out and out.endswith("to leave out this batch: --skip_steps=37\n")
     worst = re.findall(rf"sequence (\d+): {tmp_path}/train.bin from token ([\d,]+)", out)[:4]
     assert sorted(worst) == [(str(5 + i), f"{noise + 16 * i:,}") for i in range(4)], out
 
@@ -85,7 +85,7 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     norms = [record["grad_norm"] for record in train.metrics("without", "grad_norm")]
     assert norms[36] < 2 * norms[35]
     out = replay(train.runs / "without", "--step=38")
-    assert "bit for bit" in out and out.endswith("--skip_steps=37,39 would leave out this batch\n")
+    assert "bit for bit" in out and out.endswith("to leave out this batch: --skip_steps=37,39\n")
     assert "bit for bit" in replay(train.runs / "without", "--step=15")
 
 

@@ -40,7 +40,7 @@ def main(config: GgufConfig) -> None:
         raise UserError(f"--llama_cpp={config.llama_cpp} must be a checkout of llama.cpp, with convert_hf_to_gguf.py in it")
     definition = files.read_json(model / "tokenizer.json")
     if f'"{json.dumps(LLAMA3_PATTERN)[1:-1]}"' not in json.dumps(definition.get("pre_tokenizer")):
-        remedy = "prepare the text with --tokenizer=train:N:llama3 or gpt2, and train on it"
+        remedy = "train on text prepared with --tokenizer=train:N:llama3 or gpt2"
         raise UserError(f"{model}/tokenizer.json uses a pattern that llama.cpp does not know; {remedy}")
     sys.path.insert(0, str(checkout))
     try:
