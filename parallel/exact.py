@@ -254,7 +254,8 @@ def raise_largest(largest: Tensor, gradient: Tensor) -> None:
 
 def mean_from_fixed_point(count: int, total: Tensor, out: Tensor) -> None:
     """Write the mean of `count` terms with the sum `total` [n] to float32 `out` [n]. Sets `total` to zero."""
-    out.copy_(total.double().mul_(1 / SCALE).div_(count))
+    divisor = out.new_full((), count, dtype=torch.float64)  # CUDA would multiply by the reciprocal of a Python number
+    out.copy_(total.double().mul_(1 / SCALE).div_(divisor))
     total.zero_()
 
 
