@@ -70,13 +70,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             x_grad.append(part_grad)
         if with_gradients:
             ctx.save_for_backward(torch.cat(x_grad), weight_grad)
-        return loss / len(x)
+        return loss / loss.new_full((), len(x))  # CUDA would multiply by the reciprocal of a Python number
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x_grad, weight_grad = ctx.saved_tensors
-        grad = grad / len(x_grad)
+        grad = grad / grad.new_full((), len(x_grad))
         return x_grad * grad, weight_grad * grad, None, None, None, None
 
 
