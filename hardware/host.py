@@ -73,7 +73,8 @@ def cpuinfo(key: str) -> str:
 
 def cpu_name() -> str:
     """The CPU as Linux calls it, or its architecture."""
-    return cpuinfo("model name") or platform.processor() or platform.machine()
+    x86 = platform.machine() == "x86_64"  # under qemu /proc/cpuinfo is the host's
+    return (x86 and cpuinfo("model name")) or platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:
