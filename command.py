@@ -31,8 +31,8 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
         status = end.code or 0
     except BaseException:
         traceback.print_exc()
-    # Everything is on disk by now. Skip the interpreter's teardown: threads of torch's libraries and the process group may
-    # deadlock in it, and the other ranks wait for this process to end.
+    # Everything is on disk by now. Skip the interpreter's teardown, in which threads of torch's libraries and the process group
+    # may deadlock. Other ranks wait for this process to end.
     with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
     os._exit(status)

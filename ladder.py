@@ -155,8 +155,8 @@ def choose_rungs(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
     """The rungs (depth and tokens), cheapest first, for the ladder's share of the budget; empty if the share is too small.
 
     The largest model is the deepest that gets at least a third of the dial's tokens. Smaller ones get more tokens per weight,
-    so that the fit can separate weights from tokens. A one-layer model cannot look up what followed an earlier token, so it
-    behaves differently and is a rung only if the budget does not allow three layers.
+    so that the fit can separate weights from tokens. A one-layer model behaves differently, because it cannot look up what
+    followed an earlier token. So it is a rung only if the budget does not allow three layers.
     """
     models = {depth: ladder.model(depth) for depth in DEPTHS}
     sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))

@@ -280,8 +280,8 @@ def build(
 def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
-    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024): a linear decay over the last `decay_steps`, or if
-    that is 0, over the last `cooldown_fraction` of steps.
+    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). Its decay is linear, over the last `decay_steps`,
+    or if that is 0, over the last `cooldown_fraction` of steps.
     """
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:

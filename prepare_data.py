@@ -29,7 +29,7 @@ class PrepareConfig:
     """Dataset directory (default: tokens/ plus the first source's name, or tokens/python)."""
     tokenizer: str = ""
     """train:N, train:N:llama3 (supported by llama.cpp), gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json
-    or .tiktoken file (default: gpt2; without a source train:4096)."""
+    or .tiktoken file. Default: gpt2, or without a source train:4096."""
     column: str = "text"
     """Text column of .parquet files, or text key of .jsonl files."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25

@@ -154,8 +154,8 @@ def choose_dtype(name: str, device: torch.device) -> str:
 def fast_at_bfloat16(device: torch.device) -> bool:
     """Whether `device` is known to multiply bfloat16 matrices faster than float32 ones.
 
-    Measured on CPUs, relative to float32: 10 with a matrix unit (Intel's AMX), 1.9 with AVX512_BF16 on AMD and below 1 with it
-    on Intel, 0.37 with AVX512 alone, 0.03 with AVX2 (bench/LOG.md, "Classes of processors" and "Tokens per second").
+    Measured on CPUs, relative to float32: 10 with a matrix unit (Intel's AMX), 0.37 with AVX512 alone, and 0.03 with AVX2. With
+    AVX512_BF16: 1.9 on AMD, below 1 on Intel (bench/LOG.md, "Classes of processors" and "Tokens per second").
     Not measured: Metal, and Arm, where oneDNN lacks fast code for some products (pytorch#180447).
     """
     if device.type != "cpu":

@@ -127,8 +127,7 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
 
     An update should change activations equally at every width. So AdamW's rate falls with the width (muP, arXiv 2203.03466),
     and Muon's with the square root of the width (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used
-    here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287). Muon's grows more slowly, as
-    measured.
+    here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's more slowly (measured).
     """
     # Whether a batch larger than the dial's allows a larger rate has not been measured.
     batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), tuned(optimizer)

@@ -48,7 +48,7 @@ def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]
     if config.numerics.numerics == "portable" or not (difference := world.difference(versions)):
         return []
     if config.parallel.strategy == "exact":
-        raise UserError(f"{difference}; --strategy=exact needs identical ranks, or --numerics=portable")
+        raise UserError(f"{difference}; --strategy=exact needs identical hardware and libraries, or --numerics=portable")
     return [f"warning: {difference}; the bits then depend on which machine has which rank"]
 
 
@@ -97,10 +97,8 @@ def check_memory(config: Config, world: World) -> None:
     what = largest if largest in parts else f"the {largest}, its gradients and optimizer state"
     flags = " ".join(f"--{name}={flat_values(config)[name]}" for name in BLAME[largest])
     raise UserError(
-        f"an update takes about {needed / 1e9:,.1f} GB here, and this {'machine' if own == 'cpu' else 'GPU'} has "
-        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: make one of {flags} smaller"
-        + LESS_MEMORY
-        * (own != "cpu")
+        f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
+        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: lower one of {flags}" + LESS_MEMORY * (own != "cpu")
     )
 
 
