@@ -65,4 +65,4 @@ def main(config: ExportConfig) -> None:
         sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
         stale = ["*.safetensors", "*.safetensors.index.json"]
         where = hub.push(out, config.hub, "model", stale) if config.hub.push else out
-        say(f"{source} is now {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")
+        say(f"exported {source} to {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")

@@ -197,7 +197,7 @@ def main(config: PrepareConfig) -> int:
             if config.hub.push:
                 directory = out_directory(config)
                 files.publish_text(directory / "README.md", dataset_card(directory, config.hub))
-                say(f"{directory} is now {hub.push(directory, config.hub, 'dataset', ['*.bin'])}")
+                say(f"uploaded {directory} to {hub.push(directory, config.hub, 'dataset', ['*.bin'])}")
     except KeyboardInterrupt:
         print("stopped; run the same command to continue after the last finished shard", file=sys.stderr)
         return errors.EX_TEMPFAIL

@@ -107,7 +107,7 @@ class Tasks:
         rows = {}  # continuations that differ only in their last token share a row
         for i, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                raise ValueError(f"a continuation of {len(continuation)} tokens does not fit the context of {self.max_length}")
+                raise ValueError(f"a continuation of {len(continuation)} tokens exceeds the context of {self.max_length}")
             rows.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append((i, continuation))
         answers = self.compute("score", pack(rows.items()))
         return [answers[i] for i in range(len(requests))]

@@ -316,7 +316,7 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     theirs = vocabulary(path)
     for i, token in sorted(vocabulary(tokenizer).items()):
         if theirs.get(i) != token:
-            differ = f"token {i} is {token!r} in {tokenizer} and {theirs.get(i)!r} there"
+            differ = f"token {i} is {token!r} in {tokenizer}, but {theirs.get(i)!r} there"
             made = f"the tokens were not made with the tokenizer of {directory}"
             raise UserError(f"{made}: {differ}; prepare the text again with --tokenizer={path}")
     return []

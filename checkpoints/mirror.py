@@ -163,7 +163,7 @@ class Mirror:
             self.system.put_file(str(path / name), f"{target}/{name}")
             self.system.invalidate_cache()
             if (size := self.system.info(f"{target}/{name}")["size"]) != record["size"]:
-                raise OSError(f"{path.name}/{name} has {size} bytes there, not {record['size']}")
+                raise OSError(f"{path.name}/{name} has {size} bytes in the store, not {record['size']}")
         for record in RECORDS:
             if (self.run / record).exists():
                 self.system.pipe_file(f"{target}/{record}", (self.run / record).read_bytes())

@@ -119,7 +119,7 @@ def require_kernels(device: torch.device) -> None:
         gpu = f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}"
         known = ", ".join(f"{major}.{minor}" for _, (major, minor) in versions)
         other = CUDA_12_WHEEL if own < min(version for _, version in versions) else "pip install --upgrade torch"
-        raise UserError(f"{gpu}, and torch {torch.__version__} has kernels only for {known}; try: {other}")
+        raise UserError(f"{gpu}, but torch {torch.__version__} has kernels only for {known}; try: {other}")
 
 
 def local_world_size() -> int:

@@ -180,7 +180,7 @@ class Engine:
         try:
             check_replicas(self.module)
         except ValueError as error:
-            raise RunError(f"{error}; their memory, their GPU or a library is faulty; the checkpoints are kept") from None
+            raise RunError(f"{error}; their memory, GPU or a library is faulty; the checkpoints are kept") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
         return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)
 
     if not any(map(fits, module.blocks.modules())):
-        sides = f"multiples of 16, and at least {LEAST_FLOAT8}"
-        raise UserError(f"--fp8=true needs a matrix with sides that are {sides}; this model has none; change --n_embd, --d_ff")
+        sides = f"multiples of 16 and at least {LEAST_FLOAT8}"
+        raise UserError(f"--fp8=true needs matrices whose sides are {sides}; this model has none; change --n_embd or --d_ff")
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:

@@ -49,7 +49,7 @@ def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]
         return []
     if config.parallel.strategy == "exact":
         raise UserError(f"{difference}; --strategy=exact needs identical hardware and libraries, or --numerics=portable")
-    return [f"warning: {difference}; the bits then depend on which machine has which rank"]
+    return [f"warning: {difference}; the bits depend on which machine runs which rank"]
 
 
 def check(config: Config, world: World) -> list[str]:
@@ -76,9 +76,9 @@ def gpu_notes(config: Config, world: World) -> list[str]:
     free = hopper and train.deterministic and config.parallel.strategy != "exact" and config.data.attend == "window"
     if free and kernel.startswith("FlashAttention 2"):
         notes.append(
-            "note: --deterministic=false would use a faster attention kernel and save about "
-            f"{deterministic_attention(config.model):.0%} of an update (calculated from published rates on an H100, not "
-            "measured here); its bits differ from run to run"
+            "note: --deterministic=false would save about "
+            f"{deterministic_attention(config.model):.0%} of an update (calculated from published H100 rates, not measured), but its "
+            "attention kernel's bits differ from run to run"
         )
     return notes
 
@@ -121,9 +121,9 @@ def check_disk(config: Config) -> list[str]:
     if not there.is_dir():
         raise UserError(f"{where} --name={config.run.name}: {there} is a file; choose a directory")
     size, free = footprint.checkpoint_bytes(config), shutil.disk_usage(there).free
-    left = f"{size / 1e6:,.1f} MB, and the disk has {free / 1e6:,.0f} MB left"
+    left = f"{size / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.0f} MB left"
     if size > free:
-        raise UserError(f"{where}: a checkpoint takes {left}")
+        raise UserError(f"{where}: a checkpoint needs {left}")
     more = footprint.checkpoints_at_once(config.checkpoint, config.train.steps) - len([*directory.glob("checkpoints/step-*")])
     kept = f"the run will write and keep {plural(more, 'more checkpoint')} of {left}"
     return [f"warning: {where}: {kept}; lower --keep_last or --keep_best"] if more * size > free else []

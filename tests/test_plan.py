@@ -192,7 +192,7 @@ def test_a_disk_with_room_for_one_checkpoint_is_warned_of(monkeypatch, tmp_path)
         except errors.UserError as error:
             said[name] = str(error)
     assert "will write and keep 4 more checkpoints of 1,493.7 MB" in said["few"][0] and said["enough"] == []
-    assert "a checkpoint takes 1,493.7 MB, and the disk has 747 MB left" in said["none"]
+    assert "a checkpoint needs 1,493.7 MB, but the disk has only 747 MB left" in said["none"]
     monkeypatch.setattr(startup.shutil, "disk_usage", lambda _: SimpleNamespace(free=1.5 * size))
     for step in (10, 20, 30):
         (tmp_path / config.run.name / f"checkpoints/step-{step:08d}").mkdir(parents=True)

@@ -220,7 +220,7 @@ TOO_LONG = dict(seq_len=16384, tokens_per_update=98304)
             dict(tensorboard=True),
             "from planning import startup; startup.find_spec = lambda _: None",
         ),
-        ("MB, and the disk has 0 MB left", {}, FULL_DISK),
+        ("MB, but the disk has only 0 MB left", {}, FULL_DISK),
     ],
     ids=["evaluation", "float8", "package", "saving"],
 )

@@ -75,7 +75,7 @@ def read_meta(path: Path) -> list[str]:
                 raise ValueError(f"the pickle has {opcode.name}")
             if isinstance(argument, str) and len(argument) == 1:
                 if previous in characters:
-                    raise ValueError(f"id {previous} comes twice")
+                    raise ValueError(f"id {previous} appears twice")
                 characters[previous] = argument
             previous = argument
         return [characters[i] for i in range(max(1, len(characters)))]
