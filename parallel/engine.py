@@ -180,7 +180,7 @@ class Engine:
         try:
             check_replicas(self.module)
         except ValueError as error:
-            raise RunError(f"{error}; their memory, GPU or a library is faulty; the checkpoints are kept") from None
+            raise RunError(f"{error}; their memory or GPU, or a library, is faulty; the checkpoints are kept") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
