@@ -77,8 +77,8 @@ def gpu_notes(config: Config, world: World) -> list[str]:
     if free and kernel.startswith("FlashAttention 2"):
         notes.append(
             "note: --deterministic=false would save about "
-            f"{deterministic_attention(config.model):.0%} of an update (calculated from published H100 rates, not measured), but "
-            "its attention kernel's bits differ from run to run"
+            f"{deterministic_attention(config.model):.0%} of an update (calculated from published H100 rates, not measured), "
+            "but its attention kernel's bits differ from run to run"
         )
     return notes
 
