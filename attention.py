@@ -69,8 +69,8 @@ def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float,
 def document_blocks(document_starts: Tensor) -> BlockMask:
     """`document_mask` for FlexAttention: which blocks of FLEX_BLOCK keys each block of queries sees, in part or in full.
 
-    Documents are consecutive. So a block of queries sees key blocks from where its first query's document starts, up to its own
-    block. It sees in full those from where its last query's document starts, except its own. (create_block_mask would
+    Documents are consecutive. So a block of queries sees key blocks from the start of its first query's document up to its own
+    block. Except for its own, it sees in full those from the start of its last query's document. (create_block_mask would
     allocate a [T, T] mask.)
     """
     B, T = document_starts.shape
@@ -133,7 +133,7 @@ def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> 
     torch.manual_seed(0)
     upstream, *inputs = (torch.randn(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in (q, q, k, k))
     found = []
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # only this one, so that no other kernel is tested instead
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # without a fallback to a different kernel
         for _ in range(times):
             torch.manual_seed(0)  # dropout's
             found.append(torch.autograd.grad(attention(*inputs, dropout_p), inputs, upstream))

@@ -58,7 +58,7 @@ class Mixture:
 
     @property
     def evaluated(self) -> int:
-        """The number of datasets that --eval_tokens is divided among: the ones in --tokens."""
+        """The number of datasets that share --eval_tokens: the ones in --tokens."""
         return sum(share > 0 for share in self.shares)
 
     @property
@@ -113,7 +113,7 @@ class Mixture:
 
     @property
     def once(self) -> dict[str, float]:
-        """By dataset name: the tokens of a run after which it has been read once. Ignores later phases."""
+        """The tokens of a run after which each dataset has been read once, by name. Ignores later phases."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
         return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 
@@ -190,7 +190,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
 
 
 def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
-    """Raise UserError if two datasets were demonstrably made with different tokenizers."""
+    """Raise UserError if two datasets clearly used different tokenizers."""
     hashes = {files.sha256(d.tokenizer) for d in (first, other) if d.tokenizer}
     ends = {d.eot_token for d in (first, other)} - {None}
     if other.vocab_size != first.vocab_size or len(ends) > 1 or len(hashes) > 1:

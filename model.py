@@ -234,7 +234,7 @@ def norm_layer(config: ModelConfig, ops) -> nn.Module:
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield initial weights by name, one at a time, on the CPU, as for GPT-2. They depend only on the shapes and `seed`.
+    """Yield GPT-2's initial weights by name, one at a time, on the CPU. They depend only on the shapes and `seed`.
 
     Matrices are normal(0, 0.02), divided by sqrt(2 n_layer) if they write to the residual stream; norms are 1, biases 0.
     They are drawn in the order of the parameters' names. `model` may be on the meta device.

@@ -26,7 +26,7 @@ adamw = functools.partial(torch_adamw, max_exp_avg_sqs=[], fused=True, amsgrad=F
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
-    """The outputs of several linear `layers` for the same `x` [..., C], on a GPU from one product."""
+    """The outputs of several linear `layers` for the same `x` [..., C]; on a GPU, from a single product."""
     if not fuses(x, layers):
         return [layer(x) for layer in layers]
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])

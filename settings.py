@@ -264,7 +264,7 @@ def start_of(args: list[str]) -> Config:
     if "name" in given(flags):
         return config
     if path.name == "config.toml" and (run / "metrics.jsonl").exists():
-        return replace(config, out_dir=str(run.parent), name=run.name)  # where it is now: a run may be copied or moved
+        return replace(config, out_dir=str(run.parent), name=run.name)  # its current place: a run may be copied or moved
     recorded = Path(config.run.out_dir, config.run.name)
     if "\n[asked]\n" in files.read_text(path) and run.resolve() != recorded.resolve():  # written by `dumps`
         new = f"start a new run with --name=NAME, or continue that one with {recorded}/config.toml"

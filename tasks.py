@@ -141,7 +141,7 @@ class Tasks:
         return [answers[i] for i in range(len(requests))]
 
     def compute(self, how: str = "", batches: list[list[Row]] = ()) -> dict | None:
-        """The answers to the master's requests, by number; None after its last request. All ranks must call this until then.
+        """The answers to the master's requests, by number, or None after the last. All ranks must call this until then.
 
         All ranks run the same number of forwards, even with a smaller share, because a sharded model communicates in each.
         """

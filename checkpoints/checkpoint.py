@@ -44,7 +44,7 @@ from settings import CheckpointConfig, Config, Ranks
 
 # How long the ranks that write a checkpoint wait for each other: during training, and after training has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
-HEARTBEAT = 1.0  # seconds between two signs of life from a working rank, while the others wait for it
+HEARTBEAT = 1.0  # seconds between signs of life from a working rank while the others wait
 # The settings of a run from `step` on.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
 
@@ -179,7 +179,7 @@ def take_snapshot(engine, limit: int) -> Snapshot:
 def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Write this rank's files, wait for the other writers in `group` (None: no others), and return all records.
 
-    Raises OSError on all of them if one could not write. A rank reports any failure, so that the others do not wait in vain.
+    Raises OSError on all of them if one could not write. A rank reports any failure, because otherwise the others would hang.
     """
     records, problem = {}, ""
     try:
@@ -251,7 +251,7 @@ class Checkpoints:
             write_together(files.hidden(path), snapshot, self._group)
             return
         with files.publish_directory(path, make=False) as directory:
-            # Nothing before this line may fail, or the other writers would wait in vain.
+            # Nothing before this line may fail, or the other writers would hang.
             records = write_together(directory, snapshot, self._group)
             for stem, layout in snapshot.layouts.items():
                 tensor_files.write_index(directory, stem, layout)

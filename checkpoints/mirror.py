@@ -58,7 +58,7 @@ class Mirror:
     def fetch(self, newer_than: int, names: Container[str] | None = None) -> str:
         """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name, or "".
 
-        Raises RunError if the store holds a different run or does not answer, because the run must not start over then.
+        Raises RunError if the store contains a different run or does not answer, so that the run does not start over.
         """
         for name, manifest in reversed(self.retried(self.manifests).items()):
             if step_of(Path(name)) <= newer_than:
@@ -143,7 +143,7 @@ class Mirror:
         """Copy missing checkpoints, newest first, then remove those that need not be kept."""
         there = self.manifests()
         for path in sorted(intact, key=step_of, reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # it has been removed from this disk
+            with contextlib.suppress(FileNotFoundError):  # it was removed from this disk meanwhile
                 manifest = (path / MANIFEST).read_bytes()
                 if there.get(path.name) != manifest:
                     self.put(path, manifest)

@@ -73,7 +73,7 @@ def find_damage(directory: Path) -> str | None:
 
 
 def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and a line for each damaged one that is newer."""
+    """The newest intact checkpoint, and a line for each newer, damaged one."""
     damaged = []
     for path in reversed(published(checkpoints)):
         if (reason := find_damage(path)) is None:

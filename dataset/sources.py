@@ -152,7 +152,7 @@ def at_commit(source: str, commit: str = "") -> tuple[str, str]:
 def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
     """Read and decompress a file in chunks of about CHUNK_BYTES. Yields (bytes on disk, content).
 
-    find_cut: returns where a chunk may end in the bytes read so far (0: not yet). Raises UserError, also for a line too long.
+    find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also for long lines.
     """
     unpack = OPENERS.get(PurePosixPath(file.name).suffix, contextlib.nullcontext)
     with named_errors(file), file.open() as raw, unpack(raw) as stream:

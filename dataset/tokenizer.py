@@ -2,7 +2,7 @@
 
 tiktoken encodes with train:N, OpenAI's tokenizers and .tiktoken files. Each is saved as a tokenizer.json that gives the same
 tokens: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. tiktoken also
-encodes with such a saved file. For any other tokenizer.json, Hugging Face's tokenizers library encodes.
+encodes with such a saved file. Hugging Face's tokenizers library encodes with any other tokenizer.json.
 """
 
 import base64
@@ -149,7 +149,7 @@ def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer
 
 
 def by_tiktoken(found: Tokenizer) -> Tokenizer:
-    """The same tokenizer, with tiktoken, which takes a fifth of the time, if `from_ranks` would write the same file."""
+    """Switch a tokenizer to tiktoken, which is five times faster, if `from_ranks` would write the same file."""
     added = {token.content: i for i, token in found.huggingface.get_added_tokens_decoder().items()}
     ordinary = {token: i for token, i in found.huggingface.get_vocab(with_added_tokens=False).items() if token not in added}
     for pattern in (TRAINED_PATTERN, LLAMA3_PATTERN, *NAMED.values()):

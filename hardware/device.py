@@ -231,7 +231,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, of as many threads as have a core."""
+    """Peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, for the threads that have a core."""
     threads = min(torch.get_num_threads(), cores() / local_world_size()) if device.type == "cpu" else 1
     return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
 

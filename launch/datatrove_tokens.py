@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
     parser.add_argument("--column", default="text", help="the column or key of the text")
     parser.add_argument("--val_fraction", type=float, default=0.05)
-    parser.add_argument("--tasks", type=int, default=1, help="number of tasks; each writes its own file")
+    parser.add_argument("--tasks", type=int, default=1, help="number of tasks, each of which writes a file")
     parser.add_argument("--workers", type=int, default=-1, help="tasks at a time (-1: all)")
     parser.add_argument("--tokens_per_file", type=float, default=0, help="merge the results into files of this many tokens")
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")

@@ -219,7 +219,7 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Send the weights that each rank has updated to all ranks."""
+        """Send each rank's updated share of the weights to all ranks."""
         for bucket in self.buckets * (self.world_size > 1):
             row = torch.empty(bucket.width, device=bucket.sums.device)
             for parameter, columns in bucket.columns.items():
@@ -246,7 +246,7 @@ def add_fixed_point(total: Tensor, gradients: Tensor) -> None:
 def raise_largest(largest: Tensor, gradient: Tensor) -> None:
     """Raise the scalar `largest` to the largest |value| of `gradient`. NaN stays NaN.
 
-    Never compiled: the compiler plans the reduction for the first gradient that it sees. If that is the small one of a norm, a
+    Never compiled: the compiler plans the reduction for the first gradient that it sees. If that is a norm's small gradient, a
     single thread block later reduces a whole embedding (pytorch/pytorch#155941).
     """
     low, high = gradient.aminmax()

@@ -29,7 +29,7 @@ WIDTH, RATE_BATCH, TOKENS = 96, 2048, 1 << 19
 GROWTH = 0.383  # the batch grows as this power of a run's tokens (arXiv 2505.13738)
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # as in nanochat; Chinchilla's 20 counts different weights
-EPOCHS = 4  # so often, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al. 2023, arXiv 2305.16264)
+EPOCHS = 4  # up to here, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al. 2023, arXiv 2305.16264)
 FEWEST_STEPS = 100
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 
@@ -129,7 +129,7 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     and Muon's with the square root of the width (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used
     here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's more slowly (measured).
     """
-    # Whether a batch larger than the dial's allows a larger rate has not been measured.
+    # Not measured: whether a batch larger than the dial's allows a larger rate.
     batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), tuned(optimizer)
     lr = float(f"{best.lr * (model.n_embd / WIDTH) ** best.width_power * (batch / RATE_BATCH) ** best.batch_power:.3g}")
     # Weights forget their past within 1 / (lr weight_decay) steps. As a fraction of all steps, the best value of this is

@@ -84,7 +84,7 @@ def gpu_notes(config: Config, world: World) -> list[str]:
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Raise UserError if an update needs more memory than the GPU has, or on a CPU, an update and a save's copy."""
+    """Raise UserError if an update does not fit in the GPU's memory, or on a CPU, an update and a save's copy."""
     own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
     needed, total = sum(parts.values()), device.memory(world.device)[1]
     if own == "cpu":  # Linux would kill the run without a message

@@ -79,7 +79,7 @@ class Progress:
         if self.updates < 1:
             return {}
         speed = self.updates * self.train.tokens_per_update / self.seconds
-        if self.is_peak_measured:  # the machine may have been busy then
+        if self.is_peak_measured:  # too low if the machine was busy
             self.peak_speed = max(self.peak_speed, speed)
         report = {
             "tokens_per_second": round(speed, 1),
