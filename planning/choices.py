@@ -36,7 +36,7 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
     train, optim, model = config.train, config.optim, settings.resolve_model(config.model, vocab_size)
     kept = previous if previous.get("device") == machines.device else {}
     given = {"dtype": train.dtype, "muon_dtype": optim.muon_dtype, "compile": train.compile}
-    # float16 needs a loss scale, which exact's integers do not have.
+    # float16 needs a loss scale, which exact's integers do not support.
     dtype = "float32" if config.parallel.strategy == "exact" and machines.dtype == "float16" else machines.dtype
     chosen = {"dtype": dtype, "muon_dtype": machines.muon_dtype, "compile": "auto"} | kept
     chosen = {name: chosen[name] if value == "auto" else value for name, value in given.items()}
