@@ -171,7 +171,7 @@ def gloo_interface(store: dist.Store, size: int, host: str) -> str:
     """The network interface to the other nodes; empty if it is not found.
 
     gloo would use the address of this machine's name, which often belongs to the loopback device or a different network.
-    `host` is rank 0's name. On rank 0's own node it may mean loopback too, so there the route to a rank on another node decides.
+    `host` is rank 0's name. On its own node that may mean loopback too, so there the route to a rank on another node decides.
     """
     own = address_towards(host)
     if own.startswith("127."):
