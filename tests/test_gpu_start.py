@@ -105,7 +105,7 @@ def test_a_gpu_that_is_too_small_is_refused_before_the_model_is_built(monkeypatc
     monkeypatch.setattr(device, "memory", lambda _: (23 << 30, 24 << 30))
     config = settings.load(["config/llama_1.3b.toml", "--vocab_size=50304", "--micro_batch_size=1", "--dtype=bfloat16"], "")
     config = dataclasses.replace(config, model=settings.resolve_model(config.model, 0))
-    with pytest.raises(UserError, match=r"this GPU has 25\.8 GB of memory.*--strategy=fsdp"):
+    with pytest.raises(UserError, match=r"this GPU has only 25\.8 GB of memory.*--strategy=fsdp"):
         startup.check_memory(config, World(0, 1, 1, torch.device("cuda")))
 
 
