@@ -105,7 +105,7 @@ class Evil:
 
 def test_nothing_else_in_a_pickle_is_read(tmp_path):
     torch.save({"model": parameters(ARGS), "model_args": ARGS, "config": Evil()}, tmp_path / "evil.pt")
-    assert "is not a nanoGPT or build-nanogpt checkpoint" in convert(tmp_path / "evil.pt", f"--out={tmp_path}/model", status=2).stderr
+    assert "is not a nanoGPT or build-nanogpt" in convert(tmp_path / "evil.pt", f"--out={tmp_path}/model", status=2).stderr
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a"}, "stoi": Evil()}))
     refused = execute([sys.executable, ROOT / "tools" / "char_tokenizer.py", tmp_path / "meta.pkl"], status=2).stderr
     assert "is not a nanoGPT meta.pkl" in refused
