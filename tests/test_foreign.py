@@ -167,7 +167,7 @@ CASES = [
     # Flags and the environment
     case("train.py --steps=" + "9" * 5000, None, "--steps must be INTEGER"),
     case("train.py --lr=nan", None, "--lr must be greater than 0 and at most 1,000, not 'nan'"),
-    case("train.py --steps=20 --skip_steps=812", None, "has 812, but the last step of this run is 20"),
+    case("train.py --steps=20 --skip_steps=812", None, "includes 812, but the last step of this run is 20"),
     case("train.py --tokens=a:1,b:1e999999999", None, "weight greater than 0"),
     case("train.py --seed=x --debug", None, "Traceback", "error: --seed must be INTEGER"),
     case("evaluate.py runs/run --seq_len=17", None, "exceeds the model's context of 16"),
@@ -182,7 +182,7 @@ CASES = [
     case([*TRAIN, "--out_dir=mine"], put("mine", ""), "error: --out_dir=mine "),
     case([*TRAIN, "--init_from=/nowhere"], None, "/nowhere is neither a run nor a model directory"),
     case(HUGE, None, "--n_layer=4096", "an update needs about", "this machine has"),
-    case(TRAIN, None, "has RANK=5 WORLD_SIZE=2; torchrun", env={"RANK": "5", "WORLD_SIZE": "2"}),
+    case(TRAIN, None, "found RANK=5 WORLD_SIZE=2; start with torchrun", env={"RANK": "5", "WORLD_SIZE": "2"}),
     case(TRAIN, None, "found RANK=0;", env={"RANK": "0"}),
     # Presets
     case("train.py mine.toml", put("mine.toml", "x = " + "[" * 100000), "mine.toml is not a valid TOML preset"),
