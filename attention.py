@@ -1,6 +1,6 @@
-"""Attention: which kernel computes it, within documents or not, and whether that kernel repeats its bits.
+"""Attention, across or within documents: the choice of kernel, and whether that kernel is bitwise reproducible.
 
-Not every kernel is as fast, or the same twice: PyTorch's order is not always the best one.
+Kernels differ in speed and reproducibility, and PyTorch's own order of preference is not always the best.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from hardware.footprint import FLEX_BLOCK, SHORT
 from settings import ModelConfig
 
-# Where bits may differ from run to run, FlashAttention 3 goes first, or else cuDNN's attention: 632 TFLOP/s on an H100, where
-# PyTorch's own has 329 (pytorch/pytorch#142132). PyTorch's own order depends on the GPU and on cuDNN's version. Under
-# --deterministic=true PyTorch never takes cuDNN's.
+# Without --deterministic=true, prefer FlashAttention 3, then cuDNN's attention. On an H100 cuDNN reaches 632 TFLOP/s, and
+# PyTorch's own kernel 329 (pytorch/pytorch#142132). PyTorch's default order depends on the GPU and the cuDNN version. Under
+# --deterministic=true PyTorch never uses cuDNN.
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -26,8 +26,8 @@ CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Tensor | BlockMask | None" = None) -> Tensor:
     """Causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]. Returns [B, H, T, D].
 
-    The T queries belong to the last T of the S tokens, so each of them sees S - T earlier tokens, and itself, and no later one.
-    Dropout acts on the attention weights. mask: what `document_mask` returns, where T = S.
+    The queries are the last T of the S tokens. Each sees itself and every earlier token.
+    Dropout applies to the attention weights. mask: from `document_mask`; requires T = S.
     """
     T, S, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
     if isinstance(mask, BlockMask):
@@ -46,17 +46,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Te
 
 
 def has_flash_attention_3() -> bool:
-    """Whether `activate_attention_kernel` has put FlashAttention 3 in the place of PyTorch's own."""
+    """Whether `activate_attention_kernel` has replaced PyTorch's flash attention with FlashAttention 3."""
     return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
 def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float, flexible=True) -> "Tensor | BlockMask":
-    """What keeps `attention` within documents. document_starts [B, T]: the position where the document of each token starts.
+    """The mask that keeps `attention` within documents. document_starts [B, T]: where each token's document starts.
 
-    On CUDA a `flexible` one is for FlexAttention (Dong et al. 2024), which skips blocks between documents. FlexAttention has no
-    dropout, so with dropout, and on other devices, it is an additive mask of 0 and -inf, [B, 1, T, T] in `dtype`.
+    On CUDA, a `flexible` mask is for FlexAttention (Dong et al. 2024), which skips blocks between documents. FlexAttention
+    does not support dropout. So with dropout, and on other devices, the mask is additive: 0 or -inf, [B, 1, T, T] in `dtype`.
     """
-    # On AMD's GPUs its gradients have other bits every time (pytorch/torchtitan#3960).
+    # On AMD GPUs, FlexAttention's gradients differ from run to run (pytorch/torchtitan#3960).
     flexible = flexible and not (torch.version.hip and torch.are_deterministic_algorithms_enabled())
     if document_starts.device.type == "cuda" and flexible and not dropout_p:
         return document_blocks(document_starts)
@@ -67,21 +67,22 @@ def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float,
 
 
 def document_blocks(document_starts: Tensor) -> BlockMask:
-    """`document_mask` for FlexAttention: which blocks of FLEX_BLOCK keys each block of queries sees, in part or whole.
+    """`document_mask` for FlexAttention: which blocks of FLEX_BLOCK keys each block of queries sees, in part or in full.
 
-    Documents are consecutive. So a block of queries sees the blocks from the start of its first query's document to its own,
-    and whole those from the start of its last query's document to before its own. create_block_mask would make a [T, T] mask.
+    Documents are consecutive. So a block of queries sees key blocks from the start of its first query's document up to its own
+    block. Except for its own, it sees in full those from the start of its last query's document. (create_block_mask would
+    allocate a [T, T] mask.)
     """
     B, T = document_starts.shape
 
     def seen(b, h, query, key):
         return (key <= query) & (key >= document_starts[b, query])
 
-    starts = F.pad(document_starts, (0, -T % FLEX_BLOCK), value=T).view(B, 1, -1, FLEX_BLOCK)  # a padded block sees none whole
+    starts = F.pad(document_starts, (0, -T % FLEX_BLOCK), value=T).view(B, 1, -1, FLEX_BLOCK)  # padding sees no full block
     own = torch.arange(starts.shape[2], device=starts.device)  # the blocks
     first = starts[..., 0] // FLEX_BLOCK  # [B, 1, blocks]
     whole = (starts[..., -1] + FLEX_BLOCK - 1).div(FLEX_BLOCK, rounding_mode="floor").minimum(own)
-    # Those seen in part are from `first` to before `whole`, and their own. What stands behind them is not read.
+    # Seen in part: blocks from `first` up to but excluding `whole`, and the block itself. Entries after these are ignored.
     in_part = torch.where(own < (whole - first)[..., None], first[..., None] + own, own[:, None])  # [B, 1, blocks, blocks]
     in_whole = (whole[..., None] + own).clamp(max=len(own) - 1)
     numbers = (whole - first + 1, in_part, own - whole, in_whole)
@@ -90,17 +91,17 @@ def document_blocks(document_starts: Tensor) -> BlockMask:
 
 @functools.cache
 def compiled_flex_attention():
-    """FlexAttention for code that is not compiled. Eager, it would keep all scores."""
+    """FlexAttention for eager code: without compiling, it would store all scores."""
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.cache  # it is asked again for what the console says
+@functools.cache  # called again for the banner
 def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Let `attention`, in this process, use FlashAttention 3 if it is installed and fits the run. Says which kernel runs.
+    """Switch `attention` to FlashAttention 3 in this process if it is installed and works here. Returns the kernel's name.
 
     PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
-    reaches 474 (Dao-AILab/flash-attention#1893), but not every build of it repeats its bits (the same, #2244), so it is tried.
-    batch: sequences of a micro-batch. dtype: of the matrix products.
+    reaches 474 (Dao-AILab/flash-attention#1893). Not every build of it is reproducible (#2244 there), so it is tested first.
+    batch: sequences per micro-batch. dtype: of the matrix products.
     """
     flash, problem = "FlashAttention 2", ""
     q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
@@ -110,13 +111,13 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
             torch.nn.attention.activate_flash_attention_impl("FA3")
             same = gradients_repeat(q.expand(batch, -1, -1, -1), k.expand(batch, -1, -1, -1), config.dropout)
             if torch.are_deterministic_algorithms_enabled() and not same:
-                raise RuntimeError("its gradients have other bits every time; --deterministic=false takes it all the same")
+                raise RuntimeError("its gradients differ from run to run; --deterministic=false uses it anyway")
             flash = "FlashAttention 3"
         except (AttributeError, ImportError, RuntimeError) as error:  # an older PyTorch, a broken package, another GPU, dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"
             if has_flash_attention_3():
                 torch.nn.attention.restore_flash_attention_impl()
-    # Autograd records which backward function belongs to the kernel that has run.
+    # The backward function that autograd records identifies the kernel.
     kernels = {
         "ScaledDotProductFlashAttentionForCpuBackward0": "PyTorch's flash attention for CPUs",
         "ScaledDotProductFlashAttentionBackward0": flash,
@@ -128,11 +129,11 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
 
 
 def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> bool:
-    """Whether FlashAttention gives the same gradients every time, for queries of the shape of `q` and keys of that of `k`."""
+    """Whether FlashAttention's gradients are the same `times` times, for queries shaped like `q` and keys like `k`."""
     torch.manual_seed(0)
     upstream, *inputs = (torch.randn(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in (q, q, k, k))
     found = []
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # alone, or another kernel might be tried in its place
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # without a fallback to a different kernel
         for _ in range(times):
             torch.manual_seed(0)  # dropout's
             found.append(torch.autograd.grad(attention(*inputs, dropout_p), inputs, upstream))
@@ -140,10 +141,10 @@ def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> 
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
-    """`attention` for S = T up to SHORT, as two matrix products and a softmax, with the [T, T] weights in memory.
+    """`attention` for S = T up to SHORT: two matrix products and a softmax, with the [T, T] weights in memory.
 
-    For bfloat16 on a CPU, PyTorch's flash attention takes two to four times as long, because its backward pass does not use
-    the matrix unit.
+    For bfloat16 on a CPU, PyTorch's flash attention is two to four times slower, because its backward pass does not use the
+    matrix unit.
     """
     B, H, T, D = q.shape
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1) if x.shape[1] != H else x for x in (k, v))
@@ -158,16 +159,15 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Ten
 
 
 def causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What to add to attention scores [T, T]: 0, and -inf where the key is later than the query."""
+    """The additive causal mask [T, T]: -inf if the key comes after the query, else 0."""
     return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1)
 
 
 @torch.library.custom_op("lockstep::causal_mask", mutates_args=())
 def mask_table(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`causal_mask` for compiled code, as an operation that the compiler does not look into.
+    """`causal_mask` for compiled code, as an operation that is opaque to the compiler.
 
-    It would fuse `causal_mask` into the softmax and compute it again for every score, which makes the softmax a third slower
-    than reading a table.
+    Otherwise the compiler would recompute the mask for every score inside the softmax, which is a third slower than a table.
     """
     return causal_mask(length, dtype, device)
 

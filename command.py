@@ -16,13 +16,13 @@ from hardware import host
 def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
     """Run the script NAME.py and exit: `read` its flags, import it as a module, and call its `main` with the result.
 
-    So --help and wrong flags are answered at once, and the environment is prepared before the script imports torch. The exit
-    status is what `main` returns (None: 0), or the status of `user_errors`.
+    This answers --help and wrong flags at once, and prepares the environment before the script imports torch. The exit status
+    is what `main` returns (None: 0), or the status from `user_errors`.
     """
     status = 1
     try:
         with user_errors():
-            for console in (sys.stdout, sys.stderr):  # a character that the terminal lacks must not crash the program
+            for console in (sys.stdout, sys.stderr):  # do not crash on a character that the terminal cannot show
                 console.reconfigure(errors="backslashreplace")
             settings = read(sys.argv[1:])
             host.prepare_torch()
@@ -31,20 +31,20 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
         status = end.code or 0
     except BaseException:
         traceback.print_exc()
-    # Everything is on disk by now. Skip the interpreter's teardown, which may hang: threads of torch's libraries and the
-    # process group wait for one another, and other ranks wait for this process to end.
+    # Everything is on disk by now. Skip the interpreter's teardown, in which threads of torch's libraries and the process group
+    # may deadlock. Other ranks wait for this process to end.
     with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
     os._exit(status)
 
 
 def launcher(ranks: int, of_node: int = 0) -> str:
-    """What starts a script on so many ranks; of_node: on one machine (0: all of them)."""
+    """The command that starts a script on this many ranks. of_node: ranks per machine (0: all on one)."""
     nodes = ranks // (of_node or ranks)
     machines = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
     return "python" if ranks == 1 else f"torchrun {machines} --nproc_per_node={ranks // nodes}"
 
 
 def again(ranks: int, of_node: int) -> str:
-    """The command line of this process. With several machines it lacks torchrun's flags of the rendezvous."""
+    """The command line of this process. For several machines, torchrun's rendezvous flags are missing."""
     return f"{launcher(ranks, of_node)} {shlex.join(sys.argv)}"

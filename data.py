@@ -1,10 +1,10 @@
 """Which tokens a step sees.
 
-The train shards of a dataset are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs and T targets shifted by
-one, so there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. In every block
-of 4,096 sequences of a run, each dataset has its share, in shuffled order. A phase changes the shares from a step on, and each
-dataset continues with its next sequence. All of this is a pure function of (seed, sequence). So no position in the data needs
-saving, and the tokens of a step do not depend on the number of ranks.
+The train shards of a dataset are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs, and T targets shifted by
+one. So there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. Every block of
+4,096 sequences contains each dataset's share, in shuffled order. A phase changes the shares from a given step, and each dataset
+continues with its next sequence. All of this is a pure function of (seed, sequence). So no data position needs saving, and the
+tokens of a step do not depend on the number of ranks.
 """
 
 import bisect
@@ -31,34 +31,34 @@ from dataset.tokens import Dataset, Stream, digest, open_dataset, read_windows
 from settings import Config, DataConfig
 
 ROUNDS = 6  # of the Feistel network
-BLOCK = 4096  # sequences in which each dataset has its share: shares are whole numbers that add up to it
-Phases = tuple[tuple[int, tuple[int, ...]], ...]  # for each, the step where it begins and the shares of all datasets
+BLOCK = 4096  # sequences per block; the shares are whole numbers that add up to it
+Phases = tuple[tuple[int, tuple[int, ...]], ...]  # per phase: its first step, and the share of each dataset
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The datasets of a run, all of one tokenizer, and their shares. A run on a single dataset has a mixture of one."""
+    """The datasets of a run and their shares. All use one tokenizer. A single dataset is a mixture of one."""
 
     datasets: tuple[Dataset, ...]
-    phases: Phases  # the first, from step 0, is --tokens; datasets of later phases have a share of 0 in it
+    phases: Phases  # the first is --tokens, from step 0; datasets that only later phases use have a share of 0 there
     rounded: bool = False  # whether the shares differ from the requested weights
 
     def __str__(self) -> str:
         return self.describe(self.shares)
 
     def describe(self, shares: tuple[int, ...]) -> str:
-        """A mixture as --tokens would name it."""
+        """The mixture in the syntax of --tokens."""
         parts = [(str(d.directory), share) for d, share in zip(self.datasets, shares, strict=True) if share]
         return ",".join(f"{name}:{share / BLOCK:g}" for name, share in parts) if len(parts) > 1 else parts[0][0]
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The shares in --tokens, the first phase."""
+        """The shares in the first phase, --tokens."""
         return self.phases[0][1]
 
     @property
     def evaluated(self) -> int:
-        """How many datasets share --eval_tokens: the ones in --tokens."""
+        """The number of datasets that share --eval_tokens: the ones in --tokens."""
         return sum(share > 0 for share in self.shares)
 
     @property
@@ -68,14 +68,14 @@ class Mixture:
 
     @property
     def eot_token(self) -> int | None:
-        """The end-of-text token. None if no dataset says which it is."""
+        """The end-of-text token, or None if no dataset names it."""
         return next((dataset.eot_token for dataset in self.datasets if dataset.eot_token is not None), None)
 
     def document_token(self, attend: str) -> int | None:
         """The token that starts a document, for attention within documents. Raises UserError if it is unknown.
 
-        It makes no difference if files end documents with it: the previous document predicts it, and nothing after it sees
-        that document.
+        Files may also end documents with this token: it is then predicted from the previous document, which no later token
+        sees.
         """
         for dataset in self.datasets:
             if attend == "document" and dataset.eot_token is None:
@@ -85,19 +85,19 @@ class Mixture:
 
     @property
     def tokenizer(self) -> Path | None:
-        """A tokenizer.json, if one of the datasets has it."""
+        """The first tokenizer.json among the datasets, or None."""
         return next((dataset.tokenizer for dataset in self.datasets if dataset.tokenizer), None)
 
     @property
     def remarks(self) -> list[str]:
-        """What the user should know: assumptions about the files, and weights that were rounded."""
+        """Notes for the user: assumptions about the files, and rounded weights."""
         rounded = f"the weights of mixtures are rounded to 1/{BLOCK:,}: {'; '.join(self.describe(s) for _, s in self.phases)}"
         return [dataset.remark for dataset in self.datasets if dataset.remark] + [rounded] * self.rounded
 
     @property
     def identity(self) -> str:
         """The sha256 of the contents and shares of --tokens, followed by ` STEP:SHA256` for each later phase."""
-        # Shares are hashed in units of 1/2^24, so that runs from a time of finer shares can continue if theirs are equal.
+        # Shares are hashed in units of 1/2^24, so that runs from versions with finer shares can continue if theirs are equal.
         first, *later = (
             [(i, self.datasets[i].identity, share * 4096) for i, share in enumerate(shares) if share]
             for _, shares in self.phases
@@ -107,13 +107,13 @@ class Mixture:
 
     @property
     def names(self) -> list[str]:
-        """A name for each dataset: its directory's, or the full path if two directories have the same name."""
+        """A name for each dataset: its directory's name, or the path if two directories share a name."""
         names = [dataset.directory.resolve().name for dataset in self.datasets]
         return names if len(set(names)) == len(names) else [str(dataset.directory) for dataset in self.datasets]
 
     @property
     def once(self) -> dict[str, float]:
-        """After how many tokens of a run each dataset of --tokens has been read once, by name, ignoring later phases."""
+        """The tokens of a run after which each dataset has been read once, by name. Ignores later phases."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
         return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 
@@ -122,10 +122,10 @@ class Mixture:
         return [dataset.splits[split] for dataset in self.datasets]
 
     def validation(self, losses: list[float]) -> dict[str, float | None]:
-        """The record of the datasets' validation losses: their mean and, if there are several, each.
+        """The metrics record for the datasets' validation `losses`: the mean and, if there are several datasets, each one.
 
-        The mean is weighted by the shares of --tokens in every phase, so that it means the same at every step. Bits per byte is
-        None if the size in bytes of a dataset in the mean is unknown.
+        The mean is always weighted by the shares of --tokens, so that it is comparable between phases. Bits per byte is None if
+        a dataset's size in bytes is unknown.
         """
         parts = [part for part in zip(self.shares, losses, self.datasets, strict=True) if part[0]]
         sizes = [share / BLOCK * dataset.bytes_per_token for share, _, dataset in parts]
@@ -138,20 +138,20 @@ class Mixture:
 
 
 def mixtures_seen(identity: str, steps: int) -> list[str]:
-    """The parts of a mixture's `identity` that the first `steps` steps depend on: --tokens, and phases that have begun."""
+    """The parts of a mixture's `identity` that affect the first `steps` steps: --tokens, and the phases begun by then."""
     tokens, *phases = identity.split()
     return [tokens, *(phase for phase in phases if step_of_phase(phase) < steps)]
 
 
 def step_of_phase(identity: str) -> int:
-    """The step of a phase in a mixture's identity."""
+    """The first step of a phase, from its part of a mixture's identity."""
     return int(identity.partition(":")[0])
 
 
 def parse_mixture(tokens: str, flag: str = "--tokens=") -> list[tuple[str, Fraction]]:
     """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
     parts = [re.fullmatch(r"\s*(.+):(\d{0,20}\.?\d{1,20})\s*", part) for part in tokens.split(",")]
-    if os.path.exists(tokens) or parts == [None]:  # one directory, whatever its name looks like
+    if os.path.exists(tokens) or parts == [None]:  # a single directory, even if its name looks like a mixture
         return [(tokens, Fraction(1))]
     if not all(part and Fraction(part[2]) for part in parts):
         wanted = "each dataset of a mixture needs a weight greater than 0, as in tokens/web:0.8,tokens/code:0.2"
@@ -160,7 +160,7 @@ def parse_mixture(tokens: str, flag: str = "--tokens=") -> list[tuple[str, Fract
 
 
 def directories(config: DataConfig) -> list[str]:
-    """The directories that --tokens and --phase name, each once. Raises UserError."""
+    """The directories named by --tokens and --phase, without duplicates. Raises UserError."""
     mixtures = [config.tokens, *(mixture for _, mixture in read_phases(config.phase))]
     return list(dict.fromkeys(directory for mixture in mixtures for directory, _ in parse_mixture(mixture)))
 
@@ -177,7 +177,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
         if not all(shares):
             raise UserError(f"{flag}{text}: a weight is too small; the smallest share is 1 of {BLOCK:,} sequences")
         rounded |= any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
-        numbers = []  # indices in `datasets`: a dataset of an earlier phase continues
+        numbers = []  # indices into `datasets`; a dataset from an earlier phase keeps its index
         for dataset in map(opened, directories):
             known = (i for i, d in enumerate(datasets) if d.directory.samefile(dataset.directory) and i not in numbers)
             numbers.append(next(known, len(datasets)))
@@ -190,7 +190,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
 
 
 def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
-    """Raise UserError if two datasets are known to have been made with different tokenizers."""
+    """Raise UserError if two datasets clearly used different tokenizers."""
     hashes = {files.sha256(d.tokenizer) for d in (first, other) if d.tokenizer}
     ends = {d.eot_token for d in (first, other)} - {None}
     if other.vocab_size != first.vocab_size or len(ends) > 1 or len(hashes) > 1:
@@ -207,7 +207,7 @@ def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """Shuffle: a bijection of [0, n) that depends on `key`, computed only for `index` [k], without a table of n entries.
+    """Shuffle: a bijection of [0, n) determined by `key`, evaluated at `index` [k] without a table of n entries.
 
     A Feistel network over the next power of two, with the finalizer of splitmix64 as its round function. A value outside [0, n)
     is encrypted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
@@ -232,7 +232,7 @@ def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)  # one or two per dataset of a mixture
 def permuted_block(block: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """`permute` of BLOCK indices from BLOCK * block on. numpy is hardly slower for thousands of numbers than for ten."""
+    """`permute` for the BLOCK indices from BLOCK * block. With numpy, thousands cost hardly more than ten."""
     return permute(np.arange(block * BLOCK, min(n, (block + 1) * BLOCK)), n, seed, epoch)
 
 
@@ -244,7 +244,7 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
-    """The dataset of each of the run's sequences from BLOCK * block on: int64 [BLOCK]."""
+    """The dataset of each sequence in one block of the run, int64 [BLOCK]."""
     mixed = sum(share > 0 for share in shares)
     return np.repeat(np.arange(len(shares)), shares)[permute(np.arange(BLOCK), BLOCK, seed, block, mixed)]
 
@@ -253,59 +253,59 @@ def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
 class Batches:
     """The tokens of each micro-batch of each step, as a pure function."""
 
-    streams: list[Stream]  # one for each dataset
+    streams: list[Stream]  # one per dataset
     phases: Phases
     seq_len: int
     sequences_per_update: int
     micro_batch_size: int
     seed: int
     shuffled: bool = True
-    skipped: tuple[int, ...] = ()  # batches that no step sees, in ascending order
+    skipped: tuple[int, ...] = ()  # batches that no step uses, in ascending order
 
     def __post_init__(self):
         for stream in self.streams:
             stream.check_length(self.seq_len, "train")
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The datasets [count] and windows [count] of the sequences first ... first + count - 1 of a phase."""
+        """The dataset and window of each sequence in [first, first + count), all of one phase: two arrays [count]."""
         shares = self.phases[self.phase(first)][1]
         blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
         datasets = np.concatenate([mixed_block(block, shares, self.seed) for block in blocks])[first % BLOCK :][:count]
         windows, read = np.empty(count, np.int64), self.read(first)
-        for dataset in set(datasets.tolist()):  # each continues with its next sequences
+        for dataset in set(datasets.tolist()):
             windows[datasets == dataset] = self.windows(dataset, int(read[dataset]), np.count_nonzero(datasets == dataset))
         return datasets, windows
 
     def phase(self, sequence: int) -> int:
-        """The index of the phase that a sequence of the run belongs to."""
+        """The index of the phase that contains a sequence of the run."""
         return bisect.bisect(self.starts, sequence) - 1
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """The first sequence of each phase, right after the batch of the last step before it."""
+        """The first sequence of each phase: the one after the batch of the step before."""
         return [(self.batch_number(step - 1) + 1) * self.sequences_per_update for step, _ in self.phases]
 
     def read(self, sequence: int) -> np.ndarray:
-        """How many of the run's sequences before this one come from each dataset: int64 [datasets]."""
+        """The number of earlier sequences from each dataset, int64 [datasets]."""
         phase = self.phase(sequence)
         return self.ahead[phase] + self.count(phase, sequence)
 
     @functools.cached_property
     def ahead(self) -> list[np.ndarray]:
-        """For each phase, how many more sequences of each dataset are read than with its shares from the start."""
+        """Per phase: extra sequences read from each dataset, compared with a run that used its shares from the start."""
         ahead = [np.zeros(len(self.streams), np.int64)]
         for phase, start in enumerate(self.starts[1:]):
             ahead.append(ahead[phase] + self.count(phase, start) - self.count(phase + 1, start))
         return ahead
 
     def count(self, phase: int, sequence: int) -> np.ndarray:
-        """How many sequences before this one come from each dataset, in a run with the shares of `phase` from the start."""
+        """The number of earlier sequences from each dataset if the shares of `phase` applied from the start."""
         (block, rest), shares = divmod(sequence, BLOCK), self.phases[phase][1]
         begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares))
         return block * np.array(shares) + begun
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
-        """The windows [count] of the sequences first ... first + count - 1 of a dataset."""
+        """The windows [count] of a dataset's sequences in [first, first + count)."""
         n = self.streams[dataset].num_windows(self.seq_len)
         if not self.shuffled:
             return np.arange(first, first + count) % n
@@ -325,7 +325,7 @@ class Batches:
         return read_windows(self.streams, *self.sequences(first, self.micro_batch_size), self.seq_len)
 
     def batch_number(self, step: int) -> int:
-        """The batch that update `step` takes, counting only batches that are not skipped."""
+        """The number of the batch that update `step` uses: `step`, moved past the skipped batches."""
         batch = step
         for skipped in self.skipped:
             batch += skipped <= batch
@@ -336,13 +336,13 @@ class Batches:
         return self.batch_number(step) * self.sequences_per_update
 
     def epochs(self, step: int) -> list[float]:
-        """How many times the first `step` updates read each dataset."""
+        """The epochs of each dataset that the first `step` updates read."""
         read = self.read(self.first_sequence(step)).tolist()
         return [count / stream.num_windows(self.seq_len) for count, stream in zip(read, self.streams, strict=True)]
 
 
 def make_batches(config: Config, mixture: Mixture) -> Batches:
-    """The batches of a run. Raises UserError unless each dataset has a window to train on and one to validate on."""
+    """The batches of a run. Raises UserError if a dataset is too short for one training and one validation window."""
     for stream in mixture.streams("val"):
         stream.check_length(config.model.seq_len, "validation")
     sizes = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
@@ -351,7 +351,7 @@ def make_batches(config: Config, mixture: Mixture) -> Batches:
 
 
 class Prefetcher:
-    """Builds the batches of a schedule of (step, micro-batch) ahead of time in a thread, and hands them out on the device."""
+    """Builds batches ahead of time in a thread, for a schedule of (step, micro-batch), and delivers them on the device."""
 
     def __init__(self, batches: Batches, schedule: Iterable[tuple[int, int]], device, depth: int = 4):
         self.device = device
@@ -362,12 +362,12 @@ class Prefetcher:
         self._pending = deque(itertools.islice(self._rest, depth))
 
     def _build(self, step: int, micro_batch: int):
-        import torch  # here, because preparing data does not need it
+        import torch  # imported here because preparing data does not need it
 
         tokens = torch.from_numpy(self._batches.batch(step, micro_batch))
         if self.device.type != "cuda":
             return tokens
-        torch.cuda.set_device(self.device)  # a new thread has device 0, and pinning memory opens a context there
+        torch.cuda.set_device(self.device)  # a new thread defaults to device 0, and pinning memory would open a context there
         return tokens.pin_memory()
 
     def next(self) -> tuple:
@@ -376,7 +376,7 @@ class Prefetcher:
         batch = self._pending.popleft().result()
         self.wait_seconds += time.perf_counter() - began
         self._pending.extend(itertools.islice(self._rest, 1))
-        # Asynchronous only from pinned memory: other memory may be freed before the device has read it (pytorch#189690).
+        # Copy asynchronously only from pinned memory: other memory may be freed before the device reads it (pytorch#189690).
         tokens = batch.to(self.device, non_blocking=self.device.type == "cuda")
         return tokens[:, :-1], tokens[:, 1:]
 

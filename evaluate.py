@@ -1,4 +1,4 @@
-"""Validation loss: `python evaluate.py runs/NAME`; scores on tasks: `--tasks=hellaswag`. Training calls `evaluate`."""
+"""Validation loss: `python evaluate.py runs/NAME`. Scores on tasks: add `--tasks=hellaswag`. Training also calls `evaluate`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,9 +23,9 @@ class EvaluateConfig:
     micro_batch_size: Count = 0
     """Windows per batch (0: about 8192 tokens)."""
     tasks: str = ""
-    """Score the model on these tasks of lm-eval instead, by name or as YAML files, as in hellaswag,arc_easy."""
+    """Score the model on these lm-eval tasks instead: names or YAML files, such as hellaswag,arc_easy."""
     tasks_limit: Count = 0
-    """Documents of each task (0: all)."""
+    """Documents per task (0: all)."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     numerics: Literal["auto", "native", "portable"] = "auto"
@@ -56,10 +56,10 @@ from settings import DataConfig
 
 @torch.no_grad()
 def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
-    """Mean loss in nats per token over `tokens` tokens (0: all), in windows spread evenly over the split, shared by ranks.
+    """Mean loss in nats per token over `tokens` tokens (0: all), in windows spread evenly over the split.
 
-    model: maps inputs and targets [micro-batch, T] to their mean loss. Every rank calls it equally often, because sharded
-    models communicate.
+    Ranks divide the windows. model: maps inputs and targets [micro-batch, T] to their mean loss. Every rank calls it equally
+    often, because sharded models communicate.
     """
     total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
     chosen = torch.arange(windows) * total // windows
@@ -76,7 +76,7 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
 
 
 def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
-    """How many windows hold `tokens` validation tokens (0: all). Raises UserError if there are none."""
+    """The number of windows that hold `tokens` validation tokens (0: all). Raises UserError if there are none."""
     stream.check_length(seq_len, "validation")
     total = stream.num_windows(seq_len)
     return min(total, math.ceil(tokens / seq_len)) if tokens else total
@@ -95,7 +95,7 @@ def main(config: EvaluateConfig) -> None:
 
 
 def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
-    """The scores on tasks, a line for each."""
+    """The scores on tasks, one per line."""
     loaded = tasks.load(config.tasks, *huggingface.first_token(directory), model.config.seq_len, world)
     with autocast():
         scores = loaded.measure(model.to(world.device), config.tasks_limit)
@@ -103,7 +103,7 @@ def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, aut
 
 
 def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
-    """The validation loss on each dataset, with the attention that the model was trained with."""
+    """The validation loss on each dataset, with the same attention as in training."""
     trained = trained_on(directory)
     if not (config.tokens or trained.tokens):
         raise UserError(f"{directory} does not say what it was trained on; choose a dataset with --tokens=DIRECTORY")
@@ -128,7 +128,7 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
 
 
 def trained_on(directory: Path) -> DataConfig:
-    """The data settings of a run's checkpoint or an export. For any other model they name no tokens. Raises UserError."""
+    """The data settings of a checkpoint or an export. For any other model, `tokens` is empty. Raises UserError."""
     if (directory / "config.toml").exists():
         return settings.read_preset(directory / "config.toml").data
     if (directory / "trainer_state.json").exists():
@@ -137,6 +137,6 @@ def trained_on(directory: Path) -> DataConfig:
 
 
 def describe(loss: float, bits: float | None) -> str:
-    """A loss in nats per token, in all its units."""
+    """A loss in nats per token, with its perplexity and bits per byte."""
     perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # may be infinite
     return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")

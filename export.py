@@ -1,7 +1,7 @@
-"""A copy of a model to publish: `python export.py runs/NAME --out=DIR --dtype=bfloat16 --max_shard_size=5GB`.
+"""Export a model for publication: `python export.py runs/NAME --out=DIR --dtype=bfloat16 --max_shard_size=5GB`.
 
-DIR becomes a Hugging Face model directory: weights in one or more safetensors files, config.json, the tokenizer,
-generation_config.json, the run's settings as config.toml, and a model card (README.md). `--push=OWNER/NAME` uploads it.
+DIR becomes a Hugging Face model directory: one or more safetensors files, config.json, the tokenizer, and
+generation_config.json. The run's settings (config.toml) and a model card (README.md) are added. `--push=OWNER/NAME` uploads it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ExportConfig:
     run: tyro.conf.Positional[str]
     """A run directory (uses its newest checkpoint) or a checkpoint, such as runs/NAME/checkpoints/best."""
     out: str = ""
-    """Directory to make; there must be nothing of that name. --push does without one."""
+    """Directory to create; it must not exist. Optional with --push."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the exported weights. The run keeps float32."""
     max_shard_size: str = "5GB"
@@ -65,4 +65,4 @@ def main(config: ExportConfig) -> None:
         sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
         stale = ["*.safetensors", "*.safetensors.index.json"]
         where = hub.push(out, config.hub, "model", stale) if config.hub.push else out
-        say(f"{source} is now {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")
+        say(f"exported {source} to {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")

@@ -1,9 +1,9 @@
-"""Which model, batch and number of tokens fit my text and my time, and what loss will they reach?
+"""Find the model, batch and number of tokens that fit your text and time, and predict the loss.
 
 `python ladder.py [config/NAME.toml] --tokens=tokens/mine --minutes=60 [--flag=value of train.py ...]`
 
-Spends a fifth of the time on small models, fits how the loss falls, and prints the command of the best run and its predicted
-loss. The small models ("rungs") are ordinary runs in runs/ladder-NAME-KEY. The same command continues them and repeats nothing.
+Spends a fifth of the time on small models, fits a scaling law, and prints the best run's command and predicted loss. The small
+models ("rungs") are ordinary runs in runs/ladder-NAME-KEY. Repeat the command to continue where it stopped.
 """
 
 import command
@@ -35,10 +35,10 @@ from planning import dial, law
 from reports.log import duration, read_records
 from settings import Config, ModelConfig, Ranks
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # that a rung may have
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # allowed for a rung
 HORIZONS = (1 / 4, 1 / 2, 1)  # lengths of a depth's runs, relative to its longest
 FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # in a ladder
-FEWEST_TOKENS = 1 / 3  # of the largest rung, relative to the dial's
+FEWEST_TOKENS = 1 / 3  # of the largest rung, as a fraction of the dial's
 PROBE_STEPS = 8
 
 
@@ -62,7 +62,7 @@ class LadderCommand:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The parsed command and what follows from it."""
+    """The parsed command and the values derived from it."""
 
     config: Config
     options: LadderConfig
@@ -70,11 +70,11 @@ class Ladder:
     given: set[str]  # the names of those flags
     directory: Path
     vocab_size: int
-    unique_tokens: float  # tokens until the text, or the first text of a mixture, has been read once
+    unique_tokens: float  # tokens of a run until the first of its datasets has been read once
     batch: int  # --tokens_per_update if given, else 0
 
     def model(self, depth: int) -> ModelConfig:
-        """The resolved model at a `depth` of the dial."""
+        """The resolved model for `depth`."""
         config = settings.replace(self.config, depth=depth)
         return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
 
@@ -83,7 +83,7 @@ class Ladder:
         return dial.length_of(tokens, self.config.model.seq_len, self.config.optim.optimizer, tokens_per_update=self.batch)
 
     def is_long_enough(self, tokens: float) -> bool:
-        """Whether a run of `tokens` has at least FEWEST_STEPS updates of the right batch."""
+        """Whether `tokens` are enough for FEWEST_STEPS updates at the right batch size."""
         right = dial.batch_of(tokens, self.config.optim.optimizer)
         return tokens >= dial.FEWEST_STEPS * (self.batch or max(self.config.model.seq_len, right))
 
@@ -91,12 +91,12 @@ class Ladder:
 def main(args: list[str]) -> None:
     """Train the rungs, fit the law and print the best run. Raises UserError."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits until the rung has saved
+        signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits for the rung to save
     ladder = begin(args)
     try:
         rungs = choose(ladder, ladder.options.flops or measure(ladder))
     except UserError:
-        if not [*ladder.directory.glob("depth-*")]:  # only what was measured
+        if not [*ladder.directory.glob("depth-*")]:  # it contains only speed measurements
             files.remove(ladder.directory)
         raise
     say(f"ladder  {len(rungs)} runs of depth {sorted({depth for depth, _ in rungs})} in {ladder.directory}")
@@ -104,7 +104,7 @@ def main(args: list[str]) -> None:
 
 
 def begin(args: list[str]) -> Ladder:
-    """Read the command line. Different tokens, settings or presets make different ladders. Raises UserError."""
+    """Parse the command line. Different tokens, settings or presets get separate ladders. Raises UserError."""
     preset, flags = settings.divide(args)
     command = cli.parse(LadderCommand, flags, __doc__, LadderCommand(settings.read_preset(preset)), "[config/NAME.toml]")
     config, options, names = command.config, command.ladder, settings.given(flags)
@@ -123,24 +123,24 @@ def begin(args: list[str]) -> Ladder:
 
 
 def as_flags(flags: dict) -> list[str]:
-    """Flags as the words of a command line."""
+    """Flags as command-line arguments."""
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def measure(ladder: Ladder) -> float:
-    """The budget in FLOPs. A few steps at the largest depth within the budget measure the speed of this machine."""
+    """The budget in FLOPs, from this machine's speed over a few steps at the largest depth that the budget allows."""
     for depth in DEPTHS[1:]:
         weights = dial.weights(ladder.model(depth))
         flags = {"depth": depth, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
         flags |= ladder.length(dial.TOKENS_PER_WEIGHT * weights) | {"steps": PROBE_STEPS}
         budget = 60 * ladder.options.minutes * run(ladder, f"probe-{depth}", flags)[1]
-        if 6 * weights * dial.TOKENS_PER_WEIGHT * weights > budget:  # 6 weights tokens, in the dial's ratio
+        if 6 * weights * dial.TOKENS_PER_WEIGHT * weights > budget:  # 6 * weights * tokens, in the dial's ratio
             break
     return budget
 
 
 def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs for a budget in FLOPs. Raises UserError where it, or the text, is too small for a ladder."""
+    """The rungs for a budget in FLOPs. Raises UserError if the budget or the text is too small for a ladder."""
     if not (rungs := choose_rungs(ladder, budget)):
         enough = next((times for times in (2**n for n in range(1, 20)) if choose_rungs(ladder, times * budget)), 0)
         name, most = ("minutes", ladder.options.minutes) if ladder.options.minutes else ("flops", budget)
@@ -152,11 +152,11 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
 
 
 def choose_rungs(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs (depth and tokens), cheapest first, for the ladder's share of the budget; empty if it is too small.
+    """The rungs (depth and tokens), cheapest first, for the ladder's share of the budget; empty if the share is too small.
 
-    The largest model is the deepest one that gets at least a third of the dial's tokens. Smaller ones get more tokens per
-    weight, so that the fit can separate weights from tokens. One layer is a different kind of model, which cannot look up what
-    followed an earlier token. So it is a rung only if the budget does not reach three layers.
+    The largest model is the deepest that gets at least a third of the dial's tokens. Smaller ones get more tokens per weight,
+    so that the fit can separate weights from tokens. A one-layer model behaves differently, because it cannot look up what
+    followed an earlier token. So it is a rung only if the budget does not allow three layers.
     """
     models = {depth: ladder.model(depth) for depth in DEPTHS}
     sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))
@@ -196,7 +196,7 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
         try:
             status = process.wait()
         finally:
-            if process.poll() is None:  # this command was stopped: let the run save first
+            if process.poll() is None:  # this command was interrupted: let the run save first
                 process.terminate()
                 process.wait()
         if status == EX_TEMPFAIL:
@@ -209,15 +209,15 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
 
 
 def finished(directory: Path, steps: int) -> list[dict]:
-    """The records of a run that was evaluated at its last step. Empty if it was not."""
+    """The metrics of a run that finished with an evaluation, else an empty list."""
     records = [record for path in directory.glob("metrics.jsonl") for _, record in read_records(path) if record]
     return records if records and records[-1]["step"] == steps and "val_loss" in records[-1] else []
 
 
 def recommend(ladder: Ladder, rungs: list[dict], budget: float) -> tuple[dict, str]:
-    """The depth and tokens with the lowest loss for a budget in FLOPs, that loss with half its interval, and the law.
+    """The depth and tokens with the lowest predicted loss for a budget in FLOPs, that loss with its margin, and the law.
 
-    The run gets at least as many tokens per weight as the largest rung. Below that the law is a guess.
+    The run gets at least as many tokens per weight as the largest rung if possible: below that, the law is a guess.
     """
     models = {depth: ladder.model(depth) for depth in range(1, 65)}
     most, largest = dial.EPOCHS * ladder.unique_tokens, rungs[-1]

@@ -1,7 +1,7 @@
-"""The transformer: `GPT` is a GPT-2, Llama or Qwen3. Also its initialization, and sampling from it.
+"""The transformer (`GPT`: a GPT-2, Llama or Qwen3), its initialization, and sampling.
 
-The three give the same logits as transformers' GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Shapes in comments:
-B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
+Its logits match transformers' GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Shapes in comments: B sequences,
+T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 
 import functools
@@ -22,12 +22,12 @@ OPS = {"native": native, "portable": portable}  # the model's operations, by --n
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. `config` must be resolved (`settings.resolve_model`). See `initial_weights` for its start.
+    """Decoder-only language model. `config` must be resolved (`settings.resolve_model`). Initialized by `initial_weights`.
 
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
-    document_token: the token that starts a document, to keep attention within documents (None: see all earlier tokens).
-    numerics: native uses the operations of `native`, portable those of `portable`.
+    document_token: the token that starts a document, to keep attention within documents (None: attend to all earlier tokens).
+    numerics: the module with the operations, `native` or `portable`.
     """
 
     def __init__(self, config: ModelConfig, document_token: int | None = None, numerics: str = "native"):
@@ -45,7 +45,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
         """`tokens` [B, T] int64. Returns logits [B, T, V], or with `targets` [B, T] the mean cross-entropy, a float32 scalar.
 
-        With `cache` (`new_cache`), the tokens continue the cached ones. It must have room for T more.
+        With `cache` (from `new_cache`), the tokens continue the cached ones. The cache must have room for T more.
         """
         x = self.hidden(tokens, cache)
         return self.ops.logits(x, self.output_weight) if targets is None else self.loss(x, targets)
@@ -68,7 +68,7 @@ class GPT(nn.Module):
         if self.document_token is not None and cache is None:
             positions, mask = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            # On a CPU the backward of weight[positions] adds from several threads, in any order. An embedding's uses one.
+            # On a CPU, backward of weight[positions] adds from several threads in any order. An embedding's uses one thread.
             x = x + (self.positions.weight[positions] if mask is None else self.ops.embed(positions, self.positions.weight))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.ops.dropout(x, self.config.dropout, self.training)
@@ -77,18 +77,18 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def compile_blocks(self) -> None:
-        """Compile once what repeats: the block, and the cross-entropy of a few rows of logits.
+        """Compile the repeated parts once: the block, and the cross-entropy of a few rows of logits.
 
-        Compiling the whole model as one graph would unroll the blocks. That takes three times as long and gains a few percent
+        Compiling the whole model as one graph would unroll the blocks, which takes three times as long and gains a few percent
         at most. Call this before wrapping the model, so that a wrapper's hooks between the blocks are not compiled.
         """
-        torch._dynamo.config.optimize_ddp = False  # do not split a block where a DDP bucket ends
+        torch._dynamo.config.optimize_ddp = False  # do not split a block at the end of a DDP bucket
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         self.cross_entropy_part = torch.compile(self.cross_entropy_part, dynamic=False)
 
     def find_documents(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, "Tensor | BlockMask"]:
-        """The position of each of the `tokens` [B, T] in its document, [B, T], and a mask that keeps attention inside it.
+        """The position [B, T] of each of the `tokens` [B, T] in its document, and a mask that keeps attention within it.
 
         Rotary positions need not restart in each document: attention depends only on the distance between two tokens.
         """
@@ -113,7 +113,7 @@ def embedding(rows: int, width: int) -> nn.Embedding:
 
 
 def on_meta(config: ModelConfig, document_token: int | None = None, numerics: str = "native") -> GPT:
-    """A GPT on the meta device: its parameters have shapes but no values, and take no memory."""
+    """A GPT on the meta device: its parameters have shapes, but no values and no memory."""
     with torch.device("meta"):
         return GPT(config, document_token, numerics)
 
@@ -166,13 +166,13 @@ class Attention(nn.Module):
             q, k = ops.rotate(q, rope).to(v.dtype), ops.rotate(k, rope).to(v.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or n_kv_head, T, D]
         if cache is not None:
-            k, v = cache.append(k, v)  # now of all tokens so far
+            k, v = cache.append(k, v)  # now for all tokens so far
         y = ops.attention(q, k, v, self.dropout if self.training else 0.0, mask)  # [B, H, T, D]
         return self.o(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """gpt2: GELU, with biases. The others: SwiGLU (Shazeer 2020), without biases."""
+    """GELU with biases for gpt2, else SwiGLU (Shazeer 2020) without biases."""
 
     def __init__(self, config: ModelConfig, ops):
         super().__init__()
@@ -193,7 +193,7 @@ class MLP(nn.Module):
 class RotaryTable(nn.Module):
     """Cosines and sines [2, T, 1, D / 2] of position times frequency, for rotary positions (Su et al. 2021).
 
-    The table is a buffer, not a weight: neither trained nor saved, and float32 in a model of any dtype.
+    The table is a buffer that is neither trained nor saved, and always float32.
     """
 
     def __init__(self, config: ModelConfig, ops):
@@ -211,7 +211,7 @@ class RotaryTable(nn.Module):
         return torch.stack((self.ops.cos(angles), self.ops.sin(angles))).float()[:, :, None]
 
     def _apply(self, fn, recurse=True):
-        """Recompute the table after `to`, `cuda` or `to_empty`: a cast rounds it, and the meta device has no values."""
+        """Recompute the table after `to`, `cuda` or `to_empty`: a cast rounds it, and a meta tensor has no values."""
         super()._apply(fn, recurse)
         self.table = self.compute(self.table.device)
         return self
@@ -221,7 +221,7 @@ def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, cont
     """Scale rotary frequencies for a context longer than the original `context`, as Llama 3.1 and its successors do.
 
     A frequency that makes more than `high` turns in the original context is unchanged. One that makes fewer than `low` is
-    divided by `factor`. Those in between are interpolated (the `llama3` rope type of transformers).
+    divided by `factor`. Between the two, frequencies are interpolated (the `llama3` rope type of transformers).
     """
     turns = context * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -229,7 +229,7 @@ def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, cont
 
 
 def norm_layer(config: ModelConfig, ops) -> nn.Module:
-    """LayerNorm for gpt2, RMSNorm for the others."""
+    """LayerNorm for gpt2, else RMSNorm."""
     return (ops.LayerNorm if config.architecture == "gpt2" else ops.RMSNorm)(config.n_embd, eps=config.norm_eps)
 
 
@@ -237,7 +237,7 @@ def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield GPT-2's initial weights by name, one at a time, on the CPU. They depend only on the shapes and `seed`.
 
     Matrices are normal(0, 0.02), divided by sqrt(2 n_layer) if they write to the residual stream; norms are 1, biases 0.
-    Numbers are drawn in the order of the parameters' names. `model` may be on the meta device.
+    They are drawn in the order of the parameters' names. `model` may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
@@ -286,8 +286,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue `tokens` [B, T]. Yields the next token of each sequence, [B] int64 on the CPU, up to `max_new_tokens` times.
 
-    Temperature 0 takes the most likely token. Otherwise `generator` (on the CPU) samples in float32 from the `top_k` most
-    likely (0: all). Tokens from `vocab_limit` on are never sampled. Generation stops when every sequence has produced
+    Temperature 0 picks the most likely token. Otherwise `generator` (on the CPU) samples in float32 from the `top_k` most
+    likely (0: all). Token ids from `vocab_limit` up are never sampled. Generation stops when every sequence has produced
     `eot`. When the context is full, its second half becomes the new context.
     """
     device, seq_len = model.embed.weight.device, model.config.seq_len
@@ -310,7 +310,7 @@ def generate(
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None, ops=native) -> Tensor:
-    """One token id for each row of `logits` [B, V]."""
+    """Sample one token id from each row of `logits` [B, V]."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits / temperature

@@ -1,6 +1,6 @@
-"""Operations of the model that are faster here than in plain PyTorch: most have a backward pass written by hand.
+"""Operations of the model that are faster than in plain PyTorch, most with a hand-written backward pass.
 
-Autograd would read and write memory more often than these need. Each one is tested against the plain formula.
+They read and write memory less often than autograd would. Each one is tested against the plain formula.
 """
 
 import functools
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw as torch_adamw
 
-from attention import attention, causal_mask, document_mask  # noqa: F401  of what models compute with
+from attention import attention, causal_mask, document_mask  # noqa: F401  part of this module's interface
 from hardware.footprint import rows_at_a_time
 
-# What models and optimizers take from here or, under --numerics=portable, from portable.py, besides the functions below.
+# Models and optimizers use these names and the functions below; under --numerics=portable, the same names from portable.py.
 Linear, LayerNorm, embed, dropout = nn.Linear, nn.LayerNorm, F.embedding, F.dropout
 silu, gelu_erf, logits, norm_parts, norm_of = F.silu, F.gelu, F.linear, torch._foreach_norm, nn.utils.get_total_norm
 cos, sin, cosine, power, normal_, multinomial = torch.cos, torch.sin, math.cos, torch.pow, Tensor.normal_, torch.multinomial
@@ -26,7 +26,7 @@ adamw = functools.partial(torch_adamw, max_exp_avg_sqs=[], fused=True, amsgrad=F
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
-    """What each of several linear `layers` makes of the same `x` [..., C]. On a GPU one product with all weights does it."""
+    """The outputs of several linear `layers` for the same `x` [..., C]; on a GPU, from a single product."""
     if not fuses(x, layers):
         return [layer(x) for layer in layers]
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
@@ -35,9 +35,9 @@ def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
 
 
 def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
-    """Whether to fuse the products of `layers`: on CUDA, where narrow ones leave units idle, unless they are float8 layers.
+    """Whether to fuse the products of `layers`: on CUDA, where narrow products leave units idle, unless they are float8 layers.
 
-    A CPU gains nothing (bench/LOG.md), and fusing would change its bits: the gradient of `x` is then added up in one product.
+    A CPU gains nothing (bench/LOG.md), and fusing would change the bits, because one product then sums the gradient of `x`.
     """
     return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
 
@@ -45,11 +45,11 @@ def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, rows: int | None = None) -> Tensor:
     """Mean cross-entropy, a float32 scalar, of the logits `x` [N, C] @ `weight` [V, C] transposed, at `targets` [N] int64.
 
-    The whole [N, V] logits never exist. Some rows of them are computed at a time, and their share of the gradients right
-    after, as in Liger Kernel (Hsu et al. 2024). Matrix products are in autocast's dtype, sums in float32.
-    part: a compiled `cross_entropy_part` (None: the plain function). rows: at a time, at most.
+    The full [N, V] logits never exist. They are computed a few rows at a time, followed by the gradients of those rows, as in
+    Liger Kernel (Hsu et al. 2024). Matrix products are in autocast's dtype, sums in float32.
+    part: a compiled `cross_entropy_part` (None: the plain function). rows: the most rows at a time.
     """
-    # Equal parts where possible, because the compiler makes new code for another number of rows.
+    # Equal parts if possible, because the compiler recompiles for a different number of rows.
     parts = math.ceil(len(x) / (rows or rows_at_a_time(len(weight), x.device.type)))
     rows = math.ceil(len(x) / parts / 128) * 128
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled(), part or cross_entropy_part)
@@ -81,9 +81,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The sum of the losses of some rows `x` [rows, C] at `targets` [rows], and its gradient with respect to `x`.
+    """The summed loss of some rows `x` [rows, C] at `targets` [rows], and its gradient with respect to `x`.
 
-    Adds its gradient with respect to `weight` [V, C] to `weight_grad`. None: no gradients are wanted.
+    Adds the gradient with respect to `weight` [V, C] to `weight_grad`. If that is None, computes no gradients.
     """
     logits = (x @ weight.T).float()  # [rows, V]
     log_probabilities = logits.log_softmax(1)
@@ -96,43 +96,43 @@ def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: 
 
 
 def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
-    """`a` [rows, V] transposed @ `b` [rows, C], in their dtype; for float16 in float32.
+    """`a` [rows, V] transposed @ `b` [rows, C], in their dtype, or in float32 if they are float16.
 
-    float16 ends at 65504. The sum over thousands of rows may pass that, and no smaller loss scale would help, because the
-    gradients are scaled after it.
+    A sum over thousands of rows may exceed float16's largest number, 65504. A smaller loss scale would not help, because the
+    gradients are scaled afterwards.
     """
     if a.dtype is not torch.float16:
         return a.T @ b
     if a.device.type == "cuda":
         return torch.mm(a.T, b, out_dtype=torch.float32)
-    with torch.autocast(a.device.type, enabled=False):  # it would cast them back
+    with torch.autocast(a.device.type, enabled=False):  # autocast would cast them back
         return a.T.float() @ b.float()
 
 
 def subtract_one_hot(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Subtract 1 from `probabilities` [rows, V], in place, at `targets` [rows]: the gradient of the loss by the logits."""
+    """Subtract 1, in place, from `probabilities` [rows, V] at `targets` [rows]: the gradient of the loss by the logits."""
     if on_eager_cpu(probabilities):
         return probabilities.scatter_add_(1, targets[:, None], probabilities.new_full((len(targets), 1), -1))
-    # The compiler fuses a comparison with what is around it, and on a GPU it is deterministic without sorting the targets.
+    # The compiler can fuse a comparison, and on a GPU a comparison is deterministic without sorting the targets.
     is_target = torch.arange(probabilities.shape[1], device=targets.device) == targets[:, None]
     return probabilities.sub_(is_target.to(probabilities.dtype))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products with `x`: autocast's if autocast is on, else the dtype of `x`."""
+    """The dtype of matrix products with `x`: autocast's if autocast is on, else `x.dtype`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def on_eager_cpu(x: Tensor) -> bool:
-    """Whether `x` is on a CPU and this code is not being compiled: passes over memory are then worth saving by hand."""
+    """Whether `x` is on a CPU and this code is not being compiled, so that saving passes over memory by hand pays off."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., C] divided by its root mean square (Zhang & Sennrich 2019), times `weight` [C].
 
-    On an eager CPU the result is in autocast's dtype, and the backward pass is by hand: PyTorch's own needs a dozen passes
+    On an eager CPU the result is in autocast's dtype, and the backward pass is hand-written: PyTorch's own needs a dozen passes
     over memory there.
     """
     return RMSNormFunction.apply(x, weight, eps) if on_eager_cpu(x) else F.rms_norm(x, weight.shape, weight, eps)
@@ -189,7 +189,7 @@ def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tens
     """`rotate(rms_norm(x))` for `x` [B, T, H, D] and `weight` [D], in the dtype of `x`."""
     if on_eager_cpu(x):
         return NormAndRotate.apply(x, weight, eps, rope)
-    # F.rms_norm has a fused kernel only where x and weight have the same dtype.
+    # F.rms_norm has a fused kernel only if x and weight have the same dtype.
     return rotate(rms_norm(x.to(weight.dtype), weight, eps), rope).to(x.dtype)
 
 
@@ -213,7 +213,7 @@ class NormAndRotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         normed, weight, scale, (cos, sin) = ctx.saved_tensors
-        normed_grad = torch.empty_like(normed)  # of normed * weight: `grad` rotated back
+        normed_grad = torch.empty_like(normed)  # the gradient of normed * weight: `grad` rotated back
         rotate_into(normed_grad, grad.float(), (cos, -sin), (cos, -sin))
         product = normed_grad * normed
         weight_grad = product.flatten(0, 2).sum(0)
@@ -223,7 +223,7 @@ class NormAndRotate(torch.autograd.Function):
 
 
 def rotate_into(out: Tensor, x: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
-    """Write (a first[0] - b first[1], b second[0] + a second[1]) into the halves of `out`, where a, b are the halves of `x`."""
+    """Rotate `x`, with halves a and b, into the halves of `out`: a first[0] - b first[1] and b second[0] + a second[1]."""
     (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     out_a.copy_((a * first[0]).addcmul_(b, first[1], value=-1))
     out_b.copy_((b * second[0]).addcmul_(a, second[1]))
@@ -232,8 +232,8 @@ def rotate_into(out: Tensor, x: Tensor, first: tuple[Tensor, Tensor], second: tu
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks & Gimpel 2016).
 
-    Compiled code computes it with a sigmoid, which takes less than half the time of tanh on a CPU. tanh takes as long as the
-    matrix product before it. The backward pass by hand saves only `x`; the compiler would save three tensors.
+    On a CPU, tanh takes as long as the matrix product before it. Compiled code uses a sigmoid instead, in less than half that
+    time. The hand-written backward pass saves only `x`; the compiler would save three tensors.
     """
     return Gelu.apply(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
 

@@ -17,7 +17,7 @@ from settings import OptimConfig
 class AdamW:
     """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), computed by `native` or `portable`."""
 
-    STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, with its shape; step is a scalar
+    STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, and in its shape; step is a scalar
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, ops=native):
         self.param_groups, self.betas, self.eps, self.ops = groups, betas, eps, ops
@@ -49,22 +49,22 @@ class AdamW:
 # torch 2.13 renames this function; 2.11 has only the old name.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 BATCH = 4  # for Newton-Schulz: one small matrix underuses the CPU, many overflow its cache
-# Takes N matrices of one shape, a dtype, and the module that computes (native or portable). Returns a function that waits for
-# the nearest orthogonal matrices [N, rows, columns]; of sharded matrices, this rank's rows.
+# Arguments: N matrices of one shape, a dtype, and the module that computes (native or portable). Returns a function that waits
+# for the nearest orthogonal matrices [N, rows, columns], or for this rank's rows if the matrices are sharded.
 Orthogonalize = Callable[[list[Tensor], torch.dtype, ModuleType], Callable[[], Tensor]]
 
 
 def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=native) -> Callable[[], Tensor]:
     """Approximate the (semi-)orthogonal matrix nearest to each of N `matrices` of one shape: [N, rows, columns] in `dtype`.
 
-    Computes when the returned function is called, so that one shape at a time needs memory.
+    The returned function does the work when called, so that only one shape at a time needs memory.
     """
 
     def compute() -> Tensor:
         found = []
         for i in range(0, len(matrices), BATCH):
             batch = torch.stack([matrix.to(dtype) for matrix in matrices[i : i + BATCH]])
-            tall = batch.shape[1] > batch.shape[2]  # transpose these, so that the Gram matrix is smaller
+            tall = batch.shape[1] > batch.shape[2]  # transpose tall matrices to make the Gram matrix smaller
             found.append(newton_schulz(batch.mT, ops).mT if tall else newton_schulz(batch, ops))
         return torch.cat(found)
 
@@ -72,10 +72,7 @@ def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=native) -> Cal
 
 
 def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
-    """`orthogonalize` a batch `x` [N, rows, columns] by Muon's quintic iteration (Jordan et al., 2024).
-
-    Each step takes three matrix products.
-    """
+    """`orthogonalize` for a batch `x` [N, rows, columns], by Muon's quintic iteration (Jordan et al., 2024)."""
     a, b, c = 3.4445, -4.775, 2.0315
     x = x / ops.matrix_norm(x).clamp(min=1e-7)
     for _ in range(steps):
@@ -89,7 +86,7 @@ def orthogonalize_shares(
 ) -> Callable[[], Tensor]:
     """`orthogonalize`, divided among the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
-    Each rank orthogonalizes its share, and one exchange gathers the results.
+    Each rank orthogonalizes its share, and one all-gather collects the results.
     """
     each = math.ceil(len(matrices) / group.size())  # the last ranks may get fewer, or none
     mine = matrices[group.rank() * each :][:each]
@@ -101,7 +98,7 @@ def orthogonalize_shares(
 
 
 def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
-    """A function that waits for `work` and returns what it has `received`."""
+    """A function that waits for `work` and returns `received`."""
 
     def wait() -> Tensor:
         work.wait()
@@ -113,11 +110,11 @@ def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
 def orthogonalize_by_owners(
     matrices: list, dtype: torch.dtype, ops, group: dist.ProcessGroup, multiple: int = 1
 ) -> Callable[[], Tensor]:
-    """`orthogonalize` if each rank of `group` holds a share of each of N matrices. The result is this rank's shares.
+    """`orthogonalize` for N matrices of which each rank of `group` holds a share. The result is this rank's shares.
 
-    One exchange sends the shares of each matrix to its owner, which orthogonalizes it. Another sends the shares of the result
-    back. A rank owns `each` matrices, a multiple of `multiple`; the last ranks may own fewer, or none. BATCH keeps the batches
-    of a single rank: how many matrices are multiplied together may change the bits of a product.
+    One all-to-all sends the shares of each matrix to its owner, which orthogonalizes it. Another returns the shares of the
+    result. A rank owns a multiple of `multiple` matrices; the last ranks may own fewer, or none. With BATCH, batches are the
+    same as on a single rank: the number of matrices multiplied together may change the bits of a product.
     """
     shape, size, mine = matrices[0].shape, share_size(matrices[0]), local(matrices[0])
     each = math.ceil(len(matrices) / multiple / group.size()) * multiple
@@ -136,11 +133,11 @@ def orthogonalize_by_owners(
 
 
 class Muon:
-    """Muon (Jordan et al., 2024), which replaces each matrix's momentum with the nearest orthogonal matrix.
+    """Muon (Jordan et al., 2024): update each matrix by the orthogonal matrix nearest to its momentum.
 
     Updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one learning rate fits
-    both. All matrices of a shape are orthogonalized together. `orthogonalize` may divide this work among ranks, which send the
-    matrices of one shape while they compute the next. Parameters may be sharded by rows.
+    both. Matrices of one shape are orthogonalized together. `orthogonalize` may divide this work among ranks, which exchange
+    the results for one shape while they compute the next. Parameters may be sharded by rows.
     """
 
     STATE = {"momentum_buffer"}
@@ -154,7 +151,7 @@ class Muon:
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights from the gradients. Overwrites the gradients."""
-        update = lambda: None  # noqa: E731  for the shape before
+        update = lambda: None  # noqa: E731  of the previous shape
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in parameters):
@@ -179,12 +176,12 @@ class Muon:
 
 
 def local(tensor) -> Tensor:
-    """This rank's part of a sharded tensor (a DTensor or a Share), in the same memory. A plain tensor is returned as it is."""
+    """This rank's part of a sharded tensor (a DTensor or a Share), in the same memory. Returns a plain tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def share_size(tensor) -> int:
-    """How many elements of a DTensor or a Share each rank holds; the last ranks may have fewer, or none."""
+    """The number of elements of a DTensor or a Share on each rank; the last ranks may have fewer, or none."""
     if isinstance(tensor, Tensor):  # FSDP divides rows as torch.chunk does
         return math.ceil(len(tensor) / tensor.device_mesh.size(-1)) * math.prod(tensor.shape[1:])
     return tensor.size
@@ -192,7 +189,7 @@ def share_size(tensor) -> int:
 
 @torch.no_grad()
 def load_rows(tensor, whole):
-    """Set `tensor`, which may be sharded, from the `whole` tensor, which may be a LazyTensor read by rows."""
+    """Fill `tensor`, which may be sharded, from the `whole` tensor, which may be a LazyTensor. Returns `tensor`."""
     if not hasattr(tensor, "to_local") or not tensor.ndim:
         local(tensor).copy_(whole[slice(None) if tensor.ndim else ...])
         return tensor
@@ -213,7 +210,7 @@ class Optimizers:
     """
 
     parts: list[AdamW | Muon]
-    after_step: Callable[[], None]  # the strategy's: under `exact` the ranks exchange what each has updated
+    after_step: Callable[[], None]  # under `exact`, the ranks exchange the weights that each has updated
 
     def step(self) -> None:
         """Update the weights from the gradients."""
@@ -233,14 +230,14 @@ class Optimizers:
                 group["lr"] = lr
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """All state tensors, each with its parameter and its name, such as `exp_avg`."""
+        """All state tensors, each with its parameter and a name such as `exp_avg`."""
         for part in self.parts:
             for parameter, state in part.state.items():
                 for key, value in state.items():
                     yield parameter, key, value
 
     def load_state(self, state: dict[Tensor, dict]) -> None:
-        """Set the state from whole tensors by parameter and name, which may be LazyTensors read by rows."""
+        """Set the state from whole tensors, by parameter and name. They may be LazyTensors read by rows."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -283,8 +280,8 @@ def build(
 def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:
     """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
-    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024): linear over the last `decay_steps`, or over the
-    last `cooldown_fraction` of steps if that is 0.
+    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). Its decay is linear, over the last `decay_steps`,
+    or if that is 0, over the last `cooldown_fraction` of steps.
     """
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:

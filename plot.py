@@ -17,7 +17,7 @@ class PlotConfig:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directories."""
     out: str = "curves.png"
-    """Picture to write, as png, svg or pdf by its suffix."""
+    """Image file to write, in the format of its suffix: png, svg or pdf."""
     x: Literal["auto", "step", "tokens", "time"] = "auto"
     """The x-axis. time: training time without evaluations, saves and pauses. auto: tokens if the runs' global batches
     differ, else step."""

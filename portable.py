@@ -1,10 +1,10 @@
-"""The operations of `native.py` with the same bits on every processor, number of threads and version of torch.
+"""The operations of `native.py`, with the same bits on every processor, number of threads and version of torch.
 
-The order of a sum, and so its bits, depends on vector width, threads and library. An exact sum does not, nor does a single
-operation of IEEE 754. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
-(`to_grid`). Everything else is separate additions, multiplications and divisions, never compiled: a fused multiply-add rounds
-once, not twice. exp, log, sine and roots are our own, because torch takes them from the processor's library. Shapes are as in
-model.py, tensors float32 unless stated. Undocumented functions do what their `native` namesakes do.
+The bits of a sum depend on its order, and so on vector width, threads and library. An exact sum and a single IEEE 754 operation
+do not depend on these. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
+(`to_grid`). All else is separate additions, multiplications and divisions. Nothing is compiled: a fused multiply-add rounds
+once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library. Shapes are as in
+model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
 """
 
 import functools
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 import native
 from native import rotate
 
-TERMS = 1 << 13  # terms of a product that are added in one exact sum
-BLOCK = 1 << 16  # elements computed in float64 at a time, so that they stay in a core's cache
+TERMS = 1 << 13  # terms of a product per exact sum
+BLOCK = 1 << 16  # elements computed in float64 at a time, to stay in a core's cache
 causal_mask = functools.lru_cache(16)(native.causal_mask)
 
 
 def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
-    """`x` in float64, each row (along `dim`) rounded to multiples of 2^(e - bits). 2^e is just above its largest element.
+    """`x` in float64, each row (along `dim`) rounded to multiples of 2^(e - bits), where 2^e is just above its largest element.
 
-    A float64 of 1.5 * 2^52 grid steps has no digits below the grid: adding it rounds half to even; subtracting it is exact.
+    A float64 of 1.5 * 2^52 grid steps has no digits below the grid. So adding it rounds half to even, and subtracting it is
+    exact.
     """
     e = (x.abs().amax(dim, keepdim=True).view(torch.int32) >> 23) - 126  # from the exponent bits of a float32
     magic = ((e.to(torch.int64) + (1023 + 52 - bits)) << 52).view(torch.float64) * 1.5
@@ -33,42 +34,42 @@ def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def factor(x: Tensor, dim: int) -> Tensor:
-    """`x` on the grid for a `product` that adds along `dim`. A float64 `x` is already on its grid and returned as it is."""
+    """`x` on the grid for a `product` that adds along `dim`. A float64 `x` is already on its grid and returned unchanged."""
     return x if x.dtype is torch.float64 else to_grid(x, (53 - (min(x.shape[dim], TERMS) - 1).bit_length()) // 2, dim)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """`a` [..., n, k] @ `b` [..., k, m]. Each element is within k A B 2^-18 of the exact value, then rounded once to float32.
 
-    A and B are the largest |element| in its row of `a` and its column of `b`. On its grid a number is at most 2^bits steps, so
-    2^(53 - 2 bits) products of two add up exactly in float64, in any order. Longer sums are split into pieces of TERMS, so
-    bits >= 20. Rounding moves a number by half a step, at most 2^-bits A, and so a term by at most A B (2 * 2^-20 + 2^-40).
+    A and B are the largest |element| in its row of `a` and its column of `b`. Every number is at most 2^bits grid steps, so
+    float64 adds 2^(53 - 2 bits) products exactly, in any order. Longer sums are split into pieces of TERMS, so bits >= 20.
+    Rounding moves a number by at most half a step, 2^-bits A. So it moves a term by at most A B (2 * 2^-20 + 2^-40).
     """
     pieces = factor(a, -1).split(TERMS, -1), factor(b, -2).split(TERMS, -2)
     return functools.reduce(torch.add, map(torch.matmul, *pieces)).float()
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """The sum of `x` along `dim` (kept), in float64. Of n elements, each keeps 51 - log2(n) bits below the largest."""
+    """The sum of n elements of `x` along `dim` (kept), in float64. Each keeps 51 - log2(n) bits below the largest."""
     return to_grid(x, 51 - (x.shape[dim] - 1).bit_length(), dim).sum(dim, keepdim=True)
 
 
 def norm_parts(gradients: list[Tensor]) -> list[Tensor]:
-    """What `norm_of` takes of each of the `gradients`: the sums of its rows' squares."""
+    """The input of `norm_of` for each of the `gradients`: the sum of squares of each row."""
     return [total(gradient * gradient, -1).flatten() for gradient in gradients]
 
 
 def norm_of(parts: list[Tensor]) -> Tensor:
-    """The norm of all gradients together."""
+    """The global norm of the gradients, from their `norm_parts`."""
     return torch.tensor(math.sqrt(math.fsum(torch.cat(parts).tolist())), dtype=torch.float64)
 
 
-# Functions of float64 numbers. Rounded to float32, they are within 0.55 units in the last place.
+# Functions of float64 numbers. Rounded to float32, their error is at most 0.55 units in the last place.
 LOG2E, LN2, LOG = 1.4426950408889634, 0.6931471805599453, [2 / n for n in range(19, 0, -2)]
 HALF_PI_HIGH, HALF_PI_LOW = 1.57079632673412561417, 6.07710050650619224932e-11  # n * HALF_PI_HIGH is exact below 2^20
 SINE, COSINE = ([(-1) ** n / math.factorial(2 * n + odd) for n in range(8, -1, -1)] for odd in (1, 0))
-# Fitted at Chebyshev points. POWER: 2^x for |x| <= 1/2, with an error of 2^-28.5. TAIL: the probability that a normal number
-# exceeds x >= 0, divided by exp(-x^2 / 2), as a polynomial in t = 1 / (1 + x / sqrt(8)), with an error of 2^-31.6.
+# Polynomials fitted at Chebyshev points. POWER: 2^x for |x| <= 1/2, with an error of 2^-28.5. TAIL: the probability that a
+# normal number exceeds x >= 0, divided by exp(-x^2 / 2), in powers of t = 1 / (1 + x / sqrt(8)). Its error is 2^-31.6.
 POWER = [0.00015469731979732033, 0.0013400432165314982, 0.009618025602947949, 0.05550327214209315, 0.24022651213595256,
          0.6931472067106205, 0.9999999999595484]  # fmt: skip
 TAIL = [-0.0164420067507, 0.122017403884, -0.387703650265, 0.669334940232, -0.652539514947, 0.354775591213, -0.164704498724,
@@ -76,7 +77,7 @@ TAIL = [-0.0164420067507, 0.122017403884, -0.387703650265, 0.669334940232, -0.65
 
 
 def polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """Horner's scheme, highest power first."""
+    """Evaluate a polynomial by Horner's scheme. coefficients: highest power first."""
     value = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         value.add_(coefficient).mul_(x)
@@ -125,7 +126,7 @@ def gated(x: Tensor, a: float, b: float) -> tuple[Tensor, Tensor]:
 
 
 def normal_gated(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact GELU, x times the probability (1 + erf(x / sqrt(2))) / 2 that a normal number is below x, and its slope."""
+    """Exact GELU and its slope: x times the probability (1 + erf(x / sqrt(2))) / 2 that a normal number is below x."""
     density = exp(x * x * -0.5)
     tail = polynomial(1 / (x.abs() * math.sqrt(1 / 8) + 1), TAIL).mul_(density)
     probability = torch.where(x > 0, 1 - tail, tail)
@@ -133,14 +134,14 @@ def normal_gated(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pointwise(function, x: Tensor) -> Tensor:
-    """Apply `function`, which returns value and slope, to each number of `x`."""
+    """Apply `function`, which returns value and slope, elementwise to `x`."""
     value, slope = (found.float() for found in function(x.detach().double()))
     return value + slope * (x - x.detach())  # x - x.detach() is 0, but has a gradient
 
 
 def stacked(parts: list[Tensor], dim: int) -> Tensor:
-    """The stacked `parts` [..., m, k]. Weights become a `factor` for sums along `dim`, which is cached until they change."""
-    if not isinstance(parts[0], nn.Parameter):  # attention's, or saved by activation checkpointing
+    """The stacked `parts` [..., m, k]. Weights become a `factor` for sums along `dim`, cached until the weights change."""
+    if not isinstance(parts[0], nn.Parameter):  # from attention, or saved by activation checkpointing
         return torch.cat(parts, -2)
     kept, versions = vars(parts[0]).setdefault("factors", {}), [part._version for part in parts]
     if kept.get(dim, ())[:1] != (versions,):
@@ -181,7 +182,7 @@ class Linear(nn.Linear):
 
 
 class Lookup(torch.autograd.Function):
-    """The rows of `weight` [V, C] that `tokens` [...] int64 name."""
+    """The rows of `weight` [V, C] at `tokens` [...] int64."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -198,12 +199,12 @@ class Lookup(torch.autograd.Function):
 
 
 def repeat(weight: Tensor, x: Tensor) -> Tensor:
-    """`weight` [M] for each row of `x` [..., C], looked up in a table of one row, which makes its gradient an exact sum."""
+    """`weight` [M] repeated for each row of `x` [..., C]. It is looked up in a table of one row to make its gradient exact."""
     return Lookup.apply(x.new_zeros(x.shape[:-1], dtype=torch.int64), weight[None])
 
 
 class Normalize(torch.autograd.Function):
-    """`x` [..., C] divided by its root mean square. If `centered`, the mean is subtracted first."""
+    """`x` [..., C] divided by its root mean square; if `centered`, after subtracting the mean."""
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, centered: bool) -> Tensor:
@@ -241,7 +242,7 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         n = x.shape[-1]
-        magic = 1.5 * (2 << n.bit_length())  # no term exceeds 1, so n of them add up exactly on this grid: see `to_grid`
+        magic = 1.5 * (2 << n.bit_length())  # no term exceeds 1, so n of them add up exactly on this grid
         for rows in x.view(-1, n).split(max(1, BLOCK // n)):
             terms = exp(rows.double().sub_(rows.amax(1, keepdim=True)))
             rows.copy_(terms.mul_(1 / (terms + magic).sub_(magic).sum(1, keepdim=True)))
@@ -258,11 +259,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Ten
     """Causal attention of `q` [B, H, T, D] over `k`, `v` [B, n_kv_head, S, D]. mask: from `document_mask`."""
     (T, D), S, first = q.shape[2:], k.shape[2], []
     mask = causal_mask(S, q.dtype, q.device)[None, None, S - T :] if mask is None else mask
-    if T > 128:  # the first half of the queries does not need the keys after it
+    if T > 128:  # the first half of the queries does not need the later keys
         half, end = T // 2, S - T + T // 2
         first = [attention(q[:, :, :half], k[:, :, :end], v[:, :, :end], dropout_p, mask[..., :half, :end])]
         q, mask = q[:, :, half:], mask[..., half:, :]
-    queries = (q * (1 / math.sqrt(D))).unflatten(1, (k.shape[1], -1))  # heads that share keys are rows of one product
+    queries = (q * (1 / math.sqrt(D))).unflatten(1, (k.shape[1], -1))  # one product for the heads that share keys
     scores = Product.apply(queries.flatten(2, 3), k).view(*queries.shape[:4], -1) + mask[:, None]
     weights = dropout(Softmax.apply(scores).flatten(2, 3), dropout_p, True)
     return torch.cat((*first, Product.apply(weights, v.mT).view(q.shape)), dim=2)
@@ -293,7 +294,7 @@ linear_cross_entropy = functools.partial(native.linear_cross_entropy, rows=256) 
 
 # Random numbers come from numpy's Philox (Salmon et al. 2011). Its key is an integer drawn from torch's generator.
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """In training, drop elements of `x` with probability `p` (in steps of 2^-16) and divide the others by 1 - p."""
+    """In training, drop elements of `x` with probability `p` (in steps of 2^-16) and divide the rest by 1 - p."""
     if not (p and training):
         return x
     philox = np.random.Philox(key=int(torch.randint(1 << 62, ())))
@@ -302,7 +303,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def normal_(value: Tensor, mean: float, std: float, *, generator: torch.Generator) -> Tensor:
-    """Fill `value`, on the CPU, with approximately normal numbers: sums of twelve uniform ones."""
+    """Fill `value`, on the CPU, with approximately normal numbers: sums of twelve uniform numbers."""
     philox = np.random.Philox(key=int(torch.randint(1 << 62, (), generator=generator)))
     for piece in value.view(-1).split(BLOCK):
         sums = philox.random_raw(3 * len(piece)).view(np.uint16).reshape(-1, 12).sum(1, dtype=np.int64)
@@ -318,7 +319,7 @@ def multinomial(probabilities: Tensor, _, generator: torch.Generator | None) -> 
 
 
 def adamw(params, grads, exp_avgs, exp_avg_sqs, state_steps, *, lr, beta1, beta2, eps, weight_decay) -> None:
-    """AdamW as in PyTorch. This and the functions below are the arithmetic of optimizers, in place, for lists of tensors."""
+    """AdamW as in PyTorch. This and the functions below do the optimizers' arithmetic in place, on lists of tensors."""
     for *tensors, step in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True):
         step += 1
         first, second = (1 / (1 - exp(log(torch.tensor([beta1, beta2], dtype=torch.float64)) * step.item()))).tolist()

@@ -1,9 +1,9 @@
 """Turn text into a dataset directory: `python prepare_data.py [SOURCE ...] [--out=tokens/NAME] [--tokenizer=...]`.
 
-Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), local or at any URL that fsspec opens, such
-as hf://, s3://, gs:// and https://. The default is the Python standard library. Text is read in units of about a megabyte.
-Worker threads encode them (the tokenizers release the interpreter's lock), and tokens are written to shards in the order of the
-text. So the number of workers does not matter. After a kill, the same command continues after the finished shards.
+Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz). They may be local or at any URL that fsspec
+opens, such as hf://, s3://, gs:// and https://. The default is the Python standard library. Worker threads encode text in units
+of about a megabyte (the tokenizers release the GIL). Tokens are written in the order of the text, so the number of workers does
+not affect the result. After a kill, the same command continues after the finished shards.
 """
 
 import os
@@ -28,10 +28,10 @@ class PrepareConfig:
     out: str = ""
     """Dataset directory (default: tokens/ plus the first source's name, or tokens/python)."""
     tokenizer: str = ""
-    """train:N, train:N:llama3 (which llama.cpp knows), gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json or
-    .tiktoken file (default: gpt2; without a source train:4096)."""
+    """train:N, train:N:llama3 (supported by llama.cpp), gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json
+    or .tiktoken file. Default: gpt2, or without a source train:4096."""
     column: str = "text"
-    """Column of .parquet files, or key in .jsonl files, that holds the text."""
+    """Text column of .parquet files, or text key of .jsonl files."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
     """Longest line of a .jsonl file or row of a .parquet file. Memory grows with it."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] | Auto = "auto"
@@ -43,7 +43,7 @@ class PrepareConfig:
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Encoding threads (0: one per core)."""
     check: str = ""
-    """Do not prepare anything. Read this whole dataset directory, ours or another tool's, and report its contents or its first
+    """Instead of preparing: read this whole dataset directory, ours or another tool's, and report its contents or its first
     problem. --tokenizer decodes another tool's tokens."""
     hub: HubConfig = HubConfig()
 
@@ -71,14 +71,14 @@ from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # of text that train:N learns from
-HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # in names of held-out files
+HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # names of held-out files
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
 
 
 def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile], list[dict]]:
-    """The files of all sources in order, each once, and a record of each source for dataset.json. Raises UserError.
+    """The files of all sources in order, without duplicates, and each source's record for dataset.json. Raises UserError.
 
-    A source on the Hub stays at the commit of the first start. If the dataset is finished, no server is contacted.
+    A Hub source stays at the commit that the first run used. If the dataset is finished, no server is contacted.
     """
     by_path, records, known = {}, [], {}  # known: what an earlier run recorded
     for path in (directory / "progress.json", directory / "dataset.json"):
@@ -108,9 +108,9 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
 
 
 def sample(source_files: list[SourceFile]) -> Iterator[str]:
-    """At most SAMPLE_CHARACTERS of text, in equal parts from the start of at most 1000 of the files."""
+    """At most SAMPLE_CHARACTERS of text, in equal parts from the beginnings of at most 1000 files."""
     local, remote = ([file for file in source_files if ("://" in str(file)) == far] for far in (False, True))
-    chosen = local + remote[:1]  # each further one would be a request
+    chosen = local + remote[:1]  # each additional remote file would be a request
     chosen, left = chosen[:: -(-len(chosen) // 1000)], SAMPLE_CHARACTERS
     for number, file in enumerate(chosen):
         share = left // (len(chosen) - number)
@@ -123,7 +123,7 @@ def sample(source_files: list[SourceFile]) -> Iterator[str]:
 
 
 def prepare(config: PrepareConfig) -> None:
-    """Make the dataset that `config` describes, or finish it if an earlier run started it. Raises UserError."""
+    """Make the dataset that `config` describes, or finish what an earlier run started. Raises UserError."""
     began, directory, options = time.perf_counter(), out_directory(config), {}  # options: recorded in dataset.json
     if config.column != "text":
         options["column"] = config.column
@@ -142,7 +142,7 @@ def prepare(config: PrepareConfig) -> None:
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files))
         if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
             say(f"the text is too short for more than {tokenizer.vocab_size} different tokens")
-        # A restart continues only with the same files and tokens, cut into units in the same way (their version is in `units`).
+        # A restart continues only with the same files, tokenizer and division into units (whose version is `units`).
         listing = digest([(file.name, file.size) for file in source_files])
         request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 4}
         writer = DatasetWriter(directory, request, tokenizer, split.val_fraction)
@@ -167,10 +167,10 @@ def out_directory(config: PrepareConfig) -> Path:
 
 
 def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceFile], workers: int) -> None:
-    """Encode the text that is not in finished shards yet, and write its tokens."""
+    """Encode the text that is not yet in finished shards, and write its tokens."""
     wanted, sizes, without_text, not_utf8 = writer.wanted, [file.size for file in source_files], 0, {}
     units, done = read_units(source_files, split, wanted), sum(sizes[: min(wanted.values())[0]])
-    seconds = 0.1 if sys.stderr.isatty() else 60  # between updates of the bar; in a log, each is a new line
+    seconds = 0.1 if sys.stderr.isatty() else 60  # between updates of the progress bar; in a log, each is a new line
     with tqdm(total=sum(sizes), initial=done, unit="B", unit_scale=True, mininterval=seconds) as bar:
         for unit, tokens in encode_all(writer.tokenizer, units, workers):
             bar.update(int(unit.bytes_on_disk))  # the rounded sum of fractions may exceed the total
@@ -197,7 +197,7 @@ def main(config: PrepareConfig) -> int:
             if config.hub.push:
                 directory = out_directory(config)
                 files.publish_text(directory / "README.md", dataset_card(directory, config.hub))
-                say(f"{directory} is now {hub.push(directory, config.hub, 'dataset', ['*.bin'])}")
+                say(f"uploaded {directory} to {hub.push(directory, config.hub, 'dataset', ['*.bin'])}")
     except KeyboardInterrupt:
         print("stopped; run the same command to continue after the last finished shard", file=sys.stderr)
         return errors.EX_TEMPFAIL

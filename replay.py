@@ -1,9 +1,9 @@
 """Look back at a step of a run: `python replay.py runs/NAME --step=12345`. Was it the data, or the machine?
 
-Recomputes the steps since the newest intact checkpoint. If loss and gradient norm match metrics.jsonl bit for bit, the machine
-is fine, and the sequences of the step show what the model saw. Otherwise the first differing step is named. Never writes to the
-run. Any number of ranks can replay a run with --strategy=exact. Other runs need their own number: `torchrun --standalone
---nproc_per_node=W replay.py ...`.
+Recomputes the steps since the newest intact checkpoint before that step. If loss and gradient norm match metrics.jsonl bit for
+bit, the machine is fine, and the step's sequences show what the model saw. Otherwise the first differing step is printed. Never
+writes to the run. Any number of ranks can replay a run with --strategy=exact. For other runs, use the original number:
+`torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class ReplayConfig:
     run: tyro.conf.Positional[str]
     """A run directory."""
     step: Count = 0
-    """The step to look at, counted as in metrics.jsonl (0: the last recorded step)."""
+    """The step to replay, numbered as in metrics.jsonl (0: the last recorded step)."""
     sequences: Count = 8
-    """How many sequences of the step to show, worst loss first (0: all)."""
+    """Sequences of the step to show, worst loss first (0: all)."""
     verify: bool = False
     """Check that each kept checkpoint follows from the previous one, sha256 for sha256."""
     from_: Annotated[Count | Auto, tyro.conf.arg(name="from")] = "auto"
@@ -31,9 +31,9 @@ class ReplayConfig:
     to: Count = 0
     """Where --verify ends (0: at the last checkpoint). A step without a checkpoint is compared by its loss."""
     tokens: str = ""
-    """Where the dataset is now (empty: where the run found it)."""
+    """Current location of the dataset (empty: unchanged)."""
     phase: str = ""
-    """Where the datasets of its phases are now, as in the flag of train.py."""
+    """Current locations of the datasets of the run's phases, in the syntax of train.py's --phase."""
 
 
 if __name__ == "__main__":
@@ -65,21 +65,21 @@ CHANGED = "settings, versions, the hardware or the number of ranks changed"
 
 
 class CannotReplay(UserError):
-    """A step cannot be recomputed on these ranks, or from the checkpoints that are left."""
+    """A step cannot be recomputed on these ranks, or from the remaining checkpoints."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """The run to look back at, and the ranks that do it."""
+    """The run to replay, and the ranks that replay it."""
 
     directory: Path
-    state: TrainState  # of its newest checkpoint
+    state: TrainState  # of the newest checkpoint
     world: World
-    moved: dict[str, str]  # the settings that say where the datasets are now, if they are elsewhere
+    moved: dict[str, str]  # settings with the new locations of datasets, if they have moved
 
 
 def main(config: ReplayConfig) -> int:
-    """Replay and print. Returns 1 if something differs from the run's records. Raises UserError."""
+    """Replay or verify, and print the result. Returns 1 if anything differs from the run's records. Raises UserError."""
     if not config.verify and (config.from_ != "auto" or config.to):
         raise UserError("--from and --to need --verify; --step looks at a single step")
     newest, warnings = lookup.find(config.run)
@@ -146,14 +146,14 @@ def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list
 
 
 def anywhere(config: settings.Config) -> settings.Config:
-    """Settings with which any machine can recompute a portable run. The settings of other runs are returned unchanged."""
+    """Settings with which any machine can recompute a portable run. Returns a native run's settings unchanged."""
     if config.numerics.numerics == "native":
         return config
     return settings.replace(config, threads="auto", device="cpu" if config.train.device == "cpu" else "auto")
 
 
 def conditions(era: Era) -> tuple:
-    """What the bits of a step depend on, besides the state before it."""
+    """Everything that the bits of a step depend on, except the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
     same = settings.replace(anywhere(config), check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
     versions = era["versions"] if config.numerics.numerics == "native" else {}
@@ -162,7 +162,7 @@ def conditions(era: Era) -> tuple:
 
 
 def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
-    """The run at checkpoint `path` (None: the newest intact one before `step`), or at its start. Raises CannotReplay."""
+    """The run at checkpoint `path` (None: the newest intact one before `step`, or the run's start). Raises CannotReplay."""
     directory, state, world = past.directory, past.state, past.world
     begun = [era for era in state.history if era["step"] < step]
     if not begun:
@@ -178,19 +178,19 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
     if data.mixtures_seen(dataset.identity, step) != data.mixtures_seen(state.dataset, step):
         problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
-        raise UserError(f"{problem}; use --tokens to say where the tokens are now (for a mixture, with their weights)")
+        raise UserError(f"{problem}; set --tokens to the current location of the tokens (for a mixture, with weights)")
     earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]
     path = path or next((path for path in reversed(earlier) if retention.find_damage(path) is None), None)
     if path:
         start = lookup.Start(checkpoint.load_state(path), path)
     else:
         began = settings.from_record(state.history[0]["settings"], str(directory))
-        start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it was new
+        start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as at its first start
     if start.state.step < since:
-        gone = f"no intact checkpoint between there and step {step} is left (--keep_last)"
+        gone = f"no intact checkpoint remains between that step and step {step} (see --keep_last)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
     if (ours := checkpoint.versions(config, world.device)) != era["versions"] and config.numerics.numerics == "native":
-        say(f"warning: the step was computed with {era['versions']}; here are {ours}")
+        say(f"warning: the step was computed with {era['versions']}; this machine has {ours}")
     run = train.build(config, world, dataset, start)
     run.engine.warm_up(config.train.micro_batch_size, config.model.seq_len)
     return run
@@ -201,14 +201,14 @@ def replay(run: train.Run, last: int) -> dict[int, tuple[float, float]]:
     upcoming = [(s, m) for s in range(run.state.step, last) for m in run.world.share(run.config.micro_batches)]
     prefetcher, found = data.Prefetcher(run.batches, upcoming, run.world.device), {}
     while run.state.step < last:
-        found[run.state.step] = train.update(run, prefetcher)  # evaluated first, so this is the new step
+        found[run.state.step] = train.update(run, prefetcher)  # Python evaluates the right side first, so this is the new step
     prefetcher.close()
     return found
 
 
 @torch.no_grad()
 def look_at_sequences(run: train.Run) -> list[str]:
-    """The sequences of the next update, worst loss first: their losses, where they come from, and their text."""
+    """The sequences of the next update, worst loss first: their losses, locations and text."""
     batches, step, each = run.batches, run.state.step, run.config.train.micro_batch_size
     losses = run.world.zeros(run.config.sequences_per_update)
     with run.engine.evaluating() as model:
@@ -233,7 +233,7 @@ def look_at_sequences(run: train.Run) -> list[str]:
 
 
 def verify(past: Past, config: ReplayConfig) -> int:
-    """Recompute each kept checkpoint of a segment from the previous one and compare. Returns 1 if one does not follow."""
+    """Recompute each kept checkpoint of a segment from the previous one, and compare. Returns 1 if any differs."""
     kept = {retention.step_of(path): path for path in retention.published(past.directory / "checkpoints")}
     first = min(kept) if config.from_ == "auto" else config.from_
     last = config.to or max(kept)
@@ -255,10 +255,10 @@ def verify(past: Past, config: ReplayConfig) -> int:
 
 
 def difference(past: Past, start: Path | None, end: Path | None, last: int) -> str:
-    """How step `last` differs from what follows from checkpoint `start`, or from the run's start. Empty if it does not.
+    """How step `last` differs from a replay that begins at checkpoint `start` (None: the run's start). Empty if it does not.
 
-    The tensors must equal checkpoint `end`, if there is one, and the losses since `start` must equal the recorded ones.
-    Raises CannotReplay.
+    The tensors must equal checkpoint `end`, if given, and the losses since `start` must equal the recorded ones. Raises
+    CannotReplay.
     """
     if problem := next(filter(None, (retention.find_damage(path) for path in (start, end) if path)), None):
         return problem

@@ -1,6 +1,6 @@
 """Generate text with a model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
 
-In a terminal, without --prompt, it continues each line that you type.
+In a terminal, without --prompt, continues each line that you type.
 """
 
 import sys
@@ -20,11 +20,11 @@ class SampleConfig:
     run: tyro.conf.Positional[str]
     """A run directory (uses its newest checkpoint), a checkpoint, or any Hugging Face model directory or Hub id."""
     prompt: str = ""
-    """Text to continue, or FILE:path to read it from a file. Empty: type it in a terminal; elsewhere, start a document."""
+    """Text to continue, or FILE:path to read it from a file. Empty: in a terminal, you type it; elsewhere, start a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Length of a sample in tokens, unless the model ends the document first."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
-    """0: always take the most likely token."""
+    """0: always pick the most likely token."""
     top_k: Count = 50
     """Sample from this many of the most likely tokens (0: all)."""
     seed: Seed = 1
@@ -33,7 +33,7 @@ class SampleConfig:
     tokenizer: str = ""
     """For a model without tokenizer.json: a tokenizer.json, gpt2, or any other --tokenizer of prepare_data.py."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of matrix products. auto: float32 on a CPU, else bfloat16 if the hardware has it."""
+    """Precision of matrix products. auto: float32 on a CPU, else bfloat16 if the hardware supports it."""
     numerics: Literal["auto", "native", "portable"] = "auto"
     """portable: the same bits on any processor; auto: as the model was trained."""
 
@@ -57,14 +57,14 @@ from hardware import device, host
 from model import generate
 from parallel.world import connect
 
-PROMPT_TOKENS, NEW_TOKENS = 8, 64  # of a sample during training
+PROMPT_TOKENS, NEW_TOKENS = 8, 64  # in a sample during training
 
 
 def main(config: SampleConfig) -> None:
-    """Print the prompt and its continuation as it is sampled, and a line of dashes after each sample. Raises UserError."""
+    """Print the prompt and, as they are sampled, the tokens after it. A line of dashes ends each sample. Raises UserError."""
     directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
-        raise UserError(f"{directory} has no tokenizer.json; pass the tokenizer of its tokens with --tokenizer=FILE")
+        raise UserError(f"{directory} has no tokenizer.json; pass the model's tokenizer with --tokenizer=FILE")
     text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
     is_file = config.prompt.startswith("FILE:")
     prompt = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
@@ -94,16 +94,16 @@ def show(model, text, prompt: str, options: tuple) -> None:
 
 
 def encode(text, prompt: str, model) -> list[int]:
-    """The tokens of `prompt`, or the start of a document. Raises UserError if the model does not know one of them."""
+    """The tokens of `prompt`, or the start of a document if it is empty. Raises UserError if the model lacks one of them."""
     tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
     if max(tokens) >= size:
         unknown = next((repr(c) for c in prompt if max(text.encode(c)) >= size), "the start of a document")
-        raise UserError(f"--prompt: {unknown} is token {max(tokens)}, but the model knows only {size} tokens; leave it out")
+        raise UserError(f"--prompt: {unknown} is token {max(tokens)}, but the model has only {size} tokens; leave it out")
     return tokens
 
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
-    """The text of `prompt`, then of each token of `new`, without end-of-text. Incomplete characters wait for their bytes."""
+    """Yield the text of `prompt`, then of each `new` token, without end-of-text. Holds back incomplete characters."""
     yield text.decode([token for token in prompt if token != text.eot_token])
     tokens = []  # since the last complete character
     for token in new:
@@ -120,7 +120,7 @@ def converse(model, text, options: tuple) -> None:
     """Continue each line that the user types, until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history for `input`)
-    print("Type a text to continue. An empty line starts a document. Ctrl-C stops the text, Ctrl-D quits.")
+    print("Type text to continue. An empty line starts a new document. Ctrl-C stops the output, Ctrl-D quits.")
     while True:
         try:
             show(model, text, input("> "), options)
@@ -134,9 +134,9 @@ def converse(model, text, options: tuple) -> None:
 
 
 def write_sample(engine, dataset: Mixture, seed: int) -> str:
-    """For --sample_every: let a model in training continue the first validation tokens. Does not change a bit of the run.
+    """For --sample_every: continue the first validation tokens with a model in training. Does not change a bit of the run.
 
-    All ranks must call this, and all sample the same tokens.
+    All ranks must call this; all sample the same tokens.
     """
     text = tokenizer.load(dataset.tokenizer)
     start = torch.from_numpy(dataset.streams("val")[0].read_windows(np.zeros(1, int), PROMPT_TOKENS)[:, :-1])

@@ -1,7 +1,7 @@
 """All settings of training, and how a preset and flags become one frozen `Config`.
 
-Each type limits its own value; planning/rules.py says which values conflict. This file imports neither torch nor numpy, so that
-`--help` and wrong flags are answered at once.
+Each type limits its own value; planning/rules.py lists which values conflict. This file imports neither torch nor numpy, so
+that `--help` and errors in flags appear at once.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from common.records import Auto, Count, Seed, Size
 from common.steps import read_phases, read_skipped
 
 HERE = Path(__file__).parent
-# Upper limits bound what is computed or allocated from a number, such as a list.
+# Upper limits bound the work and memory that a number can cause, such as the length of a list.
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
@@ -32,7 +32,7 @@ Fraction = Annotated[float, Meta(ge=0, lt=1)]
 @dataclass(frozen=True)
 class RunConfig:
     name: str = ""
-    """Name of the run, stored in OUT_DIR/NAME. Empty: the preset's file name."""
+    """Name of the run, which is stored in OUT_DIR/NAME. Empty: the preset's file name."""
     out_dir: str = "runs"
     """Directory of all runs."""
     seed: Seed = 1337
@@ -42,24 +42,24 @@ class RunConfig:
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 after this many minutes (0: no limit)."""
     depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
-    """The dial: number of layers. Sets width, batch, steps, learning rate and weight decay to match; other flags override."""
+    """The dial: number of layers. Sets width, batch, steps, learning rate and weight decay to match, unless flags set them."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     tokens: str = "tokens/python"
-    """A dataset directory, or a weighted mixture such as tokens/web:0.8,tokens/code:0.2 (in a preset, also a list)."""
+    """A dataset directory, or a weighted mixture such as tokens/web:0.8,tokens/code:0.2 (a preset may use a list)."""
     phase: str = ""
-    """Switch to another mixture after a step, such as 8000:tokens/web:0.5,tokens/math:0.5. Several phases form one list,
+    """Switch to another mixture after a step, such as 8000:tokens/web:0.5,tokens/math:0.5. Several phases go in one list,
     such as 8000:tokens/web,9000:tokens/math. When a run continues, you may add future phases."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows within an epoch."""
     skip_steps: str = ""
     """Leave out the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
     attend: Literal["window", "document"] = "window"
-    """What a token attends to: all earlier tokens of its window, or only those of the same document."""
+    """Whether tokens attend to all earlier tokens of the window, or only to earlier tokens of the same document."""
     prepare_command: str = ""
-    """The command that makes the dataset, printed if it is missing."""
+    """The command that makes the dataset, printed if the dataset is missing."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ModelConfig:
     rope_theta: Annotated[float, Meta(gt=0, le=10**12)] = 10000.0
     """Base of the rotary frequencies (not for gpt2)."""
     rope_scaling: str = "none"
-    """none, or Llama 3's factor, low_freq_factor, high_freq_factor and original context, such as 8,1,4,8192."""
+    """none, or Llama 3's factor, low_freq_factor, high_freq_factor and original context length, such as 8,1,4,8192."""
     gelu: Literal["tanh", "erf"] = "tanh"
     """For gpt2. tanh: GPT-2's approximation of GELU; erf: exact GELU, as in nanoGPT."""
     norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
@@ -106,7 +106,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class NumericsConfig:
     numerics: Literal["native", "portable"] = "native"
-    """portable: the same bits on any processor, with any number of threads and any version of torch. In float32, and slower."""
+    """portable: the same bits on any processor, with any number of threads and version of torch, but slower and in float32."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class OptimConfig:
     """wsd: warmup, stable, then linear decay over the last cooldown_fraction of the steps."""
     cooldown_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.2
     decay_steps: Count = 0
-    """Finish a run from a checkpoint: wsd's decay over so many steps, then the end. It sets --schedule and --steps."""
+    """Finish a run from a checkpoint: decay as in wsd over this many steps, then end. Sets --schedule and --steps."""
     weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.1
     """Decoupled; applied to tensors of two or more dimensions."""
     beta1: Fraction = 0.9
@@ -141,9 +141,9 @@ class TrainConfig:
     steps: Steps = 1000
     """Optimizer updates in the whole run."""
     tokens_per_update: Annotated[int, Meta(gt=0, le=1 << 32)] = 524288
-    """Global batch in tokens, for any number of ranks."""
+    """Global batch size in tokens, over all ranks."""
     micro_batch_size: Size | Literal["auto"] = "auto"
-    """Sequences per forward pass of a rank. auto: as many as fit in memory."""
+    """Sequences per forward pass on each rank. auto: as many as fit in memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of matrix products; weights stay in float32. auto: bfloat16 if that is fast here.
@@ -151,15 +151,15 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile. auto: if it saves time and a compiler works."""
     fp8: bool = False
-    """Use float8 products in the blocks (torchao). Worth it on Hopper or newer GPUs, from a billion parameters on."""
+    """Use float8 products in the blocks (torchao). Pays off on Hopper or newer GPUs for a billion parameters or more."""
     activation_checkpointing: bool = False
-    """Keep only each block's input for backward and recompute the rest: much less memory, a third more computing."""
+    """Keep only each block's input for backward and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
     """CPU threads per rank. auto: cores // local ranks, or 1 under --strategy=exact."""
     deterministic: bool = True
     """Use only CUDA kernels that give the same bits every time. CPU kernels always do."""
     max_skipped_steps: Count = 30
-    """End the run if more than this many updates in a row are skipped because their gradient is not finite."""
+    """End the run if more than this many updates in a row are skipped because of non-finite gradients."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ class ParallelConfig:
     """ddp: torch's DistributedDataParallel. fsdp: shard weights, gradients and optimizer state over the ranks.
     exact: the same bits on any number of ranks. scratch_*: the lessons in parallel/from_scratch.py."""
     replicate: Ranks = 1
-    """Copies of the weights under fsdp. A group of ranks, such as a node, shares a copy (1: all ranks share one)."""
+    """Copies of the weights under fsdp, each shared by a group of ranks such as a node (1: all ranks share one)."""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
-    """For fsdp and exact. on: send gradients to their shards after every micro-batch, which takes less memory and more
-    traffic, and changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
+    """For fsdp and exact. on: send gradients to their shards after every micro-batch, for less memory but more traffic;
+    this changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
     check_replicas_every: Count = 0
-    """Steps between comparisons of all ranks' weights (0: never). End the run if a bit differs."""
+    """Steps between comparisons of all ranks' weights (0: never). The run ends if a bit differs."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0
     """How long a rank waits for the others before giving up."""
 
@@ -187,11 +187,11 @@ class EvalConfig:
     sample_every: Count = 0
     """Steps between samples, each a line of text from the model (0: none)."""
     tasks: str = ""
-    """Tasks of lm-eval to score the model on, by name or as YAML files, as in hellaswag,arc_easy."""
+    """lm-eval tasks to score the model on: names or YAML files, such as hellaswag,arc_easy."""
     tasks_every: Count = 0
     """Steps between scores on the tasks (0: only at the end)."""
     tasks_limit: Count = 0
-    """Documents of each task (0: all)."""
+    """Documents per task (0: all)."""
 
 
 @dataclass(frozen=True)
@@ -199,15 +199,15 @@ class CheckpointConfig:
     save_every: Count = 250
     """Steps between checkpoints (0: only at the end)."""
     keep_last: Count = 2
-    """How many of the newest checkpoints to keep (0: all)."""
+    """Number of newest checkpoints to keep (0: all)."""
     keep_best: Count = 1
-    """How many checkpoints with the lowest validation loss to keep as well."""
+    """Number of checkpoints with the lowest validation loss to keep as well."""
     max_shard_bytes: Annotated[int, Meta(gt=0, le=1 << 62)] = 10**9
     """Largest file of weights or optimizer state. A larger tensor gets its own file."""
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
     mirror: str = ""
-    """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens). A start on an empty disk
+    """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens). On an empty disk, the run
     continues from there."""
 
 
@@ -216,11 +216,11 @@ class LogConfig:
     log_every: Steps = 10
     """Steps between lines in metrics.jsonl and on the console."""
     tensorboard: bool = False
-    """Also write the metrics for TensorBoard, to the run's directory."""
+    """Also write the metrics for TensorBoard in the run's directory."""
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
     profile: str = ""
-    """STEP:COUNT, such as 100:3: trace these updates into the run's directory and report where the time went."""
+    """STEP:COUNT, such as 100:3: trace these updates, write the trace to the run's directory, and report where time went."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Config:
 
     @property
     def skipped_batches(self) -> tuple[int, ...]:
-        """The batches that --skip_steps leaves out, from 0, in ascending order. Raises UserError."""
+        """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises UserError."""
         return read_skipped(self.data.skip_steps)
 
     @property
@@ -248,17 +248,17 @@ class Config:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in the global batch, over all ranks. Needs a resolved micro_batch_size."""
+        """Micro-batches in the global batch, over all ranks. micro_batch_size must be resolved."""
         return self.sequences_per_update // self.train.micro_batch_size
 
 
 def load(args: list[str], description: str) -> Config:
-    """The settings of a command line of train.py, without its plan flags. See `complete`. Raises UserError."""
+    """The settings from a train.py command line, without its plan flags. See `complete`. Raises UserError."""
     return complete(parse(Config, divide(args)[1], description, start_of(args)), args)
 
 
 def start_of(args: list[str]) -> Config:
-    """The preset of a command line, before its flags. Raises UserError."""
+    """The settings of a command line's preset, without its flags. Raises UserError."""
     path, flags = divide(args)
     config, run = read_preset(path), path.parent if path.parent.name else path.absolute().parent
     if "name" in given(flags):
@@ -268,14 +268,14 @@ def start_of(args: list[str]) -> Config:
     recorded = Path(config.run.out_dir, config.run.name)
     if "\n[asked]\n" in files.read_text(path) and run.resolve() != recorded.resolve():  # written by `dumps`
         new = f"start a new run with --name=NAME, or continue that one with {recorded}/config.toml"
-        raise UserError(f"{path} has the settings of the run {recorded}; {new}")
+        raise UserError(f"{path} contains the settings of the run {recorded}; {new}")
     return config
 
 
 def complete(config: Config, args: list[str]) -> Config:
-    """Add the settings of the run that `config` names, a preset with the flags in `args`: default < preset < run < flag.
+    """Add the run's own settings to `config`, a preset with the flags in `args`. Precedence: default < preset < run < flag.
 
-    A run that continues keeps its settings, except for the flags. Raises UserError.
+    So a run that continues keeps its settings, except for the flags. Raises UserError.
     """
     preset, flags = divide(args)
     if sum(word.partition("=")[0] == "--phase" for word in flags) > 1:  # the last one would win
@@ -303,7 +303,7 @@ def given(flags: list[str]) -> set[str]:
 
 
 def of_run(config: Config) -> Config | None:
-    """The settings requested at the last start of the run that `config` names. None without checkpoints. Raises UserError."""
+    """The settings requested at the last start of the run named in `config`. None without checkpoints. Raises UserError."""
     run = Path(config.run.out_dir, config.run.name)
     if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
         return None
@@ -335,7 +335,7 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
 
 
 def from_record(values: dict[str, Any], where: str) -> Config:
-    """The checked `Config` with these settings by flag name. Raises a UserError that begins each mistake with `where`."""
+    """The checked `Config` with these settings by flag name. Raises UserError; each of its lines begins with `where`."""
     flags = flat_fields(Config)
     refuse(f"{where}: unknown key {name}{cli.suggestion(name, flags)}" for name in values if name not in flags)
     found, wrong = read_values(Config, values, strict=True)
@@ -345,15 +345,15 @@ def from_record(values: dict[str, Any], where: str) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raise UserError for a setting that cannot be parsed or means something else here."""
-    _ = config.skipped_batches, read_phases(config.data.phase), config.model.rope_factors  # these raise it
+    """Raise UserError for a setting that cannot be parsed or is not allowed here."""
+    _ = config.skipped_batches, read_phases(config.data.phase), config.model.rope_factors  # these may raise UserError
     run, tokens = config.run, config.data.tokens
     if run.name in (".", "..") or "/" in run.name:
         raise UserError(f"--name={run.name} must be a plain directory name; use --out_dir for its location")
     if config.model.init_from == "resume":
         raise UserError("--init_from=resume: leave it out; running the same command again continues a run")
     if "@" in urlsplit(config.checkpoint.mirror).netloc:
-        raise UserError("--mirror has a password in its URL, which logs would show; put it in the store's own settings")
+        raise UserError("--mirror contains a password, which logs would show; put it in the store's own settings")
     cli.require_local("out_dir", run.out_dir, "--mirror=URL copies each checkpoint there")
     for flag, mixture in (("tokens", tokens), ("phase", config.data.phase)):
         cli.require_local(flag, mixture, "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
@@ -380,14 +380,14 @@ def resolve_schedule(optim: OptimConfig, steps: int) -> OptimConfig:
 
 
 def with_chosen(group, chosen: dict[str, Any]):
-    """A group of settings with the values of `chosen` instead of auto."""
+    """A group of settings in which the values of `chosen` replace auto."""
     return dataclasses.replace(group, **{name: value for name, value in chosen.items() if getattr(group, name) == "auto"})
 
 
 def dumps(config: Config, asked: Config | None = None) -> str:
-    """`config` as TOML, one table a group. As a preset of train.py it repeats the run.
+    """`config` as TOML, one table per group. As a preset of train.py it repeats the run.
 
-    asked: the settings before they were resolved. The table `asked` has those that differ, for a start that continues the run.
+    asked: the settings before they were resolved. The ones that differ go into the table `asked`, for continuing the run.
     """
     tables = {group.name: vars(getattr(config, group.name)) for group in dataclasses.fields(config)}
     resolved = flat_values(config)

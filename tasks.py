@@ -1,4 +1,4 @@
-"""Scores on tasks, such as hellaswag: what EleutherAI's lm-eval measures, on a model in memory, shared by all ranks.
+"""Scores on tasks such as hellaswag, by EleutherAI's lm-eval, for a model in memory. All ranks share the work.
 
 Only the master runs lm-eval, which turns tasks into requests and answers into scores. Each rank computes a share of the
 answers, in the same batches on any number of ranks. The scores equal those from HFLM, lm-eval's class for Hugging Face models.
@@ -23,22 +23,22 @@ from common.errors import RunError, UserError, explain
 from model import GPT, generate
 from parallel.world import World
 
-MOST_TOKENS = 8192  # in a batch: the logits take 1.6 GB in float32 for a vocabulary of 50,000
-REHEARSED = 4  # documents of each task on which lm-eval is tried before training
-Row = tuple[tuple[int, ...], list[tuple]]  # the tokens of a forward pass, and for each request what to find there
+MOST_TOKENS = 8192  # per batch: with a vocabulary of 50,000, the logits take 1.6 GB in float32
+REHEARSED = 4  # documents of each task on which lm-eval is tested before training
+Row = tuple[tuple[int, ...], list[tuple]]  # the tokens of a forward pass, and the requests that its output answers
 Scores = dict[str, dict[str, float]]  # by task and metric, such as acc_norm
 
 
 class Tasks:
-    """Tasks that lm-eval has loaded, and a model's answers to their requests. `load` makes one on every rank.
+    """Tasks loaded by lm-eval, and a model's answers to their requests. `load` creates one on every rank.
 
-    On the master it is also lm-eval's TemplateLM, whose `loglikelihood` calls `tok_encode` and `_loglikelihood_tokens`.
+    On the master, this is also an lm-eval TemplateLM, whose `loglikelihood` calls `tok_encode` and `_loglikelihood_tokens`.
     """
 
     eot_token_id = 0  # abstract in TemplateLM
 
     def __init__(self, tokenizer: Path, first: int, seq_len: int, world: World):
-        """first: the token that starts a text, and ends one."""
+        """first: the token that starts and ends a text."""
         super().__init__()
         self.tokenizer, self.eot_token_id, self.max_length = Tokenizer.from_file(str(tokenizer)), first, seq_len
         self.tokenizer.no_truncation()
@@ -46,7 +46,7 @@ class Tasks:
         self.world, self.loaded, self.model, self.computing = world, {}, None, False
 
     def rehearse(self, names: list[str]) -> None:
-        """Load tasks on the master, and let lm-eval try them without a model. Raises UserError."""
+        """Load tasks on the master, and try them in lm-eval without a model. Raises UserError."""
         from lm_eval.tasks import TaskManager
 
         with as_alone():
@@ -62,9 +62,9 @@ class Tasks:
 
     @torch.no_grad()
     def measure(self, model: GPT, limit: int) -> Scores:
-        """The scores of `model`, which is in evaluation mode. All ranks must call this; the master gets them.
+        """The scores of `model`, which is in evaluation mode. All ranks must call this; only the master gets scores.
 
-        limit: documents of each task (0: all). Raises RunError, on the master alone, where lm-eval fails.
+        limit: documents per task (0: all). Raises RunError, on the master alone, if lm-eval fails.
         """
         self.model, document_token, model.document_token = model, model.document_token, None  # a text is one document
         try:
@@ -78,10 +78,10 @@ class Tasks:
         finally:
             model.document_token = document_token
             if self.loaded and not self.computing:
-                self.compute()  # the others are done, too
+                self.compute()  # release the other ranks
 
     def evaluate(self, limit: int) -> Scores:
-        """What lm-eval finds on the first documents of each task. Of a group that has scores, its parts are left out."""
+        """lm-eval's scores on the first documents of each task. If a group has scores, its subtasks are left out."""
         from lm_eval import defaults, evaluator
 
         for task in self.loaded["tasks"].values():
@@ -90,24 +90,24 @@ class Tasks:
         with as_alone():
             found = evaluator.evaluate(self, self.loaded, limit=limit or None, bootstrap_iters=0, log_samples=False)
         results, groups, scores = found["results"] | found.get("groups", {}), found["group_subtasks"], {}
-        for task, values in results.items():  # beside scores, such as acc,none, they have an alias and numbers of documents
+        for task, values in results.items():  # scores, such as acc,none, but also an alias and document counts
             numbers = {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
             scores[task] = {metric.removesuffix(",none"): float(value) for metric, value in numbers.items()}
         parts = {part for group, parts in groups.items() if scores.get(group) for part in parts}
         return {task: values for task, values in scores.items() if values and task not in parts}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """The tokens of a text. As in HFLM, a special token that the text spells out is that token."""
+        """The tokens of a text. As in HFLM, special tokens spelled out in the text are recognized."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.id_to_token(self.eot_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
 
     def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation after its context, and whether greedy decoding writes it."""
+        """The log-probability of each continuation after its context, and whether greedy decoding would produce it."""
         rows = {}  # continuations that differ only in their last token share a row
         for i, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                raise ValueError(f"a continuation of {len(continuation)} tokens does not fit the context of {self.max_length}")
+                raise ValueError(f"a continuation of {len(continuation)} tokens exceeds the context of {self.max_length}")
             rows.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append((i, continuation))
         answers = self.compute("score", pack(rows.items()))
         return [answers[i] for i in range(len(requests))]
@@ -125,7 +125,7 @@ class Tasks:
         return sums
 
     def generate_until(self, requests: list) -> list[str]:
-        """What greedy decoding writes after each context, up to a stop sequence of the request."""
+        """The text that greedy decoding produces after each context, up to one of the request's stop sequences."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         rows = []
@@ -134,18 +134,18 @@ class Tasks:
             most, stops = options["max_gen_toks"], [stop for stop in options["until"] if stop]
             if options["do_sample"] or most >= self.max_length:
                 asked = f"do_sample {str(options['do_sample']).lower()} and max_gen_toks {most}"
-                raise ValueError(f"a task has {asked}; answers are greedy, and shorter than the context of {self.max_length}")
+                raise ValueError(f"a task sets {asked}; only greedy answers shorter than the context of {self.max_length} work")
             context = self.tok_encode(request.args[0])[most - self.max_length :] or [self.eot_token_id]
             rows.append((tuple(context), [(i, most, stops)]))
         answers = self.compute("write", pack(rows, self.max_length))
         return [answers[i] for i in range(len(requests))]
 
     def compute(self, how: str = "", batches: list[list[Row]] = ()) -> dict | None:
-        """The answers to the master's requests, by number. All ranks must call this, until the master has no more (None).
+        """The answers to the master's requests, by number, or None after the last. All ranks must call this until then.
 
-        All run the same number of forwards, also those with a smaller share: in a sharded model, each one communicates.
+        All ranks run the same number of forwards, even with a smaller share, because a sharded model communicates in each.
         """
-        if self.model is None:  # a rehearsal
+        if self.model is None:  # in `rehearse`
             return defaultdict(lambda: "" if how == "write" else (0.0, False))
         self.computing = True
         how, batches = self.world.broadcast((how, batches))
@@ -158,7 +158,7 @@ class Tasks:
         return found if how else None
 
     def score(self, batch: list[Row]) -> dict[int, tuple[float, bool]]:
-        """The log-probability of each (request, continuation) of the rows, and whether its tokens are the likeliest."""
+        """The log-probability of each (request, continuation) of the rows, and whether all its tokens are the most likely."""
         length, found = len(batch[0][0]), {}
         inputs = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens, _ in batch])  # no token sees the padding
         for row, (tokens, wanted) in zip(self.model(inputs.to(self.world.device)), batch, strict=True):  # logits [T, V]
@@ -170,7 +170,7 @@ class Tasks:
         return found
 
     def write(self, batch: list[Row]) -> dict[int, str]:
-        """The text that greedy decoding writes for each (request, most tokens, stop sequences) of the rows, of one length."""
+        """The text that greedy decoding produces for each (request, most tokens, stop sequences). Rows have equal lengths."""
         new, found = [[] for _ in batch], {}
         for drawn in generate(self.model, torch.tensor([tokens for tokens, _ in batch]), self.max_length, temperature=0):
             for token, tokens, (_, [(i, most, stops)]) in zip(drawn.tolist(), new, batch, strict=True):
@@ -187,9 +187,9 @@ class Tasks:
 
 
 def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, world: World) -> Tasks:
-    """Load tasks and try them. All ranks must call this. Raises UserError.
+    """Load and try tasks. All ranks must call this. Raises UserError.
 
-    names: lm-eval's, or paths of YAML files, between commas. first: the token that starts a text, and ends one.
+    names: lm-eval's names or paths of YAML files, separated by commas. first: the token that starts and ends a text.
     """
     if tokenizer is None or first is None:
         raise UserError("--tasks needs a tokenizer.json with an end-of-text token beside the tokens or the model")
@@ -206,7 +206,7 @@ def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, wo
 
 
 def pack(rows, width: int = 0) -> list[list[Row]]:
-    """Rows in batches of at most MOST_TOKENS tokens, the longest first. width: a row takes so many; a batch has one length."""
+    """Batches of rows, longest first, of at most MOST_TOKENS tokens. width: count this many per row, and do not mix lengths."""
     batches, longest = [[]], math.inf
     for row in sorted(rows, key=lambda row: -len(row[0])):
         full = (len(batches[-1]) + 1) * (width or longest) > MOST_TOKENS
@@ -219,10 +219,10 @@ def pack(rows, width: int = 0) -> list[list[Row]]:
 
 @contextlib.contextmanager
 def as_alone():
-    """Let lm-eval work as if it were alone in the process, and undo what it changes there.
+    """Run lm-eval as if it were alone in the process, and undo its changes afterwards.
 
-    It seeds the global generators as its command does, its bars and warnings are not shown, and `import evaluate` finds the
-    package that some of its tasks use, not evaluate.py.
+    The global generators are seeded as by lm-eval's own command, and its progress bars and warnings are hidden. `import
+    evaluate` finds the package that some tasks use, not evaluate.py.
     """
     states, path, ours = (random.getstate(), np.random.get_state()), sys.path[:], sys.modules.pop("evaluate", None)
     sys.path[:] = [place for place in path if Path(place).resolve() != Path(__file__).resolve().parent]

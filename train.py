@@ -1,15 +1,15 @@
 """Pretrain a GPT: `python train.py [config/NAME.toml] [--flag=value ...]`, or the same under torchrun.
 
     python train.py                                                          # the preset config/laptop.toml
-    python train.py config/gpt2_124m.toml --lr=3e-4                          # a preset, and a flag that wins over it
+    python train.py config/gpt2_124m.toml --lr=3e-4                          # a preset, and a flag that overrides it
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.toml  # on eight GPUs
-    python train.py config/gpt2_124m.toml --plan                             # what it will cost; trains nothing
+    python train.py config/gpt2_124m.toml --plan                             # print what it will cost; do not train
 
 Running the same command again continues the run. `--name=NAME` is enough: a run keeps its settings (runs/NAME/config.toml)
 until a flag changes them, whatever the preset says. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 failed.
 """
 
-# Read from top to bottom: setup, the loop, one update, and two helpers of the loop.
+# Read from top to bottom: setup, the loop, one update, and the loop's helpers.
 
 import command
 from planning import plan
@@ -61,15 +61,15 @@ COLLECT_EVERY = 100  # steps between collections of Python's garbage, on all ran
 
 @dataclass
 class Run:
-    """Everything that an update and the loop need. `build` makes it from initial weights or a checkpoint."""
+    """Everything that an update and the loop need. `build` creates it from initial weights or a checkpoint."""
 
-    config: Config  # as resolved
+    config: Config  # resolved
     world: World
     dataset: data.Mixture
     batches: data.Batches
     engine: Engine
     state: TrainState
-    # Only for the loop; a replay does without.
+    # Only for the loop; replay.py does not need these.
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
@@ -90,7 +90,7 @@ def main(config: Config) -> int:
                 run = prepare(asked, config, *settled)
                 try:
                     log.status = train(run)
-                finally:  # if training fails during a save, the save is worth finishing
+                finally:  # if training fails during a save, finish the save
                     run.checkpoints.wait(failed=log.status == 1)
             world.leave()
     return log.status
@@ -105,8 +105,8 @@ def join(config: Config) -> World:
     exact, threads = config.parallel.strategy == "exact", config.train.threads
     if exact and threads == "auto" and config.numerics.numerics == "native":
         threads = 1  # sums within a rank depend on its number of threads
-    # FSDP allocates and frees memory in pieces of many sizes. If the C library keeps them all, an fsdp rank needs twice the
-    # memory, nearly as much as a ddp rank.
+    # FSDP allocates and frees memory in many sizes. If the C library kept it all, an fsdp rank would need twice the memory,
+    # nearly as much as a ddp rank.
     if config.parallel.strategy != "fsdp":
         keep_freed_memory()
     device = prepare_device(config.train.device, local_rank, threads, config.train.deterministic or exact, exact)
@@ -135,7 +135,7 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
 
 
 def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
-    """Make everything that training needs, then open the run's directory. Nothing is written until everything is checked."""
+    """Build everything that training needs, then open the run's directory. Writes nothing until everything is checked."""
     names, loaded = config.eval.tasks, None
     if names:
         log.say(f"loading the tasks {names}")
@@ -168,7 +168,7 @@ def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, 
 
 
 def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> Run:
-    """Make what an update needs: model, optimizers and data, with the weights and state to start from."""
+    """Build what an update needs: model, optimizers and data, with the weights and state to start from."""
     state = start.state
     module = on_meta(config.model, dataset.document_token(config.data.attend), config.numerics.numerics)
     if start.weights:  # a checkpoint, which is also a Hugging Face directory, or another model
@@ -185,7 +185,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
 
 
 def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:
-    """Compile the model, wrap it so that the ranks train it together, and make its optimizers.
+    """Compile the model, wrap it so that the ranks train it together, and build its optimizers.
 
     module: on the meta device, without memory, until each rank loads its part of the `weights`.
     """
@@ -229,18 +229,18 @@ def train(run: Run) -> int:
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop, trace = Stop(world, config.run.max_minutes), Trace(log, config.log.profile, world.device)
     warm_up(run)
-    # Python would collect garbage on each rank at another moment, and all would wait for each of them.
+    # Otherwise Python would collect garbage on each rank at a different moment, and all ranks would wait every time.
     gc.collect()
     gc.freeze()
     gc.disable()
     while True:
         if due(COLLECT_EVERY, state.step):
             gc.collect()
-        last, stopping = state.step >= steps, stop.agreed()  # the answer to `ask` before the last update
+        last, stopping = state.step >= steps, stop.agreed()  # the answer to `ask` from before the last update
         if due(config.parallel.check_replicas_every, state.step):
             engine.check_replicas()  # before a save: wrong weights must not be saved
         run.checkpoints.save(state, now=last or stopping)
-        if stopping:  # a scheduler leaves little time, so an evaluation that is due waits until the run continues
+        if stopping:  # a scheduler leaves little time, so a due evaluation waits until the run continues
             break
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
@@ -269,29 +269,29 @@ def train(run: Run) -> int:
 
 
 def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
-    """One optimizer step over the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
+    """One optimizer step on the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.engine.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim, engine.module.ops.cosine))
-    # Each rank fills in the losses of its micro-batches. Summed over the ranks, this holds every loss, and their mean is
-    # computed in the same order on any number of ranks.
+    # Each rank fills in the losses of its micro-batches. The sum over ranks then contains every loss, so their mean is computed
+    # in the same order on any number of ranks.
     losses = run.world.zeros(config.micro_batches)
     mine = run.world.share(config.micro_batches)  # this rank's indices in the global batch, such as range(4, 8)
     for micro_step, micro_batch in enumerate(mine):
-        # DDP reads this in the forward: only the last backward of the update averages gradients over the ranks.
+        # DDP reads this in the forward pass: only the last backward of the update averages gradients over the ranks.
         model.require_backward_grad_sync = micro_step == len(mine) - 1
         inputs, targets = prefetcher.next()  # [micro_batch_size, seq_len] each
         if config.model.dropout:
             torch.manual_seed(data.dropout_seed(config.run.seed, state.step, micro_batch))
         with engine.autocast():
             loss = model(inputs, targets)
-        # Backward adds up gradients, and we need their mean over this rank's micro-batches. The last backward then averages
+        # Backward adds up gradients, but we need their mean over this rank's micro-batches. The last backward then averages
         # over the ranks; parallel/from_scratch.py shows how.
         engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
     # Start copying the losses to the host. `clip` waits for the GPU anyway, so `.tolist()` below will not wait again.
     losses = run.world.sum_over_ranks(losses).to("cpu", non_blocking=True)
     grad_norm = engine.clip(config.optim.grad_clip)
-    if math.isfinite(grad_norm):  # all ranks see the same norm, so either all step or none
+    if math.isfinite(grad_norm):  # the same on all ranks, so either all of them step or none
         optimizers.step()
     engine.scaler.update()
     engine.zero_grad()
@@ -302,7 +302,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
 
 
 def warm_up(run: Run) -> None:
-    """Compile, and fix the order of communication, so that the first update is like any other, even after a resume."""
+    """Compile, and fix the order of communication, so that the first update is like every other, even after a resume."""
     began = time.monotonic()
     if run.engine.compiled:
         run.log.say("compiling ...")
@@ -315,7 +315,7 @@ def validate(run: Run) -> None:
     """Evaluate on all ranks, report the result, and remember the best checkpoint."""
     config, state, engine, began = run.config, run.state, run.engine, time.monotonic()
     streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
-    tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # per dataset; the mixture weights their losses
+    tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # per dataset
     with engine.evaluating() as model:
         losses = [evaluate(model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     validation = run.dataset.validation(losses)
@@ -325,7 +325,7 @@ def validate(run: Run) -> None:
 
 
 def score(run: Run) -> None:
-    """Score the model on tasks with all ranks, and report it. If lm-eval fails, the run continues."""
+    """Score the model on tasks, on all ranks, and report the scores. If lm-eval fails, the run continues."""
     began, run.scored_at = time.monotonic(), run.state.step
     try:
         with run.engine.inference():

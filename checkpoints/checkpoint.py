@@ -1,12 +1,12 @@
-"""Checkpoints: everything that a run needs to continue, and when it is saved.
+"""Checkpoints: everything that a run needs to continue, and when to save it.
 
 A checkpoint is a Hugging Face model directory that also holds optimizer.safetensors, trainer_state.json and manifest.json
 (size and sha256 of every file, written last). It is renamed into place: a kill at any instant leaves the previous checkpoint
 or the new one, complete.
 
-Large tensors are split over several files (`tensor_files`), which the ranks that share the first copy of the weights write.
-Under fsdp these are all ranks, or with `--replicate` the first group; otherwise only the master. The bytes of a file do not
-depend on who writes it.
+Large sets of tensors are split over several files (`tensor_files`). The ranks that share the first copy of the weights write
+them: under fsdp all ranks, or with `--replicate` the first group; otherwise only the master. The bytes of a file do not depend
+on which rank writes it.
 """
 
 import math
@@ -42,16 +42,16 @@ from reports.log import Log
 from reports.progress import due
 from settings import CheckpointConfig, Config, Ranks
 
-# How long the ranks that write a checkpoint wait for each other, during training and after it has failed.
+# How long the ranks that write a checkpoint wait for each other: during training, and after training has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
-HEARTBEAT = 1.0  # seconds between two signs of life from a working rank, while the others wait for it
-# The settings of a run from a step on.
+HEARTBEAT = 1.0  # seconds between signs of life from a working rank while the others wait
+# The settings of a run from `step` on.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
 
 
 @dataclass
 class TrainState:
-    """Everything that is resumed and is not a tensor: the content of trainer_state.json."""
+    """All resumed state except tensors: the content of trainer_state.json."""
 
     step: Count = 0  # updates done
     tokens: Count = 0  # tokens seen
@@ -66,7 +66,7 @@ class TrainState:
 
     @property
     def config(self) -> Config:
-        """The settings so far, with defaults for settings that an older version did not have."""
+        """The run's last settings, with defaults for settings that an older version did not have."""
         return settings.from_record(self.settings, "trainer_state.json")
 
     @property
@@ -85,7 +85,7 @@ class TrainState:
 
 
 def versions(config: Config, own: torch.device) -> dict[str, str]:
-    """Everything besides the settings that the bits of a run depend on."""
+    """Everything except the settings that a run's bits depend on."""
     packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     if torch.backends.mkl.is_available():
         packages["mkl"] = os.environ.get("MKL_CBWR", "")  # its reproducibility mode (host.prepare_torch)
@@ -107,9 +107,9 @@ def load_state(directory: Path) -> TrainState:
 def open_optimizer(
     directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
 ) -> dict[str, tensor_files.LazyTensor]:
-    """The optimizer state by "parameter.key", to be read by rows. Raises UserError if it does not fit `parameters`."""
+    """The optimizer state by "parameter.key", to be read by rows. Raises UserError if it does not match `parameters`."""
     tensors = tensor_files.open_tensors(directory, "optimizer")
-    if not tensors and state.skipped == state.step:  # no update was made yet
+    if not tensors and state.skipped == state.step:  # no update so far
         return tensors
     for name, parameter in parameters.items():
         for key in optim.optimizer_of(name, parameter, optimizer).STATE:
@@ -117,13 +117,13 @@ def open_optimizer(
             if found is None or (found.dtype, found.shape) != ("F32", shape):
                 stored = f"{found.dtype} {list(found.shape)}" if found else "missing"
                 needed = f"this model with --optimizer={optimizer} needs F32 {list(shape)}"
-                way_out = f"to take only the weights, start a new run with --init_from={directory}"
+                way_out = f"to use only the weights, start a new run with --init_from={directory}"
                 raise UserError(f"{directory}: {name}.{key} in the optimizer state is {stored}; {needed}; {way_out}")
     return tensors
 
 
 def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None = None) -> Any:
-    """Run `work` on the master, or on the ranks where `mine` is true, even if it takes longer than --timeout_minutes.
+    """Run `work` on the master, or on the ranks where `mine` is true, for longer than --timeout_minutes if necessary.
 
     Returns the master's result on all ranks.
     """
@@ -143,8 +143,8 @@ def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None =
 class Snapshot:
     """The part of a checkpoint that this rank writes, copied to host memory."""
 
-    layouts: dict[str, tensor_files.Layout]  # of all tensors of the checkpoint, by stem
-    files: dict[str, dict[str, Tensor]]  # of this rank: tensors by file and name
+    layouts: dict[str, tensor_files.Layout]  # of all tensors in the checkpoint, by stem
+    files: dict[str, dict[str, Tensor]]  # this rank's tensors, by file and name
 
     def write(self, directory: Path) -> dict[str, FileRecord]:
         """Write this rank's files, flush them to disk, and return their records. Equal tensors give equal bytes."""
@@ -157,12 +157,12 @@ class Snapshot:
 
 
 def count_writers(engine) -> int:
-    """How many ranks write checkpoints: the first ones, which share the first copy of the weights."""
+    """The number of ranks that write checkpoints: the first ones, which share the first copy of the weights."""
     return engine.model.mesh.get_group("shard").size() if engine.sharded else 1
 
 
 def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write. Files hold at most `limit` bytes and are dealt out in turn. All ranks must call this."""
+    """Copy what this rank will write. Files of at most `limit` bytes are assigned in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
@@ -179,7 +179,7 @@ def take_snapshot(engine, limit: int) -> Snapshot:
 def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Write this rank's files, wait for the other writers in `group` (None: no others), and return all records.
 
-    Raises OSError on all of them if one rank could not write. A rank reports every failure, so that no other waits in vain.
+    Raises OSError on all of them if one could not write. A rank reports any failure, because otherwise the others would hang.
     """
     records, problem = {}, ""
     try:
@@ -197,7 +197,7 @@ def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup
 
 
 class Checkpoints:
-    """The checkpoints of a run: when to save one, in the background or not, and which ones to keep.
+    """The checkpoints of a run: saves them, in the background if requested, and removes old ones.
 
     All ranks call the methods. Several may write tensors; only the master publishes and removes checkpoints.
     """
@@ -206,13 +206,13 @@ class Checkpoints:
         self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log
         self.world: World = engine.world
         self.intact: set[Path] = set()  # written and flushed by this process, or verified
-        self.saved_at = 0  # step of the newest checkpoint, published or being written
-        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may still be written
+        self.saved_at = 0  # step of the newest checkpoint, published or in progress
+        self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may be in progress
         self._saver = ThreadPoolExecutor(1)
-        self._save: Future | None = None  # under way, or done and not yet looked at
+        self._save: Future | None = None  # in progress, or done but not yet checked
         self._mirror = Mirror(options.mirror, log) if options.mirror and self.world.is_master else None
         self._writers = range(count_writers(engine))
-        # In the background, writers exchange records of what they wrote. The other ranks do not take part in this group.
+        # In the background, writers exchange records of what they wrote. The other ranks are not in this group.
         self._group: dist.ProcessGroup | None = None
         if len(self._writers) > 1 and self.world.rank in self._writers:
             self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", use_local_synchronization=True)
@@ -223,13 +223,13 @@ class Checkpoints:
         return max(self.intact, key=retention.step_of, default=None)
 
     def begin(self, start_step: int) -> None:
-        """Prepare the directory for saving. A checkpoint of `start_step`, if present, is known intact. Raises UserError."""
+        """Prepare the directory for saving. A checkpoint of `start_step`, if present, is intact. Raises UserError."""
         self.saved_at = start_step
         if self.world.is_master:
             self.intact = retention.prepare(self.directory, step_directory(self.directory, start_step))
 
     def save(self, state: TrainState, now: bool) -> None:
-        """Save a checkpoint if one is due at this step, or if `now`. With async_save, only the copy to host memory waits."""
+        """Save a checkpoint if due at this step, or if `now`. With async_save, training waits only for the copy to the host."""
         if state.step == self.saved_at or not (now or due(self.options.save_every, state.step)):
             return
         began = time.perf_counter()
@@ -251,7 +251,7 @@ class Checkpoints:
             write_together(files.hidden(path), snapshot, self._group)
             return
         with files.publish_directory(path, make=False) as directory:
-            # Nothing before this line may fail, or the other ranks would wait in vain.
+            # Nothing before this line may fail, or the other writers would hang.
             records = write_together(directory, snapshot, self._group)
             for stem, layout in snapshot.layouts.items():
                 tensor_files.write_index(directory, stem, layout)
@@ -264,7 +264,7 @@ class Checkpoints:
         retention.verify(self.directory, self.intact, self.options.keep_last)
 
     def wait(self, failed: bool = False) -> None:
-        """Wait for the save in progress, if any. If training has failed, other writers may be gone, so the wait is limited."""
+        """Wait for the save in progress, if any. If training has `failed`, the wait is short: other writers may be gone."""
         if self._save is not None:
             futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
 
@@ -283,7 +283,7 @@ class Checkpoints:
             self._mirror.finish()
 
     def evaluated(self, state: TrainState, val_loss: float) -> None:
-        """Remember the validation loss of the weights at `state.step`, if they are saved or are being saved."""
+        """Remember the validation loss of the weights at `state.step`, if a checkpoint of them exists or is in progress."""
         if self.saved_at == state.step and math.isfinite(val_loss):
             self._evaluated = (val_loss, state.step)
         self.prune(state)

@@ -1,7 +1,7 @@
 """Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
-transformers and llama.cpp's converter read what `write_model` writes (versions and limits: docs/export.md). `read_model` reads
-what transformers writes.
+transformers and llama.cpp's converter can read the output of `write_model` (versions and limits: docs/export.md). `read_model`
+reads what transformers writes.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from model import on_meta
 from settings import ModelConfig, resolve_model
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# The names of our settings in config.json.
+# Our settings and their names in config.json.
 GPT2_KEYS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | dict(
     d_ff="n_inner", seq_len="n_positions", tie_embeddings="tie_word_embeddings", norm_eps="layer_norm_epsilon"
 )
@@ -32,10 +32,10 @@ LLAMA_KEYS = {
     **dict(head_dim="head_dim", n_embd="hidden_size", d_ff="intermediate_size", seq_len="max_position_embeddings"),
     **dict(tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps", rope_theta="rope_theta"),
 }
-# transformers' defaults for keys that config.json may omit; None: derived from other keys. All other keys are required.
+# transformers' defaults for keys that config.json may omit (None: derived from other keys). All remaining keys are required.
 GPT2_DEFAULTS = {"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
 LLAMA_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-# The values that our models support. Any other value means different arithmetic. A missing key means the first one.
+# The values that our models support; any other means different arithmetic. A missing key means the first value.
 GPT2_ONLY = {
     **dict(activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), quantization_config=(None,)),
     **dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
@@ -51,11 +51,11 @@ DIALECTS = {
 }
 # The numbers in our setting `rope_scaling`, in order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# The nested parts of config.json: rotary positions, under the name of transformers 5 or 4, and the type of each layer.
+# The nested parts of config.json: rotary positions, named as in transformers 5 or 4, and the type of each layer.
 Nested = TypedDict(
     "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
 )
-FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that weights may have, as safetensors names them
+FLOATS = ("F64", "F32", "F16", "BF16")  # allowed dtypes of weights, as safetensors names them
 
 
 def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
@@ -89,9 +89,9 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The model that config.json in `directory` describes, with dropout 0, which training chooses.
+    """The model that config.json in `directory` describes, with a dropout of 0, because training sets its own.
 
-    Raises a UserError that names the key if we do not have exactly this arithmetic.
+    Raises a UserError that names the key if we do not support exactly this arithmetic.
     """
     path = directory / "config.json"
     config = files.read_json(path)
@@ -101,7 +101,7 @@ def read_config(directory: Path) -> ModelConfig:
     keys, defaults, only = DIALECTS[architecture]
     nested = files.decode(config, Nested, str(path))
     if sliding := set(nested.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError(f"{path}: layer_types has {', '.join(sorted(sliding))}; only full_attention is supported")
+        raise UserError(f"{path}: layer_types includes {', '.join(sorted(sliding))}; only full_attention is supported")
     found = defaults | config | (nested.get("rope_parameters") or nested.get("rope_scaling") or {})
     for key, accepted in only.items():
         if found.get(key, accepted[0]) not in accepted:
@@ -123,15 +123,16 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
-    """`model` with the shape of the model in `directory`. Only the context may be shorter.
+    """`model` with the shape of the model in `directory`, but its own context length. Raises UserError.
 
-    It may be longer if `model` stretches the rotary positions by Llama 3's factors or a larger base. Raises UserError.
+    The context may be shorter than in `directory`, or longer if `model` scales the rotary positions by Llama 3's factors or a
+    larger base.
     """
     found, rope = read_config(directory), {}
     if found.seq_len < model.seq_len:
         longest = f"--seq_len={model.seq_len}: {directory} has a context of {found.seq_len}"
         if found.architecture == "gpt2":
-            raise UserError(f"{longest} learned positions, and no weights for more; use --seq_len={found.seq_len} or less")
+            raise UserError(f"{longest} learned positions and no weights for more; use --seq_len={found.seq_len} or less")
         if model.rope_factors:
             rope["rope_scaling"] = model.rope_scaling
         if model.rope_theta > found.rope_theta:
@@ -139,12 +140,12 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
         if not rope:
             factor = math.ceil(model.seq_len / found.seq_len)
             stretch = f"--rope_scaling={factor},1,4,{found.seq_len}, or a --rope_theta above {found.rope_theta:g}"
-            raise UserError(f"{longest}; to go beyond, add {stretch}; otherwise use --seq_len={found.seq_len} or less")
+            raise UserError(f"{longest}; to extend it, add {stretch}; otherwise use --seq_len={found.seq_len} or less")
     return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from, **rope)
 
 
 def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
-    """Hugging Face's name for each of our parameters `ours`. GPT-2's c_attn holds our attn.q, attn.k and attn.v together."""
+    """Hugging Face's name for each of our parameters `ours`. GPT-2's c_attn combines our attn.q, attn.k and attn.v."""
     if config.architecture == "gpt2":
         roots = {"embed": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h"}
         roots = {module: f"transformer.{theirs}" for module, theirs in roots.items()}
@@ -165,7 +166,7 @@ def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 
 def is_transposed(theirs: str, ndim: int) -> bool:
-    """Whether Hugging Face's tensor is a matrix of GPT-2's Conv1D, which is the transpose of ours."""
+    """Whether Hugging Face's tensor `theirs` is a Conv1D matrix of GPT-2, the transpose of ours."""
     return ndim == 2 and theirs.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
 
 
@@ -194,7 +195,7 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
 def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, LazyTensor]]:
     """Open a Hugging Face model: its parameters by our names, to be read by rows. The inverse of `to_hf`. Raises UserError.
 
-    Names in the files may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head are ignored.
+    Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head are ignored.
     seq_len: shorten the context to this (learned positions lose their last rows).
     """
     config, tensors = read_config(directory), tensor_files.open_tensors(directory, "model")
@@ -218,12 +219,12 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
 
 
 def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor:
-    """Our parameter `name` of `shape`, stored in one of Hugging Face's tensors. Raises UserError if it does not fit."""
+    """Our parameter `name` of `shape`, as part of Hugging Face's tensor `stored`. Raises UserError if the shapes differ."""
     fused, transposed = "c_attn" in stored.name, is_transposed(stored.name, len(stored.shape))
     if stored.dtype not in FLOATS:
         raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; weights must be {', '.join(FLOATS)}")
     if stored.shape[:: -1 if transposed else 1] != (shape[0] * (3 if fused else 1), *shape[1:]):
-        needed = f"config.json makes {name} {list(shape)}"
+        needed = f"config.json gives {name} the shape {list(shape)}"
         raise UserError(f"{stored.path}: {stored.name} has the wrong shape: {list(stored.shape)}; {needed}")
     first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if fused else 0
     return dataclasses.replace(stored, shape=shape, transposed=transposed, first=first)
@@ -262,7 +263,7 @@ def write_description(
 ) -> None:
     """Write every file of a Hugging Face model except its weights, which have `dtype`.
 
-    tokenizer: a tokenizer.json, or None for a model without one. eot_token: None if there is no end-of-text token.
+    tokenizer: a tokenizer.json, or None. eot_token: the end-of-text token, or None.
     """
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
     tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
@@ -287,14 +288,14 @@ def vocabulary(tokenizer: Path) -> dict[int, str]:
 
 
 def token_text(tokenizer: Path, token: int) -> str:
-    """How a tokenizer.json spells a token. Raises UserError."""
+    """The text of a token in a tokenizer.json. Raises UserError."""
     if (text := vocabulary(tokenizer).get(token)) is None:
         raise UserError(f"{tokenizer} has no token {token}, the dataset's end-of-text token; prepare the text again")
     return text
 
 
 def first_token(directory: Path) -> tuple[Path | None, int | None]:
-    """The tokenizer.json of a model directory, and the token that starts a text: the first, or else the last of a text."""
+    """The tokenizer.json of a model directory, and the token that starts a text: bos_token, or else eos_token."""
     path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if not (path.exists() and settings.exists()):
         return None, None
@@ -304,7 +305,7 @@ def first_token(directory: Path) -> tuple[Path | None, int | None]:
 
 
 def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
-    """Raise UserError unless a model directory's tokenizer has the same token for every id of a dataset's tokenizer.
+    """Raise UserError unless a model's tokenizer agrees with a dataset's tokenizer on each of the dataset's token ids.
 
     Returns a warning if one of them has no tokenizer.
     """
@@ -315,7 +316,7 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     theirs = vocabulary(path)
     for i, token in sorted(vocabulary(tokenizer).items()):
         if theirs.get(i) != token:
-            differ = f"token {i} is {token!r} in {tokenizer} and {theirs.get(i)!r} there"
+            differ = f"token {i} is {token!r} in {tokenizer}, but {theirs.get(i)!r} there"
             made = f"the tokens were not made with the tokenizer of {directory}"
             raise UserError(f"{made}: {differ}; prepare the text again with --tokenizer={path}")
     return []

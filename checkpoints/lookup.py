@@ -19,15 +19,15 @@ from optim import learning_rate
 from parallel.world import World
 from settings import Config, ModelConfig
 
-# Settings that a run keeps for life: they decide what the weights mean and which tokens a step sees. A new run that starts from
-# a checkpoint with optimizer state keeps OF_WEIGHTS.
+# Settings that a run can never change: they determine what the weights mean and which tokens a step sees. A new run that starts
+# from a checkpoint with optimizer state keeps only OF_WEIGHTS.
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # may change without a note
 
 
 def find(name: str) -> tuple[Path, list[str]]:
-    """The checkpoint at a path, or the newest intact one of the run there, with warnings. Raises UserError."""
+    """The checkpoint at a path, or the newest intact one of the run at that path, with warnings. Raises UserError."""
     require_path(name)
     path = Path(name)
     if (path / MANIFEST).exists():
@@ -52,7 +52,7 @@ def require_path(name: str) -> None:
 def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
     """The model directory of a run, a checkpoint, a Hugging Face directory or a Hub id, with warnings. Raises UserError.
 
-    patterns: which files to download from the Hub.
+    patterns: files to download from the Hub.
     """
     require_path(name)
     path = Path(name)
@@ -77,7 +77,7 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
 def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[Path, GPT]:
     """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`.
 
-    numerics: native or portable; auto: as it was trained, if known. dtype: the requested precision of products.
+    numerics: native or portable; auto: as in training, if known. dtype: the requested precision of matrix products.
     """
     directory, warnings = find_model(name)
     for warning in warnings:
@@ -94,14 +94,14 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
 
 
 def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """See `huggingface.read_model`. Raises UserError if config.json does not describe the model that was trained."""
+    """See `huggingface.read_model`. Raises UserError if config.json does not describe the trained model."""
     config, weights = huggingface.read_model(directory)
     compare_with_trained(directory, config)
     return config, weights
 
 
 def compare_with_trained(directory: Path, config: ModelConfig) -> None:
-    """Raise UserError if the `config` of config.json differs from the model that was trained, where that is recorded."""
+    """Raise UserError if `config`, from config.json, differs from the trained model that the directory records, if any."""
     if (directory / "trainer_state.json").exists():
         trained = load_state(directory).config.model
         same = dataclasses.replace(trained, dropout=config.dropout, init_from=config.init_from)
@@ -127,15 +127,15 @@ class Start:
     checkpoint: Path | None = None  # weights, optimizer state and step
     pretrained: Path | None = None  # a model directory; only its weights are used
     continues: bool = False  # whether the checkpoint belongs to this run
-    notes: list[str] = field(default_factory=list)  # what the user should know about the choice
+    notes: list[str] = field(default_factory=list)  # notes on the choice, for the user
 
     @property
     def weights(self) -> Path | None:
-        """The directory that the weights come from. None from scratch."""
+        """The directory that the weights come from, or None from scratch."""
         return self.checkpoint or self.pretrained
 
     def settle(self, config: Config) -> Config:
-        """`config` with what the start decides: the model's shape, what the run started from, and what it keeps."""
+        """`config` with the settings that the start determines: the model's shape, the run's origin, and what it keeps."""
         if config.model.init_from != "scratch":
             config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
         config = self.settle_decay(config)
@@ -158,7 +158,7 @@ class Start:
         if not (decay := config.optim.decay_steps):
             return config
         done, before = self.state.step, self.state.config
-        steps = before.train.steps  # of a run that is in its decay
+        steps = before.train.steps  # if the run is already in this decay
         if not self.continues or before.optim.decay_steps != decay:
             if not self.checkpoint:
                 problem = "finishes a run from one of its checkpoints, so it needs --resume=PATH"
@@ -172,7 +172,7 @@ class Start:
 
 
 def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror: Mirror | None) -> Start:
-    """Where a run starts. The master looks for it, and all ranks open the same. Raises UserError."""
+    """Where a run starts. The master decides for all ranks. Raises UserError."""
     if mirror:
         restore(run / "checkpoints", world, mirror)
     return while_others_wait(world, lambda: search(run, resume, init_from, dataset))
@@ -196,7 +196,7 @@ def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
 
 def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
     """Where a run starts, with notes. Raises UserError."""
-    if dataset.tokenizer and dataset.eot_token is not None:  # a save needs it, and the first save may be hours away
+    if dataset.tokenizer and dataset.eot_token is not None:  # fail now, not at the first save hours later
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
     if published(run / "checkpoints"):
         if resume == "off":
@@ -221,16 +221,16 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
 
 
 def check_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:
-    """A line for each setting and version that differs from the checkpoint's. Raises UserError for a setting that may not.
+    """A line for each setting and version that differs from the checkpoint's. Raises UserError for one that must not change.
 
-    dataset: its identity. versions: of what computes here. A run keeps its model and its data; a new run from its checkpoint
-    may change the data.
+    dataset: its identity. versions: this machine's. A run keeps its model and its data; a new run from a checkpoint may change
+    the data.
     """
     state, own, done = start.state, start.continues, start.state.step
     now, before, was = cli.flat_values(config), state.settings, state.config
     fixed = FIXED if own else OF_WEIGHTS
     changed = [name for name in now if name in before and now[name] != before[name]]
-    refused = [f"--{name}={now[name]}, but the checkpoint has {before[name]}" for name in changed if name in fixed]
+    refused = [f"--{name}={now[name]}, but the checkpoint used {before[name]}" for name in changed if name in fixed]
     saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
     other_tokens = saw[0] != sees[0]
     if own and other_tokens:
@@ -243,19 +243,19 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
     skip = f"--skip_steps={config.data.skip_steps} changes what one of the {done} finished steps saw"
     if own and skips_otherwise:
         refused.append(f"{skip}; start a new run without it from an earlier checkpoint: --name=... --resume=PATH")
-    least = done if own else done + 1  # a complete run may be started again; a new one must train
+    least = done if own else done + 1  # a complete run may be started again; a new run must train
     if config.train.steps < least:
         refused.append(f"--steps={config.train.steps}, but {done} steps are done; --steps must be at least {least}")
     if refused:
         other_run = f"start a run other than {Path(config.run.out_dir, config.run.name)} with --name=..."
-        way_out = other_run if own else "take only the weights with --init_from=PATH, or leave out --resume"
+        way_out = other_run if own else "use only the weights with --init_from=PATH, or leave out --resume"
         refuse([*refused, f"restore these settings, or {way_out}"])
     if done >= config.train.steps:
         return []
-    unseen = {"threads", "shard_gradients"}  # by the bits of exact
+    unseen = {"threads", "shard_gradients"}  # do not affect the bits of exact
     silent = SILENT | (unseen if config.parallel.strategy == "exact" else set())
     lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
-    if config.numerics.numerics == "native":  # on which bits depend
+    if config.numerics.numerics == "native":  # bits depend on versions
         known = state.versions
         lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]
     if skips_otherwise and not other_tokens:
@@ -268,7 +268,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
 
 
 def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
-    """The skipped batches that the first `steps` steps have passed."""
+    """The skipped batches that affect the first `steps` steps."""
     passed = []
     for batch in skipped:
         if batch < steps + len(passed):

@@ -1,7 +1,7 @@
 """Copy a run's checkpoints to a place that outlives the machine: an object store, the Hub or another disk (`--mirror=URL`).
 
-The files of a checkpoint are copied one by one, manifest.json last, and removed in reverse order. So a checkpoint in the store
-is complete if its files match its manifest, whatever failed or was killed on the way. Training never waits for the store.
+The files of a checkpoint are copied one by one, manifest.json last; for removal, manifest.json goes first. So a checkpoint in
+the store is complete if its files match its manifest, whatever failed on the way. Training never waits for the store.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from common.errors import RunError, UserError
 from reports.log import Log
 
 RECORDS = ("metrics.jsonl", "train.log")  # copied into each checkpoint of the store
-TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; seconds between attempts to copy
-LAST_COPY_SECONDS = 600.0  # how long a run waits for the store at its end
+TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; most seconds between attempts to copy
+LAST_COPY_SECONDS = 600.0  # how long a finished run waits for the store
 
 
 class Mirror:
     """The store at `url`, of any kind that fsspec opens, for the run of `log`.
 
-    One thread of the master copies to it. A request that arrives while it works is served right after.
+    One thread of the master copies to the store. A request that arrives during a copy is served right after it.
     """
 
     def __init__(self, url: str, log: Log):
-        import fsspec  # here, because most runs have no mirror
+        import fsspec  # imported here because most runs have no mirror
 
         self.url, self.run, self.log = url.rstrip("/"), log.directory, log
         try:
@@ -41,7 +41,7 @@ class Mirror:
         self.ending = False
 
     def manifests(self) -> dict[str, bytes]:
-        """The manifest of each checkpoint in the store by name, oldest first. An incomplete checkpoint has an empty one."""
+        """The manifest of each checkpoint in the store, by name, oldest first. It is empty for an incomplete checkpoint."""
         self.system.invalidate_cache()
         found = {}
         with contextlib.suppress(FileNotFoundError):
@@ -56,9 +56,9 @@ class Mirror:
     # From the store
 
     def fetch(self, newer_than: int, names: Container[str] | None = None) -> str:
-        """Download the newest intact checkpoint after step `newer_than`, of `names` if given. Returns its name, or "".
+        """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name, or "".
 
-        Raises RunError if the store holds another run or does not answer: that must not make a run start over.
+        Raises RunError if the store contains a different run or does not answer, so that the run does not start over.
         """
         for name, manifest in reversed(self.retried(self.manifests).items()):
             if step_of(Path(name)) <= newer_than:
@@ -72,7 +72,7 @@ class Mirror:
         return ""
 
     def download(self, name: str) -> str | None:
-        """Download a checkpoint and its RECORDS. Returns what is wrong with the checkpoint, if anything."""
+        """Download a checkpoint and its RECORDS. Returns the problem if the checkpoint is damaged or incomplete."""
         target = self.run / "checkpoints" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -86,7 +86,7 @@ class Mirror:
                 if run != self.run.name:
                     problem = f"has checkpoints of the run {run}, not of {self.run.name}"
                     raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
-                for record in RECORDS:  # first, because a checkpoint that is here is not downloaded again
+                for record in RECORDS:  # before the checkpoint, which is not downloaded again once here
                     if self.system.exists(f"{self.root}/{name}/{record}"):
                         with files.publish(self.run / record) as file:
                             file.write(self.system.cat_file(f"{self.root}/{name}/{record}"))
@@ -95,7 +95,7 @@ class Mirror:
         return None
 
     def retried(self, work: Callable[[], Any]) -> Any:
-        """Return `work()`, retrying while it raises or returns a problem, a str. Raises RunError if it never succeeds."""
+        """Return `work()`, retrying while it raises or returns a str (a problem). Raises RunError if it still raises."""
         for attempt in range(TRIES):
             try:
                 if not isinstance(result := work(), str) or attempt == TRIES - 1:
@@ -111,16 +111,16 @@ class Mirror:
     # To the store
 
     def update(self, intact: list[Path], keep_last: int, best: list[str]) -> None:
-        """Start copying the checkpoints `intact`, and removing what the store need not keep.
+        """Start copying the checkpoints `intact`, and removing old ones from the store.
 
-        It keeps the last `keep_last` (0: all) and the ones that `best` names.
+        The store keeps the last `keep_last` (0: all) and those named in `best`.
         """
         self.wanted = (intact, keep_last, best)
         if self.work is None or self.work.done():
             self.work = self.copier.submit(self.copy_until_done)
 
     def copy_until_done(self) -> None:
-        """Copy until the store is up to date. Report a failure once, and keep trying for as long as the run lasts."""
+        """Copy until the store is up to date. Report a failure once, and retry for as long as the run lasts."""
         pause, reported = 1.0, ""
         while True:
             wanted = self.wanted
@@ -140,7 +140,7 @@ class Mirror:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def copy(self, intact: list[Path], keep_last: int, best: list[str]) -> None:
-        """Copy what the store lacks, newest first, then remove what it need not keep."""
+        """Copy missing checkpoints, newest first, then remove those that need not be kept."""
         there = self.manifests()
         for path in sorted(intact, key=step_of, reverse=True):
             with contextlib.suppress(FileNotFoundError):  # it was removed from this disk meanwhile
@@ -163,7 +163,7 @@ class Mirror:
             self.system.put_file(str(path / name), f"{target}/{name}")
             self.system.invalidate_cache()
             if (size := self.system.info(f"{target}/{name}")["size"]) != record["size"]:
-                raise OSError(f"{path.name}/{name} has {size} bytes there, not {record['size']}")
+                raise OSError(f"{path.name}/{name} has {size} bytes in the store, not {record['size']}")
         for record in RECORDS:
             if (self.run / record).exists():
                 self.system.pipe_file(f"{target}/{record}", (self.run / record).read_bytes())

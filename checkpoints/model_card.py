@@ -32,7 +32,7 @@ Checkpoints record the sha256 of these tokens as `{state.dataset}`.
 
 ## The run
 
-It ran on {ranks} ({versions}). This command repeats it, with the tokens in the same place:
+The run used {ranks} ({versions}). This command repeats it, with the tokens in the same place:
 
 ```sh
 {launcher} train.py config.toml --name={config.run.name}-again
@@ -40,13 +40,13 @@ It ran on {ranks} ({versions}). This command repeats it, with the tokens in the 
 
 {repeats}
 
-`config.toml` has all settings. On the machine with the run and its tokens, `python replay.py {run} --verify` checks that each
+`config.toml` lists all settings. On the machine with the run and its tokens, `python replay.py {run} --verify` checks that each
 kept checkpoint follows from the previous one, bit for bit. This export did not run that check.
 """
 
 
 def describe(source: Path, state: TrainState, parameters: int, dtype: str, given: dict) -> dict[str, str]:
-    """The files that describe the export of a checkpoint, by name: its card and its settings. Raises UserError.
+    """The files that describe an exported checkpoint, by name: its card and its settings. Raises UserError.
 
     given: the user's `license` and `language`, as named on the Hub.
     """
@@ -59,7 +59,7 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, given
 
 
 def known_datasets(state: TrainState) -> dict[str, Metadata | None]:
-    """The directories of the run's tokens, each with its dataset.json (None if it has none)."""
+    """The directories of the run's tokens, each with its dataset.json, or None if there is none."""
     paths = data.directories(state.config.data)
     return {path: read_metadata(Path(path)) if Path(path, "dataset.json").exists() else None for path in paths}
 
@@ -94,7 +94,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
 
 
 def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]:
-    """The run's records up to `step`, by name: (value, step), in order."""
+    """The run's measurements up to `step`, by name: pairs of value and step, in order."""
     found = {}
     for line, record in read_records(metrics) if metrics.exists() else []:
         if record and record["step"] <= step:
@@ -105,7 +105,7 @@ def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]
 
 
 def table(measured: dict[str, list[tuple[float, int]]]) -> str:
-    """The last value of each measurement, and the lowest validation loss."""
+    """A Markdown table with the last value of each measurement, and the lowest validation loss."""
     rows = ["| measured in training | value | at step |", "|---|---|---|"]
     for key in sorted(measured, key=[*LOSSES, *measured].index):
         name = LOSSES.get(key) or key.removeprefix("tasks/").replace("/", ", ", 1)
@@ -117,7 +117,7 @@ def table(measured: dict[str, list[tuple[float, int]]]) -> str:
 
 
 def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
-    """The card's metadata in YAML, for the Hub. The model-index lists only measurements of exactly these weights."""
+    """The card's YAML metadata for the Hub. Its model-index lists only measurements of exactly these weights."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results, tokens = [], ", ".join(Path(path).name for path in known)
@@ -134,7 +134,7 @@ def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
 
 
 def describe_dataset(path: str, metadata: Metadata | None) -> str:
-    """A line about a dataset: its tokens, tokenizer and sources, as far as its directory says."""
+    """One line about a dataset: its tokens, tokenizer and sources, if its directory records them."""
     if not metadata:
         return f"- `{path}`"
     train, val = (totals(metadata, split)["tokens"] for split in ("train", "val"))

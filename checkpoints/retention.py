@@ -1,8 +1,8 @@
-"""Which checkpoints a run has, which of them are intact, and which ones to keep.
+"""Which checkpoints exist, which of them are intact, and which ones to keep.
 
-Checkpoints are the directories named `step-` and eight or more digits. Anything else beside them is neither read nor removed.
-Only checkpoints that this process wrote or verified count towards `keep_last`. So a fresh save is never removed because of
-newer, damaged checkpoints beside it.
+Checkpoints are the directories named `step-` plus eight or more digits. Anything else is neither read nor removed. Only
+checkpoints that this process wrote or verified count towards `keep_last`. So damaged checkpoints of later steps never cause a
+fresh save to be removed.
 """
 
 import re
@@ -21,7 +21,7 @@ FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # in ma
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
-    """The directory of the checkpoint of `step`."""
+    """The directory of the checkpoint at `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
@@ -41,7 +41,7 @@ def record(path: Path) -> FileRecord:
 
 
 def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) -> None:
-    """Write the size and sha256 of every file in `directory`. `known` holds those already computed. Raises OSError."""
+    """Write the size and sha256 of every file in `directory`. `known`: the ones already computed. Raises OSError."""
     known, names = known or {}, sorted(path.name for path in directory.iterdir())
     if missing := known.keys() - set(names):
         raise OSError(f"{min(missing)} was written on another node and is missing here; all nodes must share --out_dir")
@@ -55,10 +55,10 @@ def read_manifest(directory: Path) -> dict[str, FileRecord]:
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint. None if every file matches its manifest."""
+    """What is wrong with a checkpoint, or None if every file matches the manifest."""
     try:
         manifest = read_manifest(directory)
-        with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
+        with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
             records = list(pool.map(record, [directory / name for name in manifest]))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -73,7 +73,7 @@ def find_damage(directory: Path) -> str | None:
 
 
 def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and a line for each damaged one that is newer."""
+    """The newest intact checkpoint, and a line for each newer, damaged one."""
     damaged = []
     for path in reversed(published(checkpoints)):
         if (reason := find_damage(path)) is None:
@@ -83,13 +83,13 @@ def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run keeps. `intact`: the checkpoints that this process has written or verified.
+# What a run keeps. `intact`: the checkpoints that this process wrote or verified.
 
 
 def prepare(checkpoints: Path, start: Path) -> set[Path]:
     """Remove what a kill left half written, and point `latest` at `start`, which is intact if it exists.
 
-    Returns the checkpoints known to be intact. Raises UserError if nothing can be saved.
+    Returns the checkpoints known to be intact. Raises UserError if checkpoints cannot be saved here.
     """
     try:
         files.make_directory(checkpoints)
@@ -107,7 +107,7 @@ def prepare(checkpoints: Path, start: Path) -> set[Path]:
 
 
 def verify(checkpoints: Path, intact: set[Path], keep_last: int) -> None:
-    """Verify the newest checkpoints until `keep_last` of them are intact, which must hold before older ones are removed."""
+    """Verify the newest checkpoints until `keep_last` of them are intact. Call this before removing older ones."""
     existing, count = published(checkpoints), 0
     while count < keep_last < count + len(existing):  # otherwise there is nothing to remove
         path = existing.pop()

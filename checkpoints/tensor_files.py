@@ -1,7 +1,7 @@
 """Tensors on disk: in one or more safetensors files, read by rows.
 
-A set of tensors called STEM is stored in STEM.safetensors. Above a size limit it is split over STEM-00001-of-0000N.safetensors
-and so on, listed in STEM.safetensors.index.json. These are the names that Hugging Face's libraries use.
+A set of tensors called STEM is stored in STEM.safetensors. Above a size limit, it is split over STEM-00001-of-0000N.safetensors
+and so on, listed in STEM.safetensors.index.json. Hugging Face's libraries use the same names.
 """
 
 import json
@@ -33,7 +33,7 @@ class LazyTensor:
     name: str
     dtype: str  # as safetensors names it, such as F32
     shape: tuple[int, ...]
-    transposed: bool = False  # its rows are the columns in the file
+    transposed: bool = False  # whether its rows are columns in the file
     first: int = 0
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -60,8 +60,8 @@ def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
 def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, about: dict[str, str] | None = None) -> None:
     """Write `tensors` to a file as `dtype`, with the facts `about` them in the header. Equal input gives equal bytes."""
     path.touch()
-    mode = path.stat().st_mode  # follows the umask, while save_file makes a file that only the owner can read
-    metadata = {"format": "pt"} | (about or {}) if path.name.startswith("model") else None  # transformers requires the format
+    mode = path.stat().st_mode  # follows the umask; save_file would make the file readable only by its owner
+    metadata = {"format": "pt"} | (about or {}) if path.name.startswith("model") else None  # transformers requires `format`
     save_file({name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata)
     if about:
         sort_metadata(path)
@@ -69,7 +69,7 @@ def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, about: dic
 
 
 def sort_metadata(path: Path) -> None:
-    """Sort the metadata of a safetensors file, which save_file writes in an order that differs between processes."""
+    """Sort the metadata of a safetensors file, because save_file writes it in an order that differs between processes."""
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

@@ -1,4 +1,4 @@
-"""What every other folder uses: errors, command lines and files.
+"""Shared by all folders: errors, command lines and files.
 
 `errors` ends a command with one line that names the fix. `cli` turns flags into frozen dataclasses.
 `files` limits the size of what it reads, and publishes what it writes by rename.

@@ -1,6 +1,6 @@
-"""The command line of every command: flags into a frozen dataclass.
+"""Command lines: parse flags into a frozen dataclass.
 
-tyro parses flags and writes `--help`; msgspec checks values. This module reports mistakes in one line with what works.
+tyro parses flags and writes `--help`; msgspec checks values. This module reports each mistake in one line, with what works.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from common.errors import UserError, refuse
 
-# The names of flags in nanoGPT, build-nanogpt and Hugging Face, and ours.
+# Names of flags in nanoGPT, build-nanogpt and Hugging Face, and our names.
 OTHER_NAMES = {
     **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
     **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),
@@ -29,7 +29,7 @@ OTHER_NAMES = {
 }
 # Flags of nanoGPT without a counterpart, and what replaces each.
 NO_FLAGS = {
-    "eval_only": "python evaluate.py runs/NAME does that",
+    "eval_only": "use python evaluate.py runs/NAME",
     "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
     "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
 }
@@ -65,8 +65,8 @@ def replace(config, **changes):
 def parse(cls, args: list[str], description: str, default=None, first: str = ""):
     """Parse command-line `args` into the frozen dataclass `cls`: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
 
-    default: an instance of `cls` with the values of omitted flags. `--help` prints them and exits with 0, as does `--version`.
-    first: what `--help` shows before the flags, if `cls` does not have it.
+    default: an instance of `cls` with the values of omitted flags. `--help` and `--version` print and exit with status 0.
+    first: an argument before the flags for `--help` to show, if it is not in `cls`.
     Raises UserError for an unknown flag, with the nearest known one, and for a wrong value, with what is allowed.
     """
     import tyro
@@ -79,7 +79,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
         args=flags_last([word for word in args if word != "--debug"]),  # `user_errors` reads it
         prog=f"python {os.path.relpath(sys.argv[0])} {first}".rstrip(),
         default=default or tyro.MISSING_NONPROP,
-        description=f"{description}\n\nAll commands take --version, and --debug, which prints the traceback of an error.",
+        description=f"{description}\n\nAll commands accept --version, and --debug, which prints the traceback of an error.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
         registry=values_as_text(),
         return_unknown_args=True,
@@ -104,7 +104,7 @@ def version() -> str:
 
 
 def flags_last(args: list[str]) -> list[str]:
-    """`args` with flags and their values last. Otherwise tyro would take other arguments for more values of a flag."""
+    """`args` with flags and their values last. Otherwise tyro would read other arguments as more values of a flag."""
     others, flags = [], []
     for word in args:
         of_flag = flags and flags[-1].startswith("--") and "=" not in flags[-1]  # --a v
@@ -113,7 +113,7 @@ def flags_last(args: list[str]) -> list[str]:
 
 
 def values_as_text():
-    """Rules that make tyro pass on the text of each value, because `read_values` reports mistakes better."""
+    """Rules that make tyro return the text of each value, because `read_values` gives better error messages."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     rules = ConstructorRegistry()
@@ -133,7 +133,7 @@ def values_as_text():
 
 
 def syntax(kind) -> str:
-    """What a value of type `kind` may be, as text, without limits."""
+    """The allowed values of type `kind`, as text, without limits."""
     if kind in SCALARS or isinstance(kind, str):
         return SCALARS.get(kind, kind)
     kinds = get_args(kind)
@@ -148,9 +148,9 @@ def limits(kind) -> str:
 
 
 def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Convert `values` to settings of the config dataclass `cls`. Returns them by flag name, and the mistakes by flag name.
+    """Convert `values` to settings of the config dataclass `cls`. Returns the settings and the mistakes, by flag name.
 
-    strict: False reads numbers and booleans from text.
+    strict: False also accepts numbers and booleans as text.
     """
     kinds, found, wrong = flat_fields(cls), {}, {}
     for name, value in values.items():
@@ -167,20 +167,20 @@ def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, An
 
 
 def read_quantity(text: str, units: dict[str, int]) -> int:
-    """`text`, a number followed by one of `units`, such as 1.5GB, as a number. 0 if it is not one."""
+    """Parse a number followed by one of `units`, such as 1.5GB. Returns 0 if `text` is anything else."""
     match = re.fullmatch(rf"(\d{{1,20}}(?:\.\d{{1,20}})?)({'|'.join(units)})", text.upper())
     return round(float(match[1]) * units[match[2]]) if match else 0
 
 
 def require_local(flag: str, path: str, instead: str) -> None:
-    """Raise UserError if a flag that takes a local path got a URL. instead: what to use for a URL."""
+    """Raise UserError if `path`, from a flag that needs a local path, is a URL. instead: what to use for a URL."""
     if "://" in path:
         raise UserError(f"--{flag}={path} must be a local path; {instead}")
 
 
 def new_directory(out: str) -> Path:
     """The directory to create, from --out. Raises UserError if the flag is missing, or if something with that name exists."""
-    require_local("out", out, "`python export.py RUN --push=OWNER/NAME` uploads a model to the Hugging Face hub")
+    require_local("out", out, "`python export.py RUN --push=OWNER/NAME` uploads a model to the Hugging Face Hub")
     if not out:
         raise UserError("--out=DIR is missing; it names the directory to create")
     if Path(out).exists():
@@ -189,7 +189,7 @@ def new_directory(out: str) -> Path:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What replaces the flag `name`, or the nearest one of `known`, as in `; perhaps you meant --lr`. May be empty."""
+    """A replacement for the flag `name`, or the nearest one of `known`, such as `; perhaps you meant --lr`. May be empty."""
     if name in NO_FLAGS:
         return f"; {NO_FLAGS[name]}"
     names = OTHER_NAMES | {ours: ours for ours in known}
@@ -198,7 +198,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def similar_runs(name: str) -> str:
-    """`; perhaps you meant runs/mine`, if there are runs in `name`, or similarly named runs beside it or in runs/."""
+    """A hint such as `; perhaps you meant runs/mine`: runs in the directory `name`, or similar names beside it or in runs/."""
     path = Path(name)
     runs = {found.parent for folder in (path, path.parent, Path("runs")) for found in folder.glob("*/checkpoints")}
     near = [str(run) for run in sorted(runs - {path}) if run.parent == path or difflib.get_close_matches(path.name, [run.name])]

@@ -1,4 +1,4 @@
-"""How a command prints and fails. Errors that the user can fix have no traceback; they name the flag or file and the fix."""
+"""Messages and errors. An error that the user can fix names the flag or file and the fix, without a traceback."""
 
 import contextlib
 import errno
@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-EX_TEMPFAIL = 75  # the exit status of a run that was stopped; the same command continues it
+EX_TEMPFAIL = 75  # exit status of a stopped run, which the same command continues
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
-    """Bad input. The message names the flag or file and what would work."""
+    """Bad input. The message names the flag or file, and what would work."""
 
 
 class RunError(Exception):
-    """The run cannot continue. The message says why and what is left."""
+    """The run cannot continue. The message says why, and what remains."""
 
 
 @contextlib.contextmanager
 def user_errors():
-    """Print an error that the user can act on as `error: ...`, without a traceback, and exit. See `outcome`.
+    """Print an error that the user can fix as `error: ...`, without a traceback, and exit. See `outcome`.
 
     --debug also prints the traceback.
     """
@@ -41,22 +41,22 @@ def user_errors():
         if message is None:
             raise
         if isinstance(error, BrokenPipeError):  # nobody reads stdout any more, as after `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what is still to be printed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the remaining output
     if rank := os.environ.get("RANK", "0").strip("0"):
-        # torchrun ends all ranks when one exits. Let the master exit first: it usually has the same message.
+        # torchrun ends all ranks when one exits. Let the master exit first, because it usually has the same message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
         message += f" [rank {rank}]"
     if "--debug" in sys.argv:
         traceback.print_exc()
     if message:
-        sys.stderr.write(f"{printable(message)}\n")  # in one call: other ranks write to stderr too
+        sys.stderr.write(f"{printable(message)}\n")  # one call, because other ranks write to stderr too
         sys.stderr.flush()
     raise SystemExit(status)
 
 
 def outcome(error: BaseException) -> tuple[str | None, int]:
-    """The message and exit status for an error that ends a command. The message is None if the user cannot act on it.
+    """The message and exit status for an error that ends a command. The message is None if the user cannot fix the error.
 
     The status is 2 for bad input (a UserError, or a file that cannot be opened). It is 1 if the run cannot continue (a
     RunError or a full disk), and 130 after Ctrl-C.
@@ -66,7 +66,7 @@ def outcome(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130  # as a shell reports it
     if isinstance(error, ModuleNotFoundError):
-        return f"error: {error}; make setup installs what is needed into .venv, and .venv/bin/python finds it there", 2
+        return f"error: {error}; run `make setup` to install all packages into .venv, then use .venv/bin/python", 2
     if isinstance(error, BrokenPipeError):
         return "", 1
     if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL_DISK):
@@ -80,8 +80,8 @@ def say(message: str) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """Why a library's request failed, in one line: the root cause, without URL queries, which may hold a signature."""
-    said = [error] if isinstance(error, FileNotFoundError | PermissionError | ImportError) else []  # what was asked for
+    """Why a library's request failed, in one line: the root cause, without URL queries, which may contain a signature."""
+    said = [error] if isinstance(error, FileNotFoundError | PermissionError | ImportError) else []  # names the file or module
     while cause := error.__cause__ or error.__context__:
         error = cause
     lines = [str(one).strip().partition("\n")[0] or type(one).__name__ for one in dict.fromkeys([*said, error])]
@@ -89,12 +89,12 @@ def explain(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters escaped: a file name may have some, and a terminal would obey them."""
+    """`text` with control characters escaped, because a terminal would obey them, and a file name may contain some."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def plural(count: int, word: str) -> str:
-    """`count` with its noun: 1 rank, 1,024 ranks, 2 micro-batches."""
+    """A count with its noun: 1 rank, 1,024 ranks, 2 micro-batches."""
     return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith("ch") else "s")
 
 
@@ -105,5 +105,5 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Return or raise what `work()` does. Raises TimeoutError if it takes longer; its thread is then abandoned."""
+    """Return or raise what `work()` does. Raises TimeoutError after `seconds`, and abandons the thread of `work`."""
     return ThreadPoolExecutor(1).submit(work).result(seconds)

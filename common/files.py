@@ -1,4 +1,4 @@
-"""Files: ours are either complete or absent, and files from elsewhere are checked before use.
+"""Files: written completely or not at all, and checked when read.
 
 Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
 new, never a mixture. `read_json` validates JSON against a type.
@@ -18,7 +18,7 @@ import msgspec
 
 from common.errors import UserError
 
-LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use is about half of that
+LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.json in use is about half as large
 
 
 def hidden(path: Path) -> Path:
@@ -37,7 +37,7 @@ def sync(path: Path) -> None:
 def publish(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a binary file to write to. It becomes `path` when the block ends, and is deleted if the block raises.
 
-    durable: False does not wait for the disk, so a power cut may lose the file.
+    durable: False does not wait for the disk, so a power failure may lose the file.
     """
     temporary = hidden(path)
     try:
@@ -83,7 +83,7 @@ def publish_directory(path: Path, make: bool = True) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory if it does not exist, and flush it and its parents so that a crash cannot lose it."""
+    """Create a directory if it does not exist, and flush its parents so that a crash cannot lose it."""
     path.mkdir(parents=True, exist_ok=True)
     for parent in path.absolute().parents:
         with suppress(OSError):  # some parents are not ours to open
@@ -92,7 +92,7 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock a directory for the block. It is created if missing, and removed if it ends up empty.
+    """Lock a directory for the block. Creates it if missing, and removes it if it ends up empty.
 
     Raises UserError if another live process has locked it.
     """
@@ -109,9 +109,9 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def lock(file: int | BinaryIO) -> bool:
-    """Lock a file or directory while it is open. Returns False if another live process has locked it.
+    """Lock a file or directory for as long as it is open. Returns False if another live process has locked it.
 
-    On a file system without locks, which some shared ones are, this always succeeds.
+    On file systems without locks, such as some shared ones, this always succeeds.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +121,7 @@ def lock(file: int | BinaryIO) -> bool:
 
 
 def retire(directory: Path) -> None:
-    """Remove a published directory. It is renamed first, so that a kill cannot leave part of it under its real name."""
+    """Remove a published directory. Renames it first, so that a kill cannot leave part of it under its real name."""
     doomed = directory.with_name(f".{directory.name}.old.tmp")
     remove(doomed)
     os.rename(directory, doomed)
@@ -142,7 +142,7 @@ def link(name: Path, target: Path) -> None:
     temporary = hidden(name)
     remove(temporary)
     temporary.symlink_to(target.name)
-    if name.is_dir() and not name.is_symlink():  # the run was copied by a tool that follows links
+    if name.is_dir() and not name.is_symlink():  # a tool that follows links copied the run
         retire(name)
     os.replace(temporary, name)
     sync(name.parent)
@@ -177,7 +177,7 @@ def read_text(path: Path, limit: int = LARGEST_TEXT) -> str:
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """Read a JSON file as `kind`, a type for msgspec. Keys that a TypedDict does not declare are dropped.
+    """Read a JSON file as `kind`, a type for msgspec. Drops keys that a TypedDict does not declare.
 
     Raises a UserError that names the file, the key and what is allowed there.
     """
@@ -193,6 +193,6 @@ def decode(value: Any, kind: type, name: str) -> Any:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first few of `names`, for messages: there may be thousands, and one may be as long as a book."""
+    """The first few of `names`, for messages: there may be thousands, and a single one may be very long."""
     shown = [name if len(name) <= 60 else f"{name[:60]}..." for name in itertools.islice(names, 9)]
     return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "nothing"

@@ -6,19 +6,19 @@ from pathlib import Path
 
 from common.errors import UserError, explain, say
 
-PAUSES = (1, 5, 25)  # seconds between attempts; the client also repeats most requests itself
+PAUSES = (1, 5, 25)  # seconds between attempts; the client also retries most requests itself
 
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Where to upload the result of a command, and what its card says."""
+    """Where to upload a command's result, and metadata for its card."""
 
     push: str = ""
     """Upload the result to this repository on the Hugging Face Hub, OWNER/NAME[@BRANCH], creating it if needed."""
     private: bool = False
-    """Create the repository of --push as private, and refuse an existing public one."""
+    """Create the repository of --push as private, and reject an existing public one."""
     license: str = ""
-    """License for the card, by its name on the Hub, such as apache-2.0."""
+    """License for the card, as named on the Hub, such as apache-2.0."""
     language: str = ""
     """Languages for the card, such as en or en,de."""
 
@@ -31,8 +31,8 @@ class HubConfig:
 def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
     """Upload a directory. Returns its address on the Hub. Raises UserError.
 
-    kind: model or dataset. stale: patterns of files from an earlier upload; those not sent again are removed there. Network and
-    server errors are retried. After an interruption, only what is missing is sent.
+    kind: model or dataset. stale: patterns of files to remove from an earlier upload unless they are sent again. Retries after
+    network and server errors. After an interruption, sends only what is missing.
     """
     for pause in (*PAUSES, 0):
         try:
@@ -41,7 +41,7 @@ def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> st
             problem = f"--push={options.push}: {explain(error)}"
             status = getattr(getattr(error, "response", None), "status_code", 0)
             if status in (401, 403, 404):
-                raise UserError(f"{problem}; run `hf auth login` to give this machine a token for uploads") from None
+                raise UserError(f"{problem}; run `hf auth login` to set a token that allows uploads") from None
             if isinstance(error, ValueError | TypeError | ImportError) or status == 400:  # retrying would not help
                 raise UserError(problem) from None
             if not pause:
@@ -51,7 +51,7 @@ def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> st
 
 
 def upload(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
-    """One attempt. Raises whatever the client raises."""
+    """Try once. Raises whatever the client raises."""
     from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be invalid
 
     api, (repository, _, branch) = HfApi(), options.push.partition("@")

@@ -1,4 +1,4 @@
-"""What people read about a dataset: the command that made it, its sources on the Hub, and its card."""
+"""The description of a dataset: its card, the command that made it, and its sources on the Hub."""
 
 import re
 import shlex
@@ -21,7 +21,7 @@ Tokens for pretraining, made with Lockstep from {sources}:
 {rows}
 
 The tokenizer is {tokenizer}, with {vocab_size:,} tokens. End-of-text (token {eot_token}) comes before every document. Shards
-have llm.c's layout: a header of 256 int32, then {dtype} tokens. `tokenizer.json` decodes them, and `dataset.json` lists the
+use llm.c's layout: a header of 256 int32, then {dtype} tokens. `tokenizer.json` decodes them, and `dataset.json` lists the
 sha256 of every shard.
 
 ```sh
@@ -45,7 +45,7 @@ def totals(metadata: Metadata, split: str) -> dict[str, int]:
 
 
 def prepare_command(directory: Path, metadata: Metadata) -> str:
-    """The command that makes this dataset again from the same sources."""
+    """The command that recreates this dataset from the same sources."""
     sources = [row["path"] for row in metadata["source"] if not row["path"].startswith("the standard library of Python ")]
     commits = {row["path"]: row["revision"] for row in metadata["source"] if "revision" in row}
     pinned = [

@@ -12,13 +12,13 @@ from dataset.tokenizer import load, resolve
 from dataset.tokens import open_dataset, read_metadata
 
 SCANNED_TOKENS = 1 << 22  # at a time
-SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # of the beginning of each split
+SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # from the beginning of each split
 
 
 def check(directory: Path, spec: str = "") -> None:
-    """Read a whole dataset directory, ours or another tool's, and print what it holds.
+    """Read a whole dataset directory, ours or another tool's, and print its contents.
 
-    spec: the tokenizer of another tool's tokens, as for --tokenizer. Raises a UserError that names the first problem.
+    spec: the tokenizer of another tool's tokens, as in --tokenizer. Raises a UserError that names the first problem.
     """
     if not directory.is_dir():
         raise UserError(f"--check={directory}: no such directory")
@@ -51,7 +51,7 @@ def check(directory: Path, spec: str = "") -> None:
 
 
 def describe(split: str, records: list[dict]) -> str:
-    """One line about all shards of a split. Records of another tool's shards lack the size of their text."""
+    """One line about all shards of a split. For another tool's shards, the size of the text is unknown."""
     tokens, documents, size = (
         sum(record.get(key, 0) for record in records) for key in ("tokens", "documents", "bytes_of_text")
     )
@@ -60,6 +60,6 @@ def describe(split: str, records: list[dict]) -> str:
 
 
 def check_sha256(path: Path, record: dict) -> None:
-    """Raise UserError if a file is not the one that dataset.json records."""
+    """Raise UserError if a file does not match its record in dataset.json."""
     if files.sha256(path) != record["sha256"]:
         raise UserError(f"{path} does not match its sha256 in dataset.json; copy it or prepare it again")

@@ -15,12 +15,12 @@ from dataset.sources import SourceFile, read_pieces
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 
-FEW_DOCUMENTS = 100  # a source of fewer documents is split by its tail
+FEW_DOCUMENTS = 100  # with fewer documents, the end of the text is for validation
 HASHED_BYTES = 1 << 16  # the hash of this many leading bytes decides a document's split
 UNIT_BYTES = 1 << 20  # text that a worker encodes at a time
-PIECE_BYTES = 256  # memory that a document takes besides its text
+PIECE_BYTES = 256  # memory of a document besides its text
 
-Position = tuple[int, int]  # of a unit: the index of its file, and its index in that file
+Position = tuple[int, int]  # of a unit: the index of its file, and the unit's index in that file
 
 
 @dataclass
@@ -31,21 +31,21 @@ class Unit:
     parts: list[tuple[str, bool, str]] = field(default_factory=list)  # the split, whether a document starts here, the text
     filled: int = 0  # bytes of memory
     bytes_on_disk: float = 0
-    without_text: int = 0  # number of rows that have no text
+    without_text: int = 0  # number of rows without text
     not_utf8: bool = False  # whether some bytes were not UTF-8 and became U+FFFD
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which text is for validation: documents picked by their hash, or everything from character `boundary` on."""
+    """Which text is for validation: documents chosen by hash, or everything from character `boundary` on."""
 
     val_fraction: float
     boundary: int | None = None
-    offsets: list[int] = field(default_factory=list)  # with a boundary: where each file's first character is
+    offsets: list[int] = field(default_factory=list)  # with a boundary: the position of each file's first character
 
 
 def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> Split:
-    """Choose how to split a source by reading up to FEW_DOCUMENTS of it. Raises UserError if a split would be empty.
+    """Choose how to split the source, by reading up to FEW_DOCUMENTS of it. Raises UserError if a split would be empty.
 
     val_fraction: auto means 0.05, or 0.1 if there are few documents.
     """
@@ -72,9 +72,9 @@ def split_hash(data: bytes) -> float:
 
 
 def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, Position]) -> Iterator[Unit]:
-    """Read files in order, as units of text that still has to be encoded.
+    """Read files in order, in units of text that still needs encoding.
 
-    wanted: for each split, the first position that an earlier run has not finished. Files before both are not read.
+    wanted: for each split, the first position that an earlier run did not finish. Files before both are not read.
     """
     for index in range(min(wanted.values())[0], len(source_files)):
         unit, name, offset = Unit((index, 0)), "", split.offsets[index] if split.offsets else 0

@@ -1,4 +1,4 @@
-"""Sources of text: files and folders, local or in any file system that fsspec opens, read about a megabyte at a time."""
+"""Sources of text: files and folders, local or at any URL that fsspec opens, read about a megabyte at a time."""
 
 import contextlib
 import functools
@@ -22,16 +22,16 @@ from common import files
 from common.errors import UserError, explain
 
 CHUNK_BYTES = 1 << 20  # read at a time
-BLOCK_BYTES = 1 << 24  # of one request to a server
+BLOCK_BYTES = 1 << 24  # per request to a server
 PARQUET_ROWS = 16  # decoded at a time; each may be as long as the longest document
-# The types of a column of text, as bytes. A view costs nothing; a cast copies, and imports pyarrow.compute (0.1 s).
+# How to view each type of text column as bytes. A view is free; a cast copies, and imports pyarrow.compute (0.1 s).
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 AS_BYTES[pyarrow.string_view()] = pyarrow.binary_view()
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
     ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
-    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # not .lzma: it accepts any bytes and may ask for 4 GB
+    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # not .lzma, which accepts any bytes and may request 4 GB
 }
 HUB = "hf://datasets/"
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -42,25 +42,25 @@ class SourceFile:
     """A text file, and how it stores documents."""
 
     path: str  # in its file system
-    name: str  # relative to the folder that holds all files of its source
+    name: str  # relative to the folder that contains all files of the source
     size: int
     system: fsspec.AbstractFileSystem
     column: str  # the column of a .parquet file, or the key in a .jsonl file
     max_document_bytes: int  # the longest line or row
 
     def __str__(self) -> str:
-        """The URL, or the path: relative if the file is below the working directory."""
+        """The URL or path, relative if the file is below the working directory."""
         return self.system.unstrip_protocol(self.path).removeprefix("file://").removeprefix(f"{os.getcwd()}/")
 
     @property
     def form(self) -> str:
-        """The suffix that says how the file stores text, ignoring compression. Empty if it is not one of SUFFIXES."""
+        """The file's suffix without compression, which gives its format. Empty if it is not one of SUFFIXES."""
         path = PurePosixPath(self.name)
         suffix = PurePosixPath(path.stem).suffix if path.suffix in OPENERS else path.suffix
         return suffix if suffix in SUFFIXES else ""
 
     def open(self) -> BinaryIO:
-        """Open the file for reading. The file system repeats requests that fail."""
+        """Open the file for reading. The file system retries failed requests."""
         return self.system.open(self.path, "rb", block_size=BLOCK_BYTES)
 
 
@@ -102,7 +102,7 @@ def embedded_corpus() -> list[SourceFile]:
 def list_files(
     source: str, url: str = "", column: str = "text", max_document_bytes: int = 1 << 25
 ) -> tuple[list[SourceFile], int]:
-    """The text files at a path or URL (a file, a folder or a pattern), sorted by name, and the number of other files there.
+    """The text files at a path or URL (a file, folder or pattern), sorted by name, and the number of files of other types.
 
     url: the location of `source`, if it differs from its name. Raises UserError.
     """
@@ -123,7 +123,7 @@ def list_files(
     paths, more = sorted(sizes, key=PurePosixPath), (system, column, max_document_bytes)
     found = [SourceFile(path, os.path.relpath(path, root), sizes[path], *more) for path in paths]
     texts = [file for file in found if file.form]
-    if source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS)):  # a folder: its .md and .txt are documentation
+    if source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS)):  # its .md and .txt are documentation
         texts = [file for file in texts if file.form in (".jsonl", ".parquet")]
     if not texts:
         raise UserError(f"{source}: no text files there; expected {' '.join(SUFFIXES)}, optionally with {' '.join(OPENERS)}")
@@ -152,7 +152,7 @@ def at_commit(source: str, commit: str = "") -> tuple[str, str]:
 def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
     """Read and decompress a file in chunks of about CHUNK_BYTES. Yields (bytes on disk, content).
 
-    find_cut: where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also if a line is too long.
+    find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also for long lines.
     """
     unpack = OPENERS.get(PurePosixPath(file.name).suffix, contextlib.nullcontext)
     with named_errors(file), file.open() as raw, unpack(raw) as stream:
@@ -171,9 +171,9 @@ def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[
 
 
 def end_of_words(content: bytes) -> int:
-    """The end of the last word before white space. No token crosses it, so cutting there does not change the tokens.
+    """The end of the last word before white space. Tokens never cross it, so cutting there does not change them.
 
-    If the last 4096 bytes contain no such place, the end of the last whole character.
+    If the last 4096 bytes contain no such place, returns the end of the last whole character.
     """
     tail = max(0, len(content) - 4096)
     if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[tail:])]:
@@ -193,7 +193,7 @@ def parquet_rows(file: SourceFile) -> Iterator[Piece]:
             raise UserError(f'{file}: no column "{column}" of strings; its columns are {files.shortened(schema.names)}')
         row_bytes = file.size / max(1, table.metadata.num_rows)
         for group in map(table.metadata.row_group, range(table.metadata.num_row_groups)):
-            # The size of all columns together: pyarrow aborts the process if the metadata of a single column is damaged.
+            # Check the size of all columns together: for one column, damaged metadata would make pyarrow abort the process.
             if group.total_byte_size > max(1, group.num_rows) * limit:
                 raise too_long
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
@@ -205,7 +205,7 @@ def parquet_rows(file: SourceFile) -> Iterator[Piece]:
 
 
 def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
-    """The lines of a .jsonl file, each a document. Raises UserError for a line that is not one."""
+    """The lines of a .jsonl file, each a document. Raises UserError for an invalid line."""
     first = 1
     for size, data in read_chunks(file, lambda content: content.rfind(b"\n") + 1):
         lines = data.removesuffix(b"\n").split(b"\n")

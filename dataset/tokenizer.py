@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizers, on disk as a Hugging Face tokenizer.json.
 
-What tiktoken defines (train:N, OpenAI's, a .tiktoken file) is encoded by tiktoken. It is written as a tokenizer.json that gives
-the same tokens: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. tiktoken
-encodes such a file again. Any other tokenizer.json is encoded by Hugging Face's tokenizers.
+tiktoken encodes with train:N, OpenAI's tokenizers and .tiktoken files. Each is saved as a tokenizer.json that gives the same
+tokens: the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. tiktoken also
+encodes with such a saved file. Hugging Face's tokenizers library encodes with any other tokenizer.json.
 """
 
 import base64
@@ -25,19 +25,19 @@ from common import files
 from common.errors import UserError, within
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # its names in tokenizers
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # known names of end-of-text
 DOWNLOAD_SECONDS = 30
 LONGEST_WORD = 1 << 12  # characters of a word that train:N learns from: time grows with the square of the length
-LONGEST_TOKEN = 1 << 12  # bytes of a token that train:N learns: repetitive text makes long ones
+LONGEST_TOKEN = 1 << 12  # bytes of a token that train:N learns: repetitive text produces long ones
 
-# Pre-tokenization patterns. In ours, a word takes the one space or punctuation mark before it, and punctuation takes the line
-# end and the indentation after it. It has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's. Code
-# takes 7 to 10 % fewer tokens than with Llama 3's.
+# Pre-tokenization patterns. In ours, a word includes one space or punctuation mark before it, and punctuation includes the line
+# end and indentation after it. The pattern has no look-around, so tiktoken matches it in linear time, twice as fast as GPT-2's.
+# Code needs 7 to 10 % fewer tokens than with Llama 3's.
 TRAINED_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\s*\n\s*)?|\s+"
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CONTRACTION = r"'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"  # both cases are spelled out: the engines fold differently
+CONTRACTION = r"'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"  # spells out both cases, because the engines fold differently
 _WORDS, _LINES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Llama 3's, as llama.cpp has it, whose converter needs a pattern that llama.cpp knows.
+# Llama 3's pattern as in llama.cpp, whose converter accepts only patterns that llama.cpp knows.
 LLAMA3_PATTERN = rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}[\r\n]*|{_LINES}"
 CL100K_PATTERN = rf"{CONTRACTION}|{_WORDS}[\r\n]*|\s+\z|{_LINES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -46,13 +46,13 @@ O200K_PATTERN = "|".join(
     + [r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
 )
 NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
-# OpenAI's .tiktoken files by their number of ranks: the pattern, and the id of the end-of-text token.
+# OpenAI's .tiktoken files by number of ranks: the pattern, and the id of the end-of-text token.
 KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
 
 
 @contextlib.contextmanager
 def library_errors(message: str) -> Iterator[None]:
-    """Turn any error of Hugging Face's library in the block into a UserError that begins with `message`."""
+    """Turn any error from Hugging Face's library into a UserError that begins with `message`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -63,27 +63,27 @@ def library_errors(message: str) -> Iterator[None]:
 
 @functools.cache
 def byte_chars() -> dict[int, str]:
-    """The printable character that stands for each byte in a tokenizer.json (GPT-2's table)."""
+    """The printable character that represents each byte in a tokenizer.json (GPT-2's table)."""
     printable = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def _ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """The vocabulary of a tokenizer.json with its tokens as bytes."""
+    """The vocabulary of a tokenizer.json, with tokens as bytes."""
     byte_of = {char: byte for byte, char in byte_chars().items()}
     return {bytes(byte_of[char] for char in token): i for token, i in vocabulary.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A byte-level BPE. `json` defines it. `tiktoken` encodes, if the tokenizer is one of tiktoken's."""
+    """A byte-level BPE, defined by `json`. If `tiktoken` is set, it encodes; otherwise `huggingface` does."""
 
     name: str
     json: str
     vocab_size: int
     eot_token: int
-    bytes_per_token: np.ndarray  # [vocab_size] how many bytes of text each token stands for; 0 for special tokens
+    bytes_per_token: np.ndarray  # [vocab_size] the bytes of text that each token represents; 0 for special tokens
     huggingface: tokenizers.Tokenizer
     tiktoken: tiktoken.Encoding | None
 
@@ -97,9 +97,9 @@ class Tokenizer:
         if self.name == "bytes":
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         if self.tiktoken:
-            with contextlib.suppress(ValueError):  # a million spaces exhaust tiktoken's regex engine, but not the other
+            with contextlib.suppress(ValueError):  # a million spaces exhaust tiktoken's regex engine, but not Hugging Face's
                 return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        with library_errors(f"{self.name} cannot encode a text"):  # such as one that makes a regex backtrack too long
+        with library_errors(f"{self.name} cannot encode a text"):  # such as one that makes a regex backtrack for too long
             found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
         return np.array(found[0].ids, dtype=np.uint32)
 
@@ -125,12 +125,12 @@ def token_ids(path: Path) -> dict[str, int]:
 
 
 def end_of_text(ids: dict[str, int]) -> int | None:
-    """The end-of-text token, if it is among `ids` under a known name."""
+    """The end-of-text token, if `ids` contains it under a known name."""
     return next((ids[token] for token in ENDS_OF_TEXT if token in ids), None)
 
 
 def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
-    """Make the tokenizer that `--tokenizer=spec` names. `sample` gives the text that train:N learns from. Raises UserError."""
+    """Make the tokenizer for `--tokenizer=spec`. `sample` provides the text that train:N learns from. Raises UserError."""
     trained = re.fullmatch(r"train:(\d{3,6})(:llama3)?", spec)
     if trained and int(trained[1]) >= 257:  # the bytes and end-of-text
         return train(sample(), int(trained[1]), spec, LLAMA3_PATTERN if trained[2] else TRAINED_PATTERN)
@@ -149,7 +149,7 @@ def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer
 
 
 def by_tiktoken(found: Tokenizer) -> Tokenizer:
-    """The same tokenizer, encoded by tiktoken in a fifth of the time if its file is what `from_ranks` writes, as ours are."""
+    """Switch a tokenizer to tiktoken, which is five times faster, if `from_ranks` would write the same file."""
     added = {token.content: i for i, token in found.huggingface.get_added_tokens_decoder().items()}
     ordinary = {token: i for token, i in found.huggingface.get_vocab(with_added_tokens=False).items() if token not in added}
     for pattern in (TRAINED_PATTERN, LLAMA3_PATTERN, *NAMED.values()):
@@ -163,7 +163,7 @@ def by_tiktoken(found: Tokenizer) -> Tokenizer:
 def train(texts: Iterable[str], vocab_size: int, name: str, pattern: str) -> Tokenizer:
     """Learn a byte-level BPE from `texts`: at most `vocab_size` tokens, including end-of-text (token 0) and the 256 bytes.
 
-    pattern: by which a text is split into words.
+    pattern: the regex that splits text into words.
     """
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = _pre_tokenizer(pattern)
@@ -187,7 +187,7 @@ def download(name: str) -> Tokenizer:
 
     try:  # tiktoken's download has no timeout
         found = within(DOWNLOAD_SECONDS, ENCODING_CONSTRUCTORS[name])
-    except Exception as error:  # network, proxy or disk: the remedy is the same
+    except Exception as error:  # network, proxy or disk: the fix is the same
         remedy = "offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use train:N, bytes, or the path of a"
         reason = str(error)[:200] or f"nothing in {DOWNLOAD_SECONDS} s"
         problem = f"--tokenizer={name}: tiktoken could not download it ({reason})"
@@ -196,7 +196,7 @@ def download(name: str) -> Tokenizer:
 
 
 def load_ranks(path: Path) -> Tokenizer:
-    """Load a .tiktoken file: each line is a token in base64 and its rank. The number of ranks implies the pattern."""
+    """Load a .tiktoken file, whose lines are a base64 token and its rank. The number of ranks implies the pattern."""
     ranks, lines = {}, [line.split() for line in files.read_bytes(path).splitlines() if line]
     with contextlib.suppress(ValueError):
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -226,7 +226,7 @@ def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], n
 def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The two parts whose merge makes `token`: merge its bytes, but stop one merge early.
 
-    BPE merges a token's bytes in the same way wherever it stands, so no other pair ever makes it.
+    BPE always merges a token's bytes in the same way, so this is the only pair that makes it.
     """
     parts = [bytes([b]) for b in token]
     while len(parts) > 2:
@@ -251,12 +251,12 @@ def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
     ordinary = {token: i for token, i in theirs.get_vocab(with_added_tokens=False).items() if token not in added}
     alphabet = set(byte_chars().values())
     if not isinstance(theirs.model, models.BPE) or not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
-        raise UserError(f"{name} is not a byte-level BPE over all 256 bytes, the only type supported here")
+        raise UserError(f"{name} is not a byte-level BPE over all 256 bytes, the only supported type")
     if (eot_token := end_of_text(added)) is None:
         raise UserError(f"{name} has no end-of-text token; looked for {', '.join(ENDS_OF_TEXT)}")
     theirs.no_truncation()
     theirs.no_padding()
-    theirs.encode_special_tokens = True  # a special token spelled out in text is text
+    theirs.encode_special_tokens = True  # treat a special token spelled out in text as ordinary text
     vocab_size = max(*ordinary.values(), *added.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]

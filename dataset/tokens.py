@@ -1,4 +1,4 @@
-"""Token shards on disk, and directories of them: our own datasets with a dataset.json, or other tools' files."""
+"""Token shards on disk, and directories of them: our datasets with a dataset.json, or other tools' files."""
 
 import bisect
 import contextlib
@@ -22,11 +22,11 @@ from dataset.tokenizer import end_of_text, token_ids
 
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-# llm.c, build-nanogpt and nanoGPT encode web text as GPT-2's tokens; the last one separates documents. Their models pad the
-# vocabulary to as many as 50,304.
+# llm.c, build-nanogpt and nanoGPT encode web text as GPT-2 tokens, the last of which separates documents. Their models pad the
+# vocabulary to up to 50,304.
 GPT2_VOCAB_SIZE, GPT2_PADDED = 50257, 50304
 RESTORE = "restore the file, then run the same command to continue"
-SCAN_TOKENS = 1 << 22  # how many ids of a split are checked when it is opened
+SCAN_TOKENS = 1 << 22  # ids of a split to check when it is opened
 
 
 Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
@@ -54,7 +54,7 @@ class Metadata(TypedDict):
     dtype: Literal["uint16", "uint32"]
     source: list[Source]
     val_fraction: Share
-    options: NotRequired[dict]  # settings of prepare_data.py that the user gave
+    options: NotRequired[dict]  # prepare_data.py settings that the user set
     shards: list[ShardRecord]
 
 
@@ -83,7 +83,7 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
 class Shard:
     """The tokens of a file, which stays open. Slicing returns an array.
 
-    Tokens are read with pread. With a memory map, a truncated file or a bad disk would kill the process with SIGBUS.
+    Tokens are read with pread, because with a memory map, a truncated file or a bad disk kills the process with SIGBUS.
     """
 
     path: Path
@@ -109,8 +109,8 @@ class Shard:
 
 
 def open_shard(path: Path) -> Shard:
-    """Open llm.c's .bin with either magic, nanoGPT's train.bin or val.bin, a .npy, or datatrove's .ds. Raises UserError."""
-    file = files.require_file(path).open("rb", buffering=0)  # a buffer would be as large as a file system block
+    """Open an llm.c .bin with either magic, a nanoGPT train.bin or val.bin, a .npy, or a datatrove .ds. Raises UserError."""
+    file = files.require_file(path).open("rb", buffering=0)  # a buffer would read a whole file system block
     size = os.fstat(file.fileno()).st_size
     if path.suffix == ".npy":
         try:
@@ -118,7 +118,7 @@ def open_shard(path: Path) -> Shard:
         except Exception as error:  # numpy parses the header as a Python literal, which can fail in many ways
             raise UserError(f"{path}: {error}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-            raise UserError(f"{path} holds {tokens.dtype} {tokens.shape}; expected one row of integer tokens")
+            raise UserError(f"{path} contains {tokens.dtype} {tokens.shape}; expected one row of integer tokens")
         return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
     magic, version, count = np.frombuffer(file.read(HEADER_INTS * 4).ljust(12, b"\0"), "<i4", 3).tolist()
     header, offset, dtype = "its header", HEADER_INTS * 4, MAGICS.get((magic, version))
@@ -131,7 +131,7 @@ def open_shard(path: Path) -> Shard:
         raise UserError(f"{path}: its header has magic {magic} and version {version}; expected llm.c's {wanted}")
     wanted = offset + count * dtype.itemsize
     if count < 0 or size != wanted:
-        raise UserError(f"{path}: {header} promises {wanted} bytes, but the file has {size}; copy it or prepare it again")
+        raise UserError(f"{path}: {header} implies {wanted} bytes, but the file has {size}; copy it or prepare it again")
     return Shard(path, file, dtype, offset, count)
 
 
@@ -152,7 +152,7 @@ class Stream:
 
     @functools.cached_property
     def largest(self) -> int:
-        """The largest id in a small split, or at the start of each shard of a large one. Raises UserError; see `check`."""
+        """The largest id in the split, or if it is large, at the start of each shard. Raises UserError; see `check`."""
         share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
         return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 
@@ -165,17 +165,17 @@ class Stream:
         return self.starts[-1]
 
     def num_windows(self, seq_len: int) -> int:
-        """How many windows of `seq_len` inputs and targets the stream has."""
+        """The number of windows of `seq_len` inputs and targets in the stream."""
         return max(0, (len(self) - 1) // seq_len)
 
     def check_length(self, seq_len: int, split: str) -> None:
-        """Raise UserError unless there is at least one window of `seq_len`. `split` names the stream in the message."""
+        """Raise UserError if there is not even one window of `seq_len`. `split` names the stream in the message."""
         if not self.num_windows(seq_len):
             where = f"{self.shards[0].path.parent if self.shards else 'a dataset'} has {len(self)} {split} tokens"
             raise UserError(f"{where}, less than one window of --seq_len={seq_len}; prepare more text, or lower --seq_len")
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """The shard that holds the token at `position` of the stream, and its position in the shard."""
+        """The shard that contains the token at `position` of the stream, and the token's position in the shard."""
         shard = bisect.bisect(self.starts, position) - 1
         return self.shards[shard].path, position - self.starts[shard]
 
@@ -194,7 +194,7 @@ class Stream:
         return read_windows([self], np.zeros_like(windows), windows, seq_len)
 
     def check(self, tokens: np.ndarray, where: str) -> int:
-        """The largest token id. Raises UserError if one is outside the vocabulary. `where` names the tokens in messages."""
+        """The largest token id. Raises UserError if any is outside the vocabulary. `where` names the tokens in the message."""
         if not len(tokens):
             return 0
         lowest, highest = int(tokens.min()), int(tokens.max())
@@ -205,8 +205,8 @@ class Stream:
 
 
 def open_stream(paths: list[Path], vocab_size: int) -> Stream:
-    """Open the shards of a split and check a sample of their ids. Batches are checked when they are read. Raises UserError."""
-    with contextlib.suppress(ValueError, OSError):  # many systems allow 1024 open files by default; some do not allow more
+    """Open the shards of a split and check a sample of their ids. Batches are checked when read. Raises UserError."""
+    with contextlib.suppress(ValueError, OSError):  # many systems allow 1024 open files by default, and some never more
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = soft + len(paths)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
@@ -234,33 +234,33 @@ class Dataset:
 
     directory: Path
     vocab_size: int
-    eot_token: int | None  # the token between documents; None if there is none, or if it is unknown
+    eot_token: int | None  # the token between documents, or None if unknown
     tokenizer: Path | None  # the tokenizer.json, if it exists
     splits: dict[str, Stream]  # "train" and "val"
-    identity: str  # sha256 of what the shards hold; the directory's name does not matter
+    identity: str  # sha256 of the contents of the shards, whatever the directory's name
     bytes_of_text: dict[str, int] = field(default_factory=dict)  # of each split, if known
-    remark: str = ""  # what we assume, because foreign files do not say it
+    remark: str = ""  # assumptions about foreign files
 
     @property
     def bytes_per_token(self) -> float:
-        """Average bytes of text per validation token. 0 if unknown."""
+        """Average bytes of text per validation token, or 0 if unknown."""
         return self.bytes_of_text.get("val", 0) / max(1, len(self.splits["val"]))
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert a validation `loss` in nats per token to bits per byte of text. None if the number of bytes is unknown."""
+        """Convert a validation `loss` in nats per token to bits per byte of text, or None if the number of bytes is unknown."""
         return loss / float(np.log(2)) / self.bytes_per_token if self.bytes_per_token else None
 
 
 def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
     """Open a directory with a dataset.json or foreign token files. Checks sizes, counts and token ids. Raises UserError.
 
-    vocab_size: for foreign files, which do not state it (0: take datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
-    prepare_command: makes the dataset. The error for a missing directory prints it if its --out is this directory.
+    vocab_size: for foreign files, which do not state it (0: from datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
+    prepare_command: makes the dataset. If its --out is this directory, the error for a missing directory prints it.
     """
     cli.require_local("tokens", str(directory), "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
     directory = Path(directory)
     if directory.is_file():
-        raise UserError(f"the dataset {directory} is a file; give its directory")
+        raise UserError(f"the dataset {directory} is a file; pass its directory")
     if not directory.is_dir():
         if f"--out={directory}" not in prepare_command.split():
             prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
@@ -305,7 +305,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     eot_token = end_of_text(ids)
     if not ids and not characters and GPT2_VOCAB_SIZE <= vocab_size <= GPT2_PADDED:
         eot_token = GPT2_VOCAB_SIZE - 1
-    if eot_token is not None and eot_token >= vocab_size:  # tools/char_tokenizer.py adds one that the tokens do not use
+    if eot_token is not None and eot_token >= vocab_size:  # tools/char_tokenizer.py adds one that the dataset does not use
         eot_token = None
 
     splits = {split: open_stream(paths, vocab_size) for split, paths in names.items()}
@@ -330,7 +330,7 @@ def _foreign_files(directory: Path, split: str) -> list[Path]:
 
 
 def characters_in(path: Path) -> int:
-    """The number of characters in nanoGPT's meta.pkl; 0 if it does not say. The pickle is searched, never unpickled."""
+    """The number of characters according to nanoGPT's meta.pkl, or 0. The pickle is searched, never unpickled."""
     if not path.is_file():
         return 0
     # "vocab_size", memoized (by MEMOIZE, or BINPUT and a number), followed by a BININT1, BININT2 or BININT.

@@ -1,7 +1,7 @@
 """Write a dataset directory in shards. A kill at any instant loses at most the last shard of each split.
 
-progress.json is published whenever a shard is finished. For each split it lists the finished shards, and where in the text the
-last one ends. dataset.json is published last.
+progress.json is published whenever a shard is finished. For each split, it lists the finished shards, and the position in the
+text at which the last one ends. dataset.json is published last.
 """
 
 import json
@@ -25,7 +25,7 @@ class ShardWriter:
     """Cuts the tokens of one split into shards. The split ends after `max_tokens`.
 
     earlier: this split in an earlier run's progress.json. `finished`: the records of its shards. `position`: the unit in which
-    the last one ends. `taken`: how many of that unit's tokens are in shards.
+    the last shard ends. `taken`: the number of that unit's tokens that are in shards.
     """
 
     def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int, earlier: dict):
@@ -33,12 +33,12 @@ class ShardWriter:
         self.finished, self.position, self.taken = earlier["finished"], tuple(earlier["position"]), earlier["taken"]
         self.total = sum(record["tokens"] for record in self.finished)  # tokens of the split so far
         self.buffer = np.empty(shard_tokens, token_dtype(tokenizer.vocab_size))  # uses memory only as it fills
-        self.filled = self.bytes_of_text = self.documents = 0  # of the buffer
+        self.filled = self.bytes_of_text = self.documents = 0  # in the buffer
 
     def add(self, tokens: np.ndarray, position: Position) -> bool:
-        """Append the tokens of the unit at `position`, and publish each shard that becomes full. Returns whether any did.
+        """Append the tokens of the unit at `position`, and publish each full shard. Returns whether any was published.
 
-        Skips tokens that an earlier run has already put into finished shards.
+        Skips tokens that are already in an earlier run's finished shards.
         """
         finished, start = len(self.finished), self.taken if position == self.position else 0
         end = min(len(tokens), start + self.max_tokens - self.total)
@@ -66,7 +66,7 @@ class ShardWriter:
 
 
 class DatasetWriter:
-    """Writes both splits of a dataset, continuing after the shards that an earlier run with the same request finished.
+    """Writes both splits of a dataset. Continues after the finished shards of an earlier run with the same request.
 
     request: describes the dataset, as JSON. Shards from a different request are removed.
     """
@@ -93,7 +93,7 @@ class DatasetWriter:
 
     @property
     def wanted(self) -> dict[str, Position]:
-        """For each split, the first unit that may contain its next tokens. END if the split is full."""
+        """For each split, the first unit that may contain its next tokens, or END if the split is full."""
         return {s: w.position if w.total < w.max_tokens else END for s, w in self.splits.items()}
 
     def add(self, tokens: dict[str, np.ndarray], position: Position) -> None:
@@ -102,7 +102,7 @@ class DatasetWriter:
             self.save()
 
     def save(self) -> None:
-        """Publish progress.json: what a restart needs."""
+        """Publish progress.json, which contains what a restart needs."""
         splits = {s: {"finished": w.finished, "position": w.position, "taken": w.taken} for s, w in self.splits.items()}
         files.publish_text(self.directory / "progress.json", json.dumps({"request": self.request, "splits": splits}))
 
@@ -131,11 +131,11 @@ class DatasetWriter:
 
 
 def is_finished(directory: Path, request: dict) -> bool:
-    """Whether the directory holds the requested dataset. Raises UserError if it holds a different one, or other files."""
+    """Whether the directory contains the requested dataset. Raises UserError if it contains anything else."""
     if not (directory / "dataset.json").exists():
         names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
         if names and "progress.json" not in names:
-            raise UserError(f"{directory} holds other files; choose another --out, or remove it")
+            raise UserError(f"{directory} contains other files; choose another --out, or remove it")
         return False
     metadata = read_metadata(directory)
     found = metadata | metadata.get("options", {}) | {"tokenizer": metadata["tokenizer"]["name"]}
@@ -144,6 +144,6 @@ def is_finished(directory: Path, request: dict) -> bool:
         wanted["val_fraction"] = metadata["val_fraction"]
     keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
     if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
-        raise UserError(f"{directory} holds a different dataset: {', '.join(names)} differ; choose another --out, or remove it")
-    (directory / "progress.json").unlink(missing_ok=True)  # a kill may have left it
+        raise UserError(f"{directory} is a different dataset: {', '.join(names)} differ; choose another --out, or remove it")
+    (directory / "progress.json").unlink(missing_ok=True)  # a kill may have left it behind
     return True

@@ -1,6 +1,6 @@
-"""The hardware of one rank: which device, precision and compiler it gets, its peak rate, its memory, its determinism.
+"""The hardware of one rank: its device, precision, compiler, determinism, peak rate and memory.
 
-What decides bits follows from the hardware alone, so the same command makes the same choice beside any other program.
+Choices that affect bits depend on the hardware alone, so the same command chooses the same whatever else is running.
 """
 
 import contextlib
@@ -28,45 +28,45 @@ from hardware.gpus import GPU_PEAK_FLOPS
 from hardware.host import cores, cpu_name, cpuinfo, memory_bytes, nvidia_driver
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
-# Values of ONEDNN_MAX_CPU_ISA, which holds oneDNN to older instructions, that leave it the matrix unit and AVX512_BF16.
+# ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
 NO_LIMIT = ("", "ALL", "DEFAULT")
-# Compiling for a CPU takes COMPILE_SECONDS. It saves a part of training, whose operations run at about EAGER_FLOPS on a core
-# (bench/LOG.md, "Classes of processors"). The numbers are fixed, because compiled code gives other bits.
+# Compiling for a CPU takes COMPILE_SECONDS and saves the fraction COMPILE_SAVES of training, which runs at about EAGER_FLOPS
+# per core (bench/LOG.md, "Classes of processors"). The numbers are fixed, because compiled code gives different bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
-MOST_RANKS = 4  # of `make train` on a CPU; more were not measured
+MOST_RANKS = 4  # for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
-# torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta; pip's own needs CUDA 13 (pytorch's RELEASE.md).
+# torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-# Words in the name of a GPU that is not the one of the datasheet: a slice, a virtual one, or with other units and watts.
+# Words in the names of GPUs to which the datasheet's peak does not apply: slices, virtual GPUs, and different units or power.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 
 
 def prepare_device(
     name: str, local_rank: int = 0, threads: int | Auto = "auto", deterministic: bool = False, integers_only: bool = False
 ) -> torch.device:
-    """The device of this rank, made current and ready. Raises UserError where it is missing.
+    """The device of this rank, made current and ready. Raises UserError if it is missing.
 
-    Call it before the process group is made: NCCL reads its variables when the first communicator is.
+    Call this before creating the process group: NCCL reads its variables when it creates the first communicator.
 
-    name: auto, cpu, cuda or mps; each rank takes the accelerator `local_rank`. threads: CPU threads of each rank (auto:
-    cores // local ranks). deterministic: CUDA and NCCL use only kernels that give the same bits every time; on a CPU the model
-    needs no others. integers_only: the ranks add nothing but integers, whose sum does not depend on the order.
+    name: auto, cpu, cuda or mps; each rank uses the accelerator with index `local_rank`. threads: CPU threads per rank (auto:
+    cores // local ranks). deterministic: CUDA and NCCL use only kernels that give the same bits every time (the model's CPU
+    kernels always do). integers_only: the ranks add only integers, whose sum does not depend on the order.
     """
     device = find_device(name, local_rank)
     if name == "auto" and device.type == "cpu":
         require_no_gpu()
     torch.set_num_threads(max(1, cores() // local_world_size()) if threads == "auto" else threads)
     if device.type == "mps" and integers_only:
-        raise UserError("--strategy=exact needs float64, which Metal devices do not have; use --device=cpu")
+        raise UserError("--strategy=exact needs float64, which Metal devices do not support; use --device=cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         require_kernels(device)
         torch.set_float32_matmul_precision("high")  # TF32: see --dtype
     if device.type == "cuda" and deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # choose no kernel by timing it
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # do not choose kernels by timing them
         if not integers_only:
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink switches add in any order (NVIDIA/nccl#1497)
         torch.use_deterministic_algorithms(True)
@@ -75,7 +75,7 @@ def prepare_device(
 
 
 def find_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank; auto is CUDA or mps if torch finds one, else the CPU. Raises UserError if it is missing."""
+    """The device of this rank. auto: CUDA or mps if torch finds one, else the CPU. Raises UserError if it is missing."""
     if name == "auto":
         found = {"cuda": torch.cuda, "mps": torch.backends.mps}
         name = next((kind for kind, module in found.items() if module.is_available()), "cpu")
@@ -93,7 +93,7 @@ def find_device(name: str, local_rank: int) -> torch.device:
 
 
 def require_no_gpu() -> None:
-    """Raise UserError if this machine has an NVIDIA GPU that torch cannot use: a run must not train on the CPU by mistake."""
+    """Raise UserError if torch cannot use this machine's NVIDIA GPU, so that a run does not train on the CPU by mistake."""
     if (driver := nvidia_driver()) is None:
         return
     cuda, own = torch.version.cuda or "", int(driver.partition(".")[0] or 0)
@@ -102,15 +102,15 @@ def require_no_gpu() -> None:
         wheel = CUDA_12_WHEEL if own < CUDA_DRIVERS["13"] else CUDA_12_WHEEL.partition(" --")[0]
         problem = f"is a build without CUDA; try: {wheel}"
     elif own < needed:
-        problem = f"needs driver {needed} or newer for its CUDA {cuda}; update the driver, or try: {CUDA_12_WHEEL}"
+        problem = f"needs driver {needed} or newer for CUDA {cuda}; update the driver, or try: {CUDA_12_WHEEL}"
     else:
-        problem = f"with CUDA {cuda} finds none; a container needs its GPUs, as by docker run --gpus=all"
+        problem = f"with CUDA {cuda} finds none; start a container with its GPUs, as in docker run --gpus=all"
     gpu = "an NVIDIA GPU" + f" with driver {driver}" * bool(driver)
     raise UserError(f"this machine has {gpu}, but torch {torch.__version__} {problem}; --device=cpu trains on the CPU")
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise UserError if this torch has neither kernels for the GPU's major version, up to its minor one, nor PTX up to it."""
+    """Raise UserError unless this torch includes kernels for the GPU's major version (and at most its minor), or older PTX."""
     built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(torch.cuda.get_arch_list()))
     if torch.version.hip or not built:
         return
@@ -119,7 +119,7 @@ def require_kernels(device: torch.device) -> None:
         gpu = f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}"
         known = ", ".join(f"{major}.{minor}" for _, (major, minor) in versions)
         other = CUDA_12_WHEEL if own < min(version for _, version in versions) else "pip install --upgrade torch"
-        raise UserError(f"{gpu}, and torch {torch.__version__} has kernels only for {known}; try: {other}")
+        raise UserError(f"{gpu}, but torch {torch.__version__} has kernels only for {known}; try: {other}")
 
 
 def local_world_size() -> int:
@@ -128,12 +128,12 @@ def local_world_size() -> int:
 
 
 def shares_gpu() -> bool:
-    """Whether several ranks try out one GPU (gloo only: NCCL refuses)."""
+    """Whether several ranks share one GPU, for testing (with gloo, because NCCL refuses)."""
     return os.environ.get("LOCKSTEP_SHARE_GPU") == "1"
 
 
 def ranks_here() -> int:
-    """How many ranks `make train` starts: a power of two, which can share a batch, up to the number of GPUs or of cores.
+    """The number of ranks that `make train` starts: a power of two, to divide batches, up to the number of GPUs or cores.
 
     Small models train faster on four ranks of one thread than on one rank of four threads (bench/LOG.md, "Ranks and threads").
     """
@@ -143,7 +143,7 @@ def ranks_here() -> int:
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """`name`, or for auto the fastest precision: bfloat16 where the hardware is fast at it, else float16 on CUDA."""
+    """`name`, or for auto the fastest precision: bfloat16 if fast here, else float16 on CUDA, else float32."""
     if name != "auto":
         return name
     if fast_at_bfloat16(device):
@@ -152,25 +152,25 @@ def choose_dtype(name: str, device: torch.device) -> str:
 
 
 def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether `device` is known to multiply bfloat16 matrices faster than float32 ones. Where nobody has measured it: no.
+    """Whether `device` is known to multiply bfloat16 matrices faster than float32 ones.
 
-    On CPUs, times as fast as float32 (bench/LOG.md, "Classes of processors" and "Tokens per second"): 10 with a matrix unit
-    (Intel's AMX), 1.9 with AVX512_BF16 on AMD, below 1 with the same instructions on Intel, 0.37 with AVX512 alone, 0.03 with
-    AVX2. Not measured: Arm, where oneDNN has no fast code for some products (pytorch#180447), and Metal.
+    Measured on CPUs, relative to float32: 10 with a matrix unit (Intel's AMX), 0.37 with AVX512 alone, and 0.03 with AVX2. With
+    AVX512_BF16: 1.9 on AMD, below 1 on Intel (bench/LOG.md, "Classes of processors" and "Tokens per second").
+    Not measured: Metal, and Arm, where oneDNN lacks fast code for some products (pytorch#180447).
     """
     if device.type != "cpu":
         return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if not torch.backends.mkldnn.is_available() or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
-    if torch.cpu._init_amx() and (limit in NO_LIMIT or "AMX" in limit):  # whether Linux lets this process use the unit
+    if torch.cpu._init_amx() and (limit in NO_LIMIT or "AMX" in limit):  # Linux lets this process use it
         return True
     allowed = limit in NO_LIMIT or any(word in limit for word in ("BF16", "FP16", "AVX10"))
     return allowed and torch.cpu._is_avx512_bf16_supported() and cpuinfo("vendor_id") == "AuthenticAMD"
 
 
 def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
-    """Whether a run is so long that compiling saves time: always on a GPU, but never on mps, where nobody has tried it."""
+    """Whether a run is long enough for compiling to save time: always on CUDA, never on mps, where it is untested."""
     if device.type != "cpu":
         return device.type == "cuda"
     kind = "bfloat16" if dtype == "bfloat16" else "float32"
@@ -178,33 +178,33 @@ def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
 
 
 def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float) -> str:
-    """on or off. auto compiles where it pays. Where no compiler works it is off, with a warning."""
+    """Resolve --compile to on or off. auto is on if compiling pays off. If no compiler works, warns and returns off."""
     if name == "off" or (name == "auto" and not compiling_pays(device, dtype, run_flops)):
         return "off"
-    for module in ("torch", "ctx_manager"):  # they warn of the profiler hooks in optimizers and DDP, which cost nothing
+    for module in ("torch", "ctx_manager"):  # they warn about profiler hooks in optimizers and DDP, which cost nothing
         logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
-    # The compiler would build and start a program for each kind of vector instructions that the CPU says it has: 4 seconds.
+    # Otherwise the compiler would build and run a test program for each of the CPU's vector instruction sets: 4 seconds.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if device.type == "cpu":
-        # Its cache does not tell processors apart: code made for one with wider vectors corrupts the memory of another.
+        # The compiler's cache ignores the processor, and code for wider vectors would corrupt memory on another one.
         kind = hashlib.sha256(describe(device).encode()).hexdigest()[:8]
         cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{kind}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     try:
-        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):  # the cache could hide it
+        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):  # the cache could hide this
             raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
         x, weight = torch.ones(2, 16, 16, device=device)
-        with torch.no_grad(), autocast(device, dtype):  # without a backward, whose code takes two seconds more to compile
+        with torch.no_grad(), autocast(device, dtype):  # without backward, which takes two more seconds to compile
             block = torch.compile(lambda x, weight: F.gelu(F.layer_norm(x @ weight, weight.shape[:1])).sum())
-            block(x, weight)  # a product, a norm and a function of each element, as in a block of a model
+            block(x, weight)  # a product, a norm and an elementwise function, as in a model's block
         return "on"
     except Exception as error:  # inductor raises many kinds
-        warnings.warn(f"torch.compile does not work here, going on without it: {error}", stacklevel=2)
+        warnings.warn(f"torch.compile does not work here; continuing without it: {error}", stacklevel=2)
         return "off"
 
 
 def autocast(device: torch.device, dtype: str):
-    """Context in which matrix products are in `dtype`."""
+    """A context in which matrix products use `dtype`."""
     return contextlib.nullcontext() if dtype == "float32" else torch.autocast(device.type, DTYPES[dtype])
 
 
@@ -212,37 +212,37 @@ def has_float8(device: torch.device) -> bool:
     """Whether `device` multiplies matrices in float8: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
     if device.type != "cuda":
         return False
-    if torch.version.hip:  # the compute capability of an MI200, gfx90a, is 9.0, the same as an H100
+    if torch.version.hip:  # an MI200 (gfx90a) reports compute capability 9.0, the same as an H100
         return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95", "gfx120"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def kind(device: torch.device) -> str:
-    """cpu, cuda or mps; rocm for AMD's GPUs, which torch calls cuda."""
+    """cpu, cuda, mps, or rocm for AMD GPUs, which torch calls cuda."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of `tensor`, which is on the CPU, on `device`. CUDA copies from pinned memory while the CPU keeps working.
+    """Copy `tensor` from the CPU to `device`. For CUDA, the copy is asynchronous, from pinned memory.
 
-    Others copy before this returns: memory that is not pinned may be freed before the device has read it (pytorch#189690).
+    For other devices it is synchronous: unpinned memory may be freed before the device reads it (pytorch#189690).
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Peak FLOP/s of this rank's device: the datasheet's, or measured; on a CPU of as many threads as have a core."""
+    """Peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, for the threads that have a core."""
     threads = min(torch.get_num_threads(), cores() / local_world_size()) if device.type == "cpu" else 1
     return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
 
 
 def known_peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The peak in FLOP/s that the datasheet of this rank's GPU has for `dtype`. None: it has to be measured."""
+    """The datasheet's peak for `dtype` in FLOP/s of this rank's GPU, or None if it has to be measured."""
     return datasheet_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != "float32" else None
 
 
 def datasheet_flops(name: str) -> float | None:
-    """The dense bfloat16 peak in FLOP/s of the GPU that CUDA calls `name`. None: not known, or not a whole GPU."""
+    """The dense bfloat16 peak in FLOP/s of the GPU with CUDA's `name`, or None if it is unknown or not a whole GPU."""
     words = set(re.split(r"[ -]", name)) | set(name.split())
     fitting = [peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split()) and not words & GPU_PARTS]
     return fitting[0] if fitting else None
@@ -250,17 +250,17 @@ def datasheet_flops(name: str) -> float | None:
 
 @functools.cache
 def best_product(device: torch.device, dtype: str) -> float:
-    """FLOP/s of the fastest of ten or more matrix products in 50 ms; on a CPU of one thread. Measured once.
+    """FLOP/s of the fastest of ten or more matrix products in 50 ms; on a CPU, with one thread. Measured once.
 
-    On a CPU the clock counts only the time that the processor works for this thread, so other programs add nothing.
+    On a CPU, the clock counts only this thread's processor time, so other programs do not distort it.
     """
     size, now = {"cpu": 256, "cuda": 8192}.get(device.type, 4096), time.perf_counter
-    fill = torch.randn  # with ones a GPU is faster
+    fill = torch.randn  # ones would make a GPU faster
     if device.type == "cpu":
-        fill, now = torch.ones, time.thread_time  # the CPU's random numbers are the run's own
+        fill, now = torch.ones, time.thread_time  # do not disturb the CPU's random numbers, which the run uses
     a, threads, times = fill(size, size, device=device).to(DTYPES[dtype]), torch.get_num_threads(), []
     torch.set_num_threads(1)
-    while len(times) < 10 or sum(times) < 0.05:  # on a busy machine the first one may wait for all of them
+    while len(times) < 10 or sum(times) < 0.05:  # on a busy machine, the first may take the whole 50 ms
         began = now()
         (a @ a)[0, 0].item()  # waits for the device
         times.append(now() - began)
@@ -269,27 +269,27 @@ def best_product(device: torch.device, dtype: str) -> float:
 
 
 def describe(device: torch.device) -> str:
-    """The hardware on which bits may depend: a GPU's name, or a CPU's with the vector instructions that torch uses."""
+    """The hardware that bits may depend on: a GPU's name, or a CPU's name and the vector instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def libraries() -> dict[str, str]:
-    """The versions of what computes on a GPU besides torch, by name."""
+    """The versions of the libraries besides torch that compute on a GPU, by name."""
     found = {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
     found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if torch.distributed.is_nccl_available() else {}
     if importlib.util.find_spec("triton"):
-        import triton  # here, because it takes a moment
+        import triton  # imported here because it is slow
 
         found["triton"] = triton.__version__
     return {name: str(version) for name, version in found.items()}
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """The bytes of memory that are free for this rank, and all bytes: of its GPU, or of the machine for a CPU.
+    """The free and total bytes of memory of this rank's GPU, or for a CPU, of the machine.
 
-    On mps only this process's own memory counts as used; that of other processes is not known.
+    On mps, only this process's memory counts as used; how much other processes use is unknown.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
@@ -300,24 +300,24 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory in GB that this process has held: allocated on the GPU, resident on a CPU and on mps."""
+    """The peak memory of this process in GB: allocated on the GPU, or resident on a CPU and on mps."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors for the next ones.
+    """Let glibc reuse the memory of freed tensors.
 
-    By default it returns large blocks to the kernel at every free. The page faults of taking them again are a tenth of an eager
-    training step on a CPU.
+    By default it returns large blocks to the kernel at every free. The page faults of allocating them again are a tenth of an
+    eager training step on a CPU.
     """
-    with contextlib.suppress(AttributeError):  # another C library
+    with contextlib.suppress(AttributeError):  # a C library other than glibc
         libc = ctypes.CDLL(None)
-        # M_MMAP_THRESHOLD: take blocks up to this size from the heap. glibc before 2.35 refuses more than 32 MB.
+        # M_MMAP_THRESHOLD: allocate blocks up to this size from the heap. glibc before 2.35 refuses more than 32 MB.
         libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25)
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
-        libc.mallopt(-2, 1 << 30)  # M_TOP_PAD: grow it by this much at once; memory is taken only where it is used
+        libc.mallopt(-2, 1 << 30)  # M_TOP_PAD: grow the heap by this much at once; untouched pages use no memory
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a model takes: parameters, operations, and the memory of one rank part by part, calculated from the settings alone.
+"""The footprint of a model: parameters, operations, and the memory of one rank by part, calculated from the settings alone.
 
-`--micro_batch_size=auto` and `--plan` both use it. It imports no torch. bench/memory.py compares it with measured peaks.
+`--micro_batch_size=auto` and `--plan` both use it. Does not import torch. bench/memory.py compares it with measured peaks.
 
-Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens of a micro-batch.
+Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens per micro-batch.
 """
 
 import math
@@ -10,14 +10,14 @@ import math
 from common.cli import replace
 from settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainConfig
 
-FLEX_BLOCK = 128  # queries, and keys, of a block of FlexAttention's mask (attention.document_blocks)
-SHORT = 512  # longest context for which attention on a CPU in bfloat16 keeps its whole weights (attention.short_attention)
-# Tensors may take this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
-# the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch does.
+FLEX_BLOCK = 128  # queries, and keys, per block of FlexAttention's mask (attention.document_blocks)
+SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all its weights (attention.short_attention)
+# Tensors may use this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
+# the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch.
 USABLE = 0.9
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in matrix products
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # per number in matrix products
 EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
-CPU_BYTES = 1 << 28  # of activations on a CPU: few enough for its caches, enough to hide Python's overhead
+CPU_BYTES = 1 << 28  # of activations on a CPU: few enough for the caches, enough to hide Python's overhead
 
 
 def widths(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -47,16 +47,16 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """The number of parameters in the blocks' attention and MLP, nearly all of them in matrices."""
+    """The number of parameters in the attention and MLP of all blocks, nearly all of them in matrices."""
     sizes = parameters(model)
     return sizes["attention"] + sizes["MLP"]
 
 
 def flops_per_token(model: ModelConfig) -> int:
-    """Floating-point operations of forward and backward for one token of a full context, as MFU counts them (PaLM, appendix B).
+    """Floating-point operations of forward and backward per token of a full context, as in MFU (PaLM, appendix B).
 
-    6 for each weight of a matrix product (the output layer's too; embeddings are looked up, not multiplied), and 12 Q T a
-    layer for attention. The half of attention that the causal mask leaves out is counted; recomputation is not.
+    They are 6 per weight in matrix products, and 12 Q T per layer for attention. The output layer is counted. Embeddings are
+    not, because they are looked up. The half of attention that the causal mask removes is counted; recomputation is not.
     """
     C, F, Q, K = widths(model)
     layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
@@ -64,19 +64,20 @@ def flops_per_token(model: ModelConfig) -> int:
 
 
 def rows_at_a_time(vocab_size: int, device: str) -> int:
-    """How many rows of logits to compute at a time, at most; a multiple of 128, which suits matrix units.
+    """The most rows of logits to compute at a time: a multiple of 128, which suits matrix units.
 
-    Four megabytes of float32 logits fit a CPU's cache. Fewer than 256 rows would read the weights too often. A GPU needs more
-    rows to be busy: the same batch took 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480).
+    Four megabytes of float32 logits fit in a CPU's cache. Fewer than 256 rows would read the weights too often. A GPU needs
+    more rows to stay busy: the same batch took 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480).
     """
     return max(256, (1 << 20) // vocab_size // 128 * 128) if device == "cpu" else 1 << 14
 
 
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
-    """The most sequences in a micro-batch that the ranks can share equally and that fit into `budget` bytes; at least 1.
+    """The largest micro-batch in sequences that divides the ranks' shares equally and fits into `budget` bytes; at least 1.
 
-    Under `exact` the choice must not depend on the number of ranks: it leaves work for eight, and counts the memory of one rank
-    alone, which needs most. On a CPU `budget` is for activations and logits alone, roughly: 14 widths and 3 MLP widths.
+    Under `exact` the choice must not depend on the number of ranks. So it leaves work for eight ranks, and counts the memory of
+    a single rank, which is the largest. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths) and
+    logits.
     """
     model, sequences = config.model, config.sequences_per_update
     exact = config.parallel.strategy == "exact"
@@ -94,9 +95,9 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
 
 
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
-    """The bytes of each part of one rank's memory at the moment of an update when it holds most.
+    """The bytes of each part of one rank's memory at the peak of an update.
 
-    config: resolved. device: its type, such as cuda. Not counted: what CUDA and NCCL take for themselves.
+    config: resolved. device: its type, such as cuda. Not counted: the memory that CUDA and NCCL use themselves.
     """
     model, train, strategy = config.model, config.train, config.parallel.strategy
     if world_size == 1 and strategy != "exact":
@@ -104,20 +105,20 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     P, s = parameter_count(model), BYTES[train.dtype]
     fsdp, exact, sharded = strategy == "fsdp", strategy == "exact", config.parallel.shard_gradients == "on" and world_size > 1
     copies = config.parallel.replicate if fsdp else 1 if exact else world_size
-    shards = world_size // copies  # of the optimizer's state; fsdp's weights, too
+    shards = world_size // copies  # of the optimizer's state, and of fsdp's weights
     activation, recomputed = activations(model, train, device, strategy)
     activation += train.micro_batch_size * document_mask(config, device)
     loss, loss_backward = loss_buffers(model, train, device)
-    accumulating = config.micro_batches > world_size  # some rank has gradients from an earlier micro-batch
-    # exact and scratch_overlap move each gradient out of the way as soon as it is complete.
+    accumulating = config.micro_batches > world_size  # some rank holds gradients from an earlier micro-batch
+    # exact and scratch_overlap move each gradient elsewhere as soon as it is complete.
     between = 4.0 * P / (shards if sharded else 1) if accumulating and not exact and strategy != "scratch_overlap" else 0.0
     buckets = 4.0 * P if strategy in ("ddp", "scratch_overlap") else 0.0
-    # The weights in the dtype of the products. Autocast keeps its copies of all blocks until backward; a block that is computed
-    # again makes its own. fsdp gathers two blocks at a time, and the embeddings for the whole update.
+    # The weights in the dtype of the products. Autocast keeps its copies of all blocks until backward; a recomputed block makes
+    # new ones. fsdp gathers two blocks at a time, and the embeddings for the whole update.
     blocks = block_parameters(model)
     casts = 2.0 * blocks if s == 2 else 0.0
     again = casts / model.n_layer if recomputed else casts
-    # In a fused product autograd keeps the joined weights until backward, and autocast does not (native.fused_linear).
+    # For a fused product, autograd keeps the joined weights until backward, but autocast does not (native.fused_linear).
     joined = s * model.n_layer * joined_parameters(model) if fuses(train, device) else 0.0
     if recomputed:
         casts -= joined * (s == 2)
@@ -129,130 +130,130 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
         "gradient buckets": buckets,
         "exact's integers": 8.0 * P / (shards if sharded else 1) if exact else 0.0,
     }
-    # After the reduction DDP's gradients are views of its buckets, and those of fsdp and exact are shards.
+    # After the reduction, DDP's gradients are views of its buckets; with fsdp and exact, gradients are shards.
     reduced = 0.0 if buckets else 4.0 * P / shards
-    embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor of all
-    # Backward adds the embedding's two gradients, those of its lookup and of its product, before they join the others.
+    embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor
+    # Backward adds the tied embedding's two gradients, from the lookup and the product, before it accumulates them.
     tied = embedding * (1 + (accumulating and not exact)) if model.tie_embeddings else 0.0
-    # exact sends and receives the gradient of a tensor at a time, or its integers, later the weights; it converts in pieces.
+    # exact sends and receives one tensor at a time (a gradient or its integers, later the weights) and converts in pieces.
     travels = (2.0 if sharded else 4.0) * embedding * (exact and world_size > 1)
     piece = min(embedding, 4.0 * EXACT_BLOCK) * (exact and device != "cpu")
     temporary = {
         "scratch_reduce_scatter": 8.0 * P,
-        "fsdp": (4.0 + s) * (P - blocks),  # it reduces what is outside the blocks as one
+        "fsdp": (4.0 + s) * (P - blocks),  # reduces everything outside the blocks as one unit
         "exact": max(travels, embedding + tied + 3 * piece),
     }.get(strategy, tied)
     complete = 0.0 if exact else reduced if buckets or fsdp else 4.0 * P
     muon = muon_buffers(model, config.optim, shards if fsdp or exact else 0, world_size)
     returns = max(2 * piece, embedding * (1 + 1 / shards) * (exact and world_size > 1))
     moments = [
-        # The forward of the last micro-batch ends; its backward has begun; the ranks add the gradients up; the weights change.
+        # The last micro-batch's forward ends; its backward has begun; the ranks add up gradients; the weights are updated.
         {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         {"gradients": between, "weights for backward": again, "activations": activation + recomputed, "logits": loss_backward},
         {"gradients": max(between, complete), "temporary": temporary},
         {"gradients": reduced, "temporary": max(muon, returns)},
     ]
-    if exact and not model.tie_embeddings:  # the output layer's gradient is the first to travel
+    if exact and not model.tie_embeddings:  # the output layer's gradient is sent first
         moments[1]["temporary"] = travels
     return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
 
 
 def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: str) -> tuple[float, float]:
-    """The bytes that the forward of a micro-batch keeps for backward, and those of one block that is computed again.
+    """The bytes that a micro-batch's forward keeps for backward, and the bytes of one recomputed block.
 
-    They are counted in the blocks, tensor by tensor; eager and compiled code keep different ones.
+    The blocks are counted tensor by tensor; eager and compiled code keep different ones.
     """
     C, F, Q, K = widths(model)
     gpt2, compiled = model.architecture == "gpt2", train.compile == "on"
     s = BYTES[train.dtype]
-    residual = s if strategy == "fsdp" else 4  # bytes of an element of the residual stream
+    residual = s if strategy == "fsdp" else 4  # bytes per element of the residual stream
     fused, gpu = fuses(train, device), device != "cpu" and not compiled  # eager code on a GPU
-    # The inputs of the two norms. Autocast on a GPU makes LayerNorm's float32; RMSNorm takes them as they are there.
+    # The inputs of the two norms. On a GPU, autocast converts LayerNorm's to float32, but not RMSNorm's.
     block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
-    block += s * (2 * Q + 2 * K)  # queries, keys, values and what attention returns
+    block += s * (2 * Q + 2 * K)  # queries, keys, values and the output of attention
     block += s * F * (2 if gpt2 else 3 if compiled else 4)
-    # The products' inputs. Autocast converts a norm's float32 once for each product that reads it.
+    # The products' inputs. Autocast converts a norm's float32 output once per product that reads it.
     converts = s == 2 and not fused and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
     block += s * C * ((4 if gpt2 else 5) if converts else 2)
-    if model.architecture == "qwen3":  # queries and keys before their norms; eager code on a CPU also copies the attention
+    if model.architecture == "qwen3":  # queries and keys before their norms; on a CPU, eager code also copies the attention
         block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
     if fused and (model.architecture == "llama" or (model.architecture == "qwen3" and residual != s)):
-        # Queries and keys as the fused product returns them, in one tensor with the values, which are kept.
+        # The fused product's queries and keys, which share a tensor with the values that backward needs.
         block += s * (Q + K)
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
     if model.dropout:
-        block += 2 * C  # the masks, a byte an element
+        block += 2 * C  # the masks, one byte per element
     N = train.micro_batch_size * model.seq_len
     ends = N * C * (4 if gpt2 and gpu else residual) * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
     if not train.activation_checkpointing:
         return N * model.n_layer * block + ends, 0.0
-    if gpu:  # the gradients in the MLP, while all of the block is still there; its input is counted already
+    if gpu:  # the gradients in the MLP while the whole block is in memory, except its input, which is already counted
         block += s * F * (1 if gpt2 else 2) - C * residual
     return N * model.n_layer * C * residual + ends, N * block
 
 
 def fuses(train: TrainConfig, device: str) -> bool:
-    """Whether one product computes queries, keys and values, and one gate and up, in eager code: see `native.fuses`."""
+    """Whether eager code computes queries, keys and values in one product, and gate and up in another: see `native.fuses`."""
     return device in ("cuda", "rocm") and train.compile != "on"
 
 
 def joined_parameters(model: ModelConfig) -> int:
-    """The weights of a block's fused products."""
+    """The number of weights in a block's fused products."""
     C, F, Q, K = widths(model)
     return C * (Q + 2 * K + (0 if model.architecture == "gpt2" else 2 * F))
 
 
 def uses_flex(config: Config, device: str) -> bool:
-    """Whether attention within documents is FlexAttention's: see `attention.document_mask`. device: rocm for AMD's GPUs."""
+    """Whether attention within documents uses FlexAttention: see `attention.document_mask`. device: rocm for AMD GPUs."""
     repeats = config.train.deterministic or config.parallel.strategy == "exact"
     fit = device == "cuda" or (device == "rocm" and not repeats)
     return fit and not config.model.dropout and config.numerics.numerics == "native"
 
 
 def document_mask(config: Config, device: str) -> int:
-    """The bytes of what keeps attention within documents, for a sequence: `attention.document_mask`."""
+    """The bytes of `attention.document_mask` per sequence."""
     if config.data.attend == "window":
         return 0
-    if uses_flex(config, device):  # the numbers of the blocks: of queries and of keys, those seen in part and those seen whole
+    if uses_flex(config, device):  # block numbers, by queries and by keys, of blocks seen in part and in full
         return 4 * 4 * math.ceil(config.model.seq_len / FLEX_BLOCK) ** 2
     return BYTES[config.train.dtype] * config.model.seq_len**2
 
 
 def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[float, float]:
-    """The bytes that the loss takes while it is computed, and those that it takes when its backward begins."""
+    """The bytes that the loss needs while it is computed, and when its backward begins."""
     s, N = BYTES[train.dtype], train.micro_batch_size * model.seq_len
     weight, x = model.vocab_size * model.n_embd, s * N * model.n_embd
     logits = min(rows_at_a_time(model.vocab_size, device), N) * model.vocab_size
-    if train.compile == "on":  # logits and their gradient; or that and a part of the weight's gradient
+    if train.compile == "on":  # the gradient of the logits, and the logits or a part of the weight's gradient
         rows = s * (logits + max(logits, weight))
     elif device == "cpu":  # logits, probabilities and their gradient
         rows = 12 * logits + s * weight
-    else:  # the gradient in s, and also a mask of the targets in two dtypes
+    else:  # also the gradient in the products' dtype, and a mask of the targets in two dtypes
         rows = max((8 if s == 4 else 10) * logits + s * weight, 13 * logits)
     return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
 
 
 def optimizer_state(model: ModelConfig, optimizer: str) -> float:
-    """The bytes of the optimizer's state: two float32 numbers a parameter for AdamW, one for a matrix of Muon."""
+    """The bytes of the optimizer's state: two float32 numbers per parameter for AdamW, one for Muon's matrices."""
     return 8.0 * parameter_count(model) - (4.0 * block_parameters(model) if optimizer == "muon" else 0.0)
 
 
 def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int) -> float:
-    """The bytes that Muon takes for the matrices of one shape: iterates and updates, and the updates in float32.
+    """The bytes that Muon needs for the matrices of one shape: iterates and updates, and the updates in float32.
 
-    shards: of fsdp and exact, which also send and receive shares; or 0. Several `ranks` still exchange the updates of the shape
-    before.
+    shards: for fsdp and exact, which also send and receive shares; else 0. Several `ranks` are still exchanging the updates of
+    the previous shape.
     """
     if optim.optimizer != "muon":
         return 0.0
     C, F, Q, K = widths(model)
     s = BYTES[optim.muon_dtype]
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
-    wide = 4 if s == 2 else 0  # the updates in float32, where they are not
-    kept = ((3 * s + wide) / shards if shards else s + wide) * model.n_layer  # bytes of an element, in all layers
-    # Iterates are of four matrices at a time.
-    numbers = {(a, b): a * b * shapes.count((a, b)) for a, b in shapes}  # of a shape, in a layer
+    wide = 4 if s == 2 else 0  # a float32 copy of the updates
+    kept = ((3 * s + wide) / shards if shards else s + wide) * model.n_layer  # bytes per element, over all layers
+    # Four matrices are iterated at a time.
+    numbers = {(a, b): a * b * shapes.count((a, b)) for a, b in shapes}  # elements per shape and layer
     before = [0.0] * len(numbers)
     if ranks > 1:
         before[1:] = [(2 * s / shards if shards else s) * model.n_layer * n for n in numbers.values()][:-1]
@@ -266,6 +267,6 @@ def checkpoint_bytes(config: Config) -> float:
 
 
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """The most checkpoints of a run that are on the disk at once: those that are kept, and the one that is written."""
-    saves = -(-steps // (checkpoint.save_every or steps))  # the last step always is one
+    """The most checkpoints of a run on disk at once: the ones kept, and the one being written."""
+    saves = -(-steps // (checkpoint.save_every or steps))  # the last step is always saved
     return min(saves, checkpoint.keep_last + checkpoint.keep_best + 1) if checkpoint.keep_last else saves

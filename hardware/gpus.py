@@ -1,6 +1,6 @@
-"""The peaks of GPUs, what connects them, and an estimate of how long an update takes on them. It imports no torch.
+"""The peaks and links of GPUs, and an estimate of how long an update takes on them. Does not import torch.
 
-The estimate of the network has bandwidth alone: no latency, no stragglers.
+The estimate of the network considers only bandwidth, not latency or stragglers.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from hardware import footprint
 from settings import Config, ModelConfig
 
 NODE = 8  # GPUs that share NVLink
-# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A name fits if it has all the words of an entry.
+# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A GPU's name matches if it contains all the words.
 GPU_PEAK_FLOPS = {
     **{"GB300": 2500e12, "GB200": 2500e12, "B300": 2250e12, "B200": 2250e12, "GH200": 989e12},
     **{"H200 NVL": 836e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
@@ -20,20 +20,20 @@ GPU_PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU and what connects it."""
+    """A GPU and its connections."""
 
     peak_flops: float  # dense bfloat16, FLOP/s
     memory: float  # bytes
-    link: float  # bytes/s that leave a GPU in a ring within a node
-    network: float  # bytes/s of the network for each GPU, between nodes
-    mfu: float  # usual for a model that keeps it busy
+    link: float  # bytes/s that a GPU sends in a ring within a node
+    network: float  # bytes/s per GPU between nodes
+    mfu: float  # typical for a model that keeps it busy
 
 
-# peak_flops, memory, network: NVIDIA's datasheets of the SXM parts and of the DGX systems (HDR InfiniBand for A100, NDR for the
-# others, one adapter a GPU). link: NVLinks times what NCCL counts on for each (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s;
-# nccl-tests#212 measures 370 GB/s on eight H100); 4090: PCIe 4.0 through host memory, where NCCL counts on 10 GB/s between
-# sockets (nccl-tests#307), and 10 Gb Ethernet. mfu: torchtitan's docs/performance.md has 0.56 for Llama 8B on A100 and 0.33 to
-# 0.39 on H100; a 4090 reaches 0.29 of an A100's peak (nanoGPT#182); B200's is a guess.
+# peak_flops, memory, network: NVIDIA's datasheets for the SXM parts and DGX systems (HDR InfiniBand for A100, else NDR; one
+# adapter per GPU). link: number of NVLinks times NCCL's rate for each (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s).
+# nccl-tests#212 measures 370 GB/s on eight H100. 4090: PCIe 4.0 through host memory, which NCCL rates at 10 GB/s between
+# sockets (nccl-tests#307), and 10 Gb Ethernet. mfu: torchtitan's docs/performance.md lists 0.56 for Llama 8B on A100, and 0.33
+# to 0.39 on H100. A 4090 reaches 0.29 of an A100's peak (nanoGPT#182). B200's is a guess.
 GPUS = {
     "a100": GPU(GPU_PEAK_FLOPS["A100"], 80e9, 12 * 20.0e9, 25e9, 0.5),
     "h100": GPU(GPU_PEAK_FLOPS["H100"], 80e9, 18 * 20.6e9, 50e9, 0.4),
@@ -44,28 +44,28 @@ GPUS = {
 
 
 def deterministic_attention(model: ModelConfig) -> float:
-    """The share of an update on an H100 that attention's backward takes longer by FlashAttention 2 than by cuDNN.
+    """The share of an update's time on an H100 that cuDNN's attention backward would save over FlashAttention 2's.
 
-    By arithmetic: 166 and 470 TFLOP/s (Dao-AILab/flash-attention#1893) for five products over half of the [T, T] scores,
-    in an update of the usual MFU.
+    Calculated for five products over half of the [T, T] scores at 166 and 470 TFLOP/s (Dao-AILab/flash-attention#1893), in an
+    update with the typical MFU.
     """
     _, _, queries, _ = footprint.widths(model)
-    flops = 5 * model.n_layer * queries * model.seq_len  # of a token
+    flops = 5 * model.n_layer * queries * model.seq_len  # per token
     update = footprint.flops_per_token(model) / GPUS["h100"].peak_flops / GPUS["h100"].mfu
     return flops * (1 / 166e12 - 1 / 470e12) / update
 
 
 def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:
-    """An update's seconds of computing and of waiting for the network, and the bytes that each rank sends."""
+    """The seconds that an update computes and waits for the network, and the bytes that each rank sends."""
     train, strategy = config.train, config.parallel.strategy
     flops = footprint.flops_per_token(config.model) * train.tokens_per_update
-    again = 4 / 3 if train.activation_checkpointing else 1  # the forward twice; MFU does not count it
+    again = 4 / 3 if train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once
     micro_steps = -(-config.micro_batches // world_size)
     compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
 
-    # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Copies of
-    # weights or of shards all-reduce their gradients. exact sends gradients, or integers of 8 bytes; then its share of the
-    # mean, to the ranks that compute norms; then its share of the weights.
+    # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Replicas of
+    # weights or shards all-reduce their gradients. exact sends gradients or 8-byte integers. Then it sends its share of the
+    # mean to the ranks that compute norms, and finally its share of the weights.
     P, exact = footprint.parameter_count(config.model), strategy == "exact"
     sharded = config.parallel.shard_gradients == "on"
     copies = config.parallel.replicate if strategy == "fsdp" else 1 if exact else world_size
@@ -75,6 +75,6 @@ def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float,
     sent = (shards - 1) / shards * P * (gradients + weights) + 2 * (copies - 1) / copies * P / shards * 4.0
     # Rings between nodes use all adapters of a node at once.
     rate = gpu.link if world_size <= NODE else min(gpu.link, NODE * gpu.network)
-    # fsdp sends all the time, others during the last backward, and the first two of the lesson when nothing is computed.
+    # fsdp always sends while it computes, scratch_allreduce and scratch_reduce_scatter never, the rest in the last backward.
     hidden = {"fsdp": compute, "scratch_allreduce": 0.0, "scratch_reduce_scatter": 0.0}
     return compute, max(0.0, sent / rate - hidden.get(strategy, compute / micro_steps * 2 / 3)), sent

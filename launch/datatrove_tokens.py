@@ -4,8 +4,8 @@
     python launch/datatrove_tokens.py TEXT --out=tokens/web --tokenizer=gpt2 --tasks=64 --workers=16
     python launch/datatrove_tokens.py s3://bucket/text --out=/shared/web --executor=slurm --partition=cpu --tasks=1000
 
-TEXT is a folder, or its fsspec URL, of .jsonl files (also .gz and .zst). With --format=parquet they are .parquet files with a
-column "text". Each task reads its share of the files, so have at least as many files as tasks. After a kill, the same command
+TEXT is a folder, or its fsspec URL, of .jsonl files (also .gz and .zst), or with --format=parquet of .parquet files with a
+column "text". Each task reads its share of the files, so use at least as many files as tasks. After a kill, the same command
 continues and keeps finished tasks. As in prepare_data.py, a hash of a document's text decides whether it goes to `val`.
 End-of-text comes after each document.
 """
@@ -24,7 +24,7 @@ from datatrove.utils.tokenization import load_tokenizer
 
 
 class Tokenizer(DocumentTokenizer):
-    """datatrove's, except that a special token spelled out in text is text. Otherwise it would end a document."""
+    """datatrove's tokenizer, but special tokens spelled out in text stay text. Otherwise they would end a document."""
 
     def run(self, data, rank: int = 0, world_size: int = 1):
         """Tokenize the documents of a task."""
@@ -42,7 +42,7 @@ def keep(documents, rank: int, world_size: int, split: str, val_fraction: float)
 
 
 def executor(args: argparse.Namespace, name: str, pipeline: list, tasks: int, after=None):
-    """An executor that runs the pipeline as `tasks` tasks, once the executor `after` has finished."""
+    """An executor that runs the pipeline as `tasks` tasks after the executor `after` has finished."""
     common = dict(tasks=tasks, workers=args.workers, logging_dir=f"{args.out}/logs/{name}", depends=after)
     if args.executor == "local":
         return LocalPipelineExecutor(pipeline, **common)
@@ -58,13 +58,13 @@ def main() -> None:
     parser.add_argument("text", help="a folder of .jsonl or .parquet files, or its URL")
     parser.add_argument("--out", required=True, help="a new folder, at the same path on all machines")
     parser.add_argument("--tokenizer", default="gpt2", help="a tokenizer.json, or a name on the Hugging Face Hub")
-    parser.add_argument("--eos_token", default="<|endoftext|>", help="how the tokenizer spells end-of-text")
+    parser.add_argument("--eos_token", default="<|endoftext|>", help="the tokenizer's end-of-text token")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
-    parser.add_argument("--column", default="text", help="the column or key that holds the text")
+    parser.add_argument("--column", default="text", help="the column or key of the text")
     parser.add_argument("--val_fraction", type=float, default=0.05)
-    parser.add_argument("--tasks", type=int, default=1, help="number of tasks; each writes its own file")
+    parser.add_argument("--tasks", type=int, default=1, help="number of tasks, each of which writes a file")
     parser.add_argument("--workers", type=int, default=-1, help="tasks at a time (-1: all)")
-    parser.add_argument("--tokens_per_file", type=float, default=0, help="merge the files into files of this many tokens")
+    parser.add_argument("--tokens_per_file", type=float, default=0, help="merge the results into files of this many tokens")
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")
     parser.add_argument("--partition", default="cpu", help="SLURM partition")
     parser.add_argument("--qos", default="", help="SLURM quality of service")
@@ -73,7 +73,7 @@ def main() -> None:
     if "://" in args.out:
         parser.error(f"--out={args.out} must be a local path, because train.py reads the tokens there")
 
-    beside = Path(args.out, "tokenizer.json")  # with it, train.py knows the vocabulary and which token ends a document
+    beside = Path(args.out, "tokenizer.json")  # gives train.py the vocabulary and the end-of-text token
     beside.parent.mkdir(parents=True, exist_ok=True)
     if Path(args.tokenizer).is_file():
         shutil.copyfile(args.tokenizer, beside)

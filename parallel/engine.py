@@ -1,4 +1,4 @@
-"""A model that the ranks train together, with any strategy. The training loop sees only `Engine`."""
+"""A model that the ranks train together, under any strategy. The training loop sees only `Engine`."""
 
 import contextlib
 import functools
@@ -24,8 +24,8 @@ from parallel.shares import gather_own
 from parallel.world import World
 from settings import Config, ParallelConfig
 
-LEAST_FLOAT8 = 128  # the sides of a matrix that is multiplied in float8
-STAGING_BYTES = 1 << 26  # of page-locked memory, through which checkpoints leave a GPU
+LEAST_FLOAT8 = 128  # the shortest side of a matrix to multiply in float8
+STAGING_BYTES = 1 << 26  # of the pinned memory through which checkpoints leave a GPU
 SCRATCH = {
     "scratch_allreduce": ScratchAllReduce,
     "scratch_reduce_scatter": ScratchReduceScatter,
@@ -35,7 +35,7 @@ SCRATCH = {
 
 @dataclass
 class Engine:
-    """A model with its optimizers: what an update does besides the arithmetic, and what a checkpoint takes from it.
+    """A model with its optimizers: gradient clipping, evaluation, precision, and the state for checkpoints.
 
     The loop sets `model.require_backward_grad_sync` before each forward and divides each loss by `accumulation_steps`. After
     the last backward of an update, the gradients on every rank are the mean over all micro-batches of all ranks.
@@ -62,9 +62,9 @@ class Engine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The model as it evaluates: without dropout and without float8, as whoever uses the weights will.
+        """The model in evaluation mode: without dropout, and without float8, as users of the weights will run it.
 
-        Compiling the forward pass alone pays on a GPU, but on a CPU it takes longer than it saves.
+        Compiling the forward pass alone pays off on a GPU, but on a CPU it takes longer than it saves.
         """
         kinds = {layer: type(layer) for layer in self.module.modules() if isinstance(layer, nn.Linear)}
         for layer in kinds:
@@ -79,12 +79,12 @@ class Engine:
                 layer.__class__ = kind
 
     def autocast(self):
-        """The precision of the forward pass."""
+        """The autocast context of the forward pass."""
         return device.autocast(self.world.device, self.dtype)
 
     @contextlib.contextmanager
     def inference(self):
-        """The module without dropout, and eager: forwards have many lengths, and compiled code would be made for each."""
+        """Run the module without dropout, and eagerly: inputs have many lengths, and each would be compiled."""
         eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
         self.module.eval()
         try:
@@ -96,9 +96,9 @@ class Engine:
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run one synchronized forward and backward on dummy tokens and drop the gradients.
 
-        This compiles. It also fixes DDP's buckets, which torch rearranges after the first backward, in the order in which
-        gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks. So without this, the first
-        update of a resumed run would round differently from the same update of an undisturbed run.
+        This triggers compilation. It also fixes DDP's buckets, which torch rearranges after the first backward by the order in
+        which gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks. So without this, the
+        first update of a resumed run would round differently from the same update of an uninterrupted run.
         """
         if self.world.size == 1 and not self.compiled:
             return
@@ -111,20 +111,20 @@ class Engine:
         self.zero_grad()
 
     def clip(self, limit: float) -> float:
-        """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before, the same on all ranks."""
+        """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before clipping, equal on all ranks."""
         gradients, exact = [p.grad for p in self.parameters.values() if p.grad is not None], isinstance(self.model, Exact)
-        # Here an update waits for the GPU. The optimizer's work then hides the kernel launches of the next update.
+        # Only here does an update wait for the GPU. The optimizer's work then hides the kernel launches of the next update.
         norm = self.model.total_norm(self.module.ops) if exact else nn.utils.get_total_norm(gradients)
         norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
         if muon and self.world.size > 1 and not self.sharded and not exact:
             # Muon's step runs collectives, in which the others would wait for a rank that skips the step. Only a faulty rank
-            # has a different norm. (Under fsdp and exact the norm is global.)
+            # can have a different norm here. (Under fsdp and exact the norm is global.)
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
             if not finite:
                 norm = math.nan
-                gradients[0].fill_(norm)  # so that the scaler sees it too, and every rank keeps the same scale
+                gradients[0].fill_(norm)  # so that the scaler sees NaN too, and every rank keeps the same scale
         if self.scaler.is_enabled():  # GradScaler expects a torch optimizer; ours is not one
             self.scaler.unscale_(SimpleNamespace(param_groups=[{"params": list(self.parameters.values())}]))
         if 0 < limit < norm < math.inf:
@@ -132,7 +132,7 @@ class Engine:
         return norm
 
     def zero_grad(self) -> None:
-        """Drop the gradients, to None and not to zeros: a resumed run starts with None, and its first sums must not differ."""
+        """Set the gradients to None, not to zeros: a resumed run starts with None, and its first sums must not differ."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -142,9 +142,9 @@ class Engine:
         return {f"{name_of[parameter]}.{key}": value for parameter, key, value in self.optimizers.state()}
 
     def load_optimizer_state(self, tensors: dict[str, Any]) -> None:
-        """Give the optimizers this rank's part of a state saved by any strategy on any number of ranks.
+        """Give the optimizers this rank's part of a state, which any strategy may have saved on any number of ranks.
 
-        The tensors may be in a file. Then each rank reads only the rows that it holds.
+        If the tensors are in a file, each rank reads only the rows that it holds.
         """
         state = {parameter: {} for parameter in self.parameters.values()}
         for name, value in tensors.items():
@@ -154,9 +154,9 @@ class Engine:
 
     @torch.no_grad()
     def gather(self, tensors: dict[str, Tensor], writers: dict[str, int]) -> dict[str, Tensor]:
-        """Copy the whole tensors that this rank writes to host memory, where training no longer changes them.
+        """Copy the whole tensors that this rank writes to host memory, where training cannot change them.
 
-        `writers` names the rank that writes each of `tensors`; other ranks keep no copy. All ranks must call this.
+        `writers` maps each of `tensors` to the rank that writes it; other ranks keep no copy. All ranks must call this.
         """
         rank, copies = self.world.rank, {}
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
@@ -170,7 +170,7 @@ class Engine:
         return copies
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory, or itself if it is there already."""
+        """`tensor` in host memory, or itself if already there."""
         if self.staging is None and tensor.device.type == "cuda":
             self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         return tensor.cpu() if self.staging is None else copy_through(self.staging, tensor)
@@ -180,28 +180,28 @@ class Engine:
         try:
             check_replicas(self.module)
         except ValueError as error:
-            raise RunError(f"{error}; their memory, their GPU or a library is faulty; the checkpoints are kept") from None
+            raise RunError(f"{error}; their memory or GPU, or a library, is faulty; the checkpoints are kept") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The parts from which `build` in train.py makes an engine
+# The parts from which `build_engine` in train.py makes an engine
 
 
 def use_float8(module: GPT, own_device: torch.device) -> None:
     """Make the linear layers of the blocks multiply in float8 (Micikevicius et al. 2022). Their weights do not change.
 
-    Small ones stay as they are, as in nanochat: converting their inputs takes longer than it saves. Raises UserError where the
-    device has no such products, no layer fits them or torchao is not installed.
+    Small layers stay unchanged, as in nanochat: converting their inputs takes longer than it saves. Raises UserError if the
+    device does not support float8 products, no layer is suitable, or torchao is not installed.
     """
     if not device.has_float8(own_device):
-        raise UserError(f"--fp8=true: this {own_device.type} device has no float8 products; use an H100 or newer")
+        raise UserError(f"--fp8=true: this {own_device.type} device does not support float8 products; use an H100 or newer")
 
     def fits(layer: nn.Module, name: str = "") -> bool:
         return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)
 
     if not any(map(fits, module.blocks.modules())):
-        sides = f"multiples of 16, and at least {LEAST_FLOAT8}"
-        raise UserError(f"--fp8=true multiplies matrices whose sides are {sides}; this model has none; change --n_embd, --d_ff")
+        sides = f"multiples of 16 and at least {LEAST_FLOAT8}"
+        raise UserError(f"--fp8=true needs matrices whose sides are {sides}; this model has none; change --n_embd or --d_ff")
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
@@ -212,12 +212,12 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
 def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
     """Give memory and values to `module`, whose parameters are on the meta device.
 
-    weights: names and values. A value is a tensor made on demand, or a tensor in a file, read by rows. So no rank ever holds
+    weights: names and values. A value is a tensor created on demand, or a tensor in a file, read by rows. So a rank never holds
     more of a sharded model than its shards and one tensor.
     """
     if any(map(is_sharded, module.parameters())):
         module.to_empty(device=own_device)
-    else:  # the same, but `to_empty` on the meta device imports the compiler's symbols, which takes half a second
+    else:  # the same without `to_empty`, which imports the compiler's symbols for a meta tensor and takes half a second
         empty = {name: torch.empty(value.shape, device=own_device) for name, value in module.named_parameters()}
         module.load_state_dict(empty, assign=True)
         module.to(own_device)  # the buffers
@@ -226,16 +226,16 @@ def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: to
 
 
 def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig) -> nn.Module:
-    """`module` in torch's FSDP2: see `parallel.sharded.FullyShard`."""
-    from parallel.sharded import FullyShard  # here, because importing FSDP2 takes a second
+    """`module` wrapped in torch's FSDP2: see `parallel.sharded.FullyShard`."""
+    from parallel.sharded import FullyShard  # imported here because importing FSDP2 takes a second
 
     return FullyShard(module, dtype, world, parallel.replicate, parallel.shard_gradients == "on")
 
 
 def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
-    """`module` in the wrapper of one of our strategies, which averages the ranks' gradients.
+    """`module` wrapped in one of our own strategies, which average the ranks' gradients.
 
-    micro_batches: per update, over all ranks. compiled: let `exact` convert in compiled code.
+    micro_batches: per update, over all ranks. compiled: `exact` converts with compiled functions.
     """
     if parallel.strategy == "exact":
         return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)
@@ -243,7 +243,7 @@ def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bo
 
 
 def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World) -> tuple[dict[str, Any], Optimizers]:
-    """What this rank updates, by name: the parameters of `module`, or under `exact` its shares of them; and the optimizers."""
+    """The tensors that this rank updates, by name (under `exact`, its shares of the parameters), and the optimizers."""
     orthogonalize = share_orthogonalization(model, config.parallel.strategy, world)
     if isinstance(model, Exact):
         return model.shares, optim.build(model.shares, config.optim, module.ops, orthogonalize, model.gather_weights)
@@ -252,7 +252,7 @@ def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World
 
 
 def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> optim.Orthogonalize:
-    """How Muon orthogonalizes its matrices: each on a single rank."""
+    """Muon's `orthogonalize` for a strategy: the ranks divide the matrices, and each is orthogonalized on a single rank."""
     if world.size == 1:
         return optim.orthogonalize
     if strategy == "exact":
@@ -270,10 +270,10 @@ def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> op
 
 
 def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
-    """A copy of `tensor` in ordinary host memory. It passes piece by piece through `staging` [bytes], page-locked memory.
+    """A copy of `tensor` in ordinary host memory, made piece by piece through the pinned memory `staging` [bytes].
 
-    A GPU writes at the full speed of its bus only to page-locked memory. For other memory the driver copies a second time,
-    on one core; torch uses all cores for that.
+    A GPU writes at the full speed of its bus only to pinned memory. For ordinary memory, the driver copies again on one core;
+    here torch does that on all cores.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     staging = staging.view(tensor.dtype)
@@ -287,5 +287,5 @@ def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor) -> bool:
-    """Whether it is a DTensor or a Share, of which each rank has a part."""
+    """Whether `tensor` is a DTensor or a Share, of which each rank holds a part."""
     return hasattr(tensor, "to_local")

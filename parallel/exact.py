@@ -1,11 +1,11 @@
-"""Data parallelism whose result does not depend on the number of ranks, not even in a single bit.
+"""Data parallelism whose result is the same on any number of ranks, bit for bit.
 
 Floating-point addition is not associative. So a sum of gradients depends on how ranks share the micro-batches, and on the order
-in which they add. Integer addition is associative. Here each micro-batch's gradient becomes 64-bit fixed point (a multiple of
-2^-50). All sums, within a rank and between ranks, are sums of integers. Only the total is converted back to float32.
+in which they add. Integer addition is associative. So here each micro-batch's gradient becomes 64-bit fixed point (a multiple
+of 2^-50). All sums, within a rank and between ranks, are sums of integers. Only the total is converted back to float32.
 
 Every rank holds all weights, but only its share of the rest, as in ZeRO (Rajbhandari et al. 2020). It adds up all ranks'
-gradients for its share of each parameter, updates that share of the weights, and sends it to all:
+gradients for its share of each parameter, updates that share of the weights, and sends it to all ranks:
 
     shard_gradients    each rank sends                                      holds besides the weights    sends in an update
                                                                             (bytes a parameter, AdamW)   (times (W-1)/W)
@@ -32,22 +32,22 @@ from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, group_by_kin
 from parallel.shares import gather_own, share_of
 
 SCALE = 2.0**50
-LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, where int64 ends
+LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, just above the largest int64
 BUCKET_BYTES = 25 * 2**19  # of float32 gradients; integers take twice as many
-CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time: few enough to stay in its cache through all passes
+CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time, to stay in its cache through all passes
 
 
 @dataclass
 class Bucket:
-    """Parameters that travel together, in a matrix [W, width]: row r holds rank r's share of each of them."""
+    """Parameters that are sent together, in a matrix [W, width]: row r holds rank r's share of each parameter."""
 
     columns: dict[nn.Parameter, slice]  # of the matrix
     width: int
-    # int64 sums of whole parameters, until they are sent; then the first `width` places hold the sums of this rank's shares.
-    # With shard_gradients it only ever holds these shares.
+    # int64 sums of whole parameters until they are sent. Afterwards, the first `width` elements are the sums of this rank's
+    # shares. With shard_gradients, it holds only these shares.
     sums: Tensor
-    gradients: dict[nn.Parameter, Tensor | None]  # to send: views of the sums; with shard_gradients, this backward's in float32
-    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not ready in this backward
+    gradients: dict[nn.Parameter, Tensor | None]  # to send: views of `sums`, or with shard_gradients this backward's in float32
+    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not yet ready in this backward
 
 
 @dataclass
@@ -57,10 +57,10 @@ class Exchange:
     work: dist.Work | None
     outgoing: Tensor | None  # [W, width]: row r goes to rank r
     incoming: Tensor | None  # [W, width]: row r comes from rank r
-    add: Callable[[Tensor], None]  # adds to the sums
+    add: Callable[[Tensor], None]  # adds `incoming` to the sums
 
     def wait(self) -> None:
-        """Add up what has arrived, once, and free the memory."""
+        """Add up what has arrived and free the memory. A second call does nothing."""
         if self.work is not None:
             self.work.wait()
             self.work = self.outgoing = None
@@ -69,11 +69,11 @@ class Exchange:
 
 
 class Exact(ScratchOverlap):
-    """ScratchOverlap that adds integers. Of M micro-batches, a rank may hold M // W or one more.
+    """ScratchOverlap that adds integers. Of M micro-batches, a rank may compute M // W or one more.
 
     Do not divide a micro-batch's loss by anything before backward. If the forward saw `require_backward_grad_sync` true, then
-    after backward the `.grad` of each of `shares` is this rank's share of the mean over the update: the sum over all
-    micro-batches of all ranks, divided by `micro_batches`. With one rank the shares are the parameters themselves. Once the
+    after backward the `.grad` of each of `shares` is this rank's share of the update's mean gradient. That is the sum over all
+    micro-batches of all ranks, divided by `micro_batches`. With one rank, the shares are the parameters themselves. Once the
     optimizer has updated them, `gather_weights` sends the new weights to all ranks.
 
     shard_gradients: do not keep integers of whole parameters. compiled: convert with compiled functions. Neither changes a bit.
@@ -81,20 +81,21 @@ class Exact(ScratchOverlap):
 
     def __init__(self, module: nn.Module, micro_batches: int, shard_gradients: bool = False, compiled: bool = False):
         self.micro_batches, self.shard_gradients = micro_batches, shard_gradients
-        self.update_ends, self.rounds = True, 0  # with this backward; how many backwards of the update sent gradients
+        # Whether this backward ends the update, and how many of the update's backwards have sent gradients.
+        self.update_ends, self.rounds = True, 0
         super().__init__(module, bucket_bytes=BUCKET_BYTES)
         self.shares = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.world_size > 1:
             self.shares = {name: share_of(p, dist.get_rank(), self.world_size) for name, p in self.shares.items()}
         self.own = dict(zip(self.trainable, self.shares.values(), strict=True))
-        self.largest = torch.zeros(len(self.trainable), device=self.trainable[0].device)  # |gradient| of each parameter
+        self.largest = torch.zeros(len(self.trainable), device=self.trainable[0].device)  # |gradient| per parameter
         self.largest_of = dict(zip(self.trainable, self.largest, strict=True))
         self.add, self.mean = add_fixed_point, mean_from_fixed_point
         if compiled:
             self.add, self.mean = (torch.compile(function, dynamic=True) for function in (self.add, self.mean))
         on_cpu = self.largest.device.type == "cpu"
         self.block = CPU_BLOCK if on_cpu and not compiled else EXACT_BLOCK
-        if self.world_size == 1:  # a single rank also converts and adds, or it would round differently from two
+        if self.world_size == 1:  # a single rank converts and adds too, to round as several ranks do
             self.shard_gradients = False
             self.register_hooks()
 
@@ -110,7 +111,7 @@ class Exact(ScratchOverlap):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.columns}
         ScratchAllReduce.register_hooks(self)
 
-    # From backward to the ranks that add up --------------------------------------------------------------------------
+    # From backward to the ranks that add -----------------------------------------------------------------------------
 
     def forward(self, *args, **kwargs):
         """Run the module. As in DDP, the forward decides whether the next backward ends an update."""
@@ -122,7 +123,7 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def move_into_bucket(self, parameter: nn.Parameter) -> None:
-        """Take the gradient from the parameter. Add it to the bucket's integers, or keep it until the bucket is full."""
+        """Move the gradient out of the parameter: add it to the bucket's integers, or keep it until the bucket is full."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
@@ -139,7 +140,7 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def send(self, bucket: Bucket) -> Exchange:
-        """Start sending each rank its row of the bucket. At most two are in flight, to limit memory."""
+        """Start sending each rank its row of the bucket. To limit memory, at most two exchanges are in flight."""
         for before in self.started[:-1]:
             before.wait()
         dtype = torch.float32 if self.shard_gradients else torch.int64
@@ -163,7 +164,7 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Give each of `shares` its mean, or NaN if a gradient was not finite.
+        """Give each of `shares` its mean gradient, or NaN if a gradient was not finite.
 
         Raises RunError on every rank, naming the parameter, if the sum might not fit in 64 bits.
         """
@@ -173,14 +174,14 @@ class Exact(ScratchOverlap):
         if not self.update_ends:
             return
         each, more = divmod(self.micro_batches, self.world_size)
-        if self.shard_gradients and more and self.rounds == each:  # other ranks have one micro-batch more
+        if self.shard_gradients and more and self.rounds == each:  # other ranks have one more micro-batch
             self.average_gradients()
         self.rounds, average = 0, functools.partial(self.mean, self.micro_batches)
         if self.world_size > 1:
             self.largest.nan_to_num_(nan=float("inf"))  # the maximum of a number and NaN could be either
             dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         for (name, share), parameter, largest in zip(self.shares.items(), self.own, self.largest.tolist(), strict=True):
-            # A sum of n terms that are all below LIMIT / n stays below LIMIT, so nothing has wrapped around.
+            # A sum of n terms below LIMIT / n stays below LIMIT, so nothing has wrapped around.
             if LIMIT / self.micro_batches <= largest < float("inf"):
                 raise RunError(
                     f"a gradient of {name} has reached {largest:.3g}; {self.micro_batches} of them could exceed {LIMIT:.0f}, "
@@ -202,7 +203,7 @@ class Exact(ScratchOverlap):
             function(*part)
 
     def total_norm(self, ops) -> Tensor:
-        """The norm of all gradients, as a single rank would compute it: one of the ranks computes each whole tensor's norm."""
+        """The norm of all gradients, with the bits of a single rank: each whole tensor's part is computed on one rank."""
         gradients = {name: share.grad for name, share in self.shares.items()}
         if self.world_size == 1:
             return ops.norm_of(ops.norm_parts(list(gradients.values())))
@@ -218,7 +219,7 @@ class Exact(ScratchOverlap):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Send the weights that each rank has updated to all ranks."""
+        """Send each rank's updated share of the weights to all ranks."""
         for bucket in self.buckets * (self.world_size > 1):
             row = torch.empty(bucket.width, device=bucket.sums.device)
             for parameter, columns in bucket.columns.items():
@@ -235,7 +236,7 @@ class Exact(ScratchOverlap):
 def add_fixed_point(total: Tensor, gradients: Tensor) -> None:
     """Add float32 `gradients`, [n] or [k, n], to int64 `total` [n] as multiples of 2^-50.
 
-    Scaling by a power of two is exact. Digits below 2^-50 are cut off.
+    Scaling by a power of two is exact. Digits below 2^-50 are truncated.
     """
     integers = (gradients * SCALE).to(torch.int64)
     total.add_(integers if integers.ndim == 1 else integers.sum(0))
@@ -245,8 +246,8 @@ def add_fixed_point(total: Tensor, gradients: Tensor) -> None:
 def raise_largest(largest: Tensor, gradient: Tensor) -> None:
     """Raise the scalar `largest` to the largest |value| of `gradient`. NaN stays NaN.
 
-    Never compiled: the compiler plans the reduction for the first gradient that it sees. If that is a small norm's, a single
-    thread block later reduces a whole embedding (pytorch/pytorch#155941).
+    Never compiled: the compiler plans the reduction for the first gradient that it sees. If that is a norm's small gradient, a
+    single thread block later reduces a whole embedding (pytorch/pytorch#155941).
     """
     low, high = gradient.aminmax()
     largest.copy_(torch.maximum(largest, torch.maximum(-low, high)))
@@ -260,7 +261,7 @@ def mean_from_fixed_point(count: int, total: Tensor, out: Tensor) -> None:
 
 
 def rows(matrix: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of places in `matrix` [W, size] and elements of `flat`, which fill it row by row."""
+    """Matching views of `matrix` [W, size] and of `flat`, which fills the matrix row by row."""
     full, rest = divmod(len(flat), matrix.shape[1])
     yield matrix[:full], flat[: len(flat) - rest].view(full, matrix.shape[1])
     if rest:

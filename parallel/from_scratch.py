@@ -1,4 +1,4 @@
-"""Data parallelism from scratch: a lesson in four parts, to be read from top to bottom.
+"""Data parallelism from scratch: a lesson in four parts. Read it from top to bottom.
 
 W processes ("ranks") each hold a copy of the same model. Each rank computes the gradient of its share of the batch. If the
 shares are equal in size, the mean of the W gradients is the gradient of the whole batch. Every rank applies that mean in
@@ -6,7 +6,7 @@ the same optimizer update, so the copies stay equal. That is the whole method: s
 Averaging the weights after the update would not do the same, because AdamW is not linear in the gradient.
 
 The parts are: (1) the idea, (2) when it runs, (3) what an all-reduce is made of, (4) communicating while backward runs.
-They give three strategies, which differ in how the mean reaches every rank. For P parameters with n bytes of gradients:
+They lead to three strategies, which differ in how the mean reaches every rank. For P parameters with n bytes of gradients:
 
     strategy               collectives an update     bytes each rank sends     when
     ScratchAllReduce       P                         2 (W-1)/W n               after backward
@@ -27,7 +27,7 @@ al. 2020, "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
 
 A rank without a gradient for a parameter counts as zero. If no rank has one, `.grad` stays None, as in a single process.
 Parameters that are frozen when the wrapper is built are left out. Buffers (batch norm's statistics) are made equal only
-at the start, while DDP broadcasts them in every forward. Without a process group, or with one rank, the wrappers do nothing.
+at the start; DDP broadcasts them in every forward. Without a process group, or with one rank, the wrappers do nothing.
 """
 
 import weakref
@@ -44,7 +44,7 @@ from parallel.replicas import check_replicas
 class ScratchAllReduce(nn.Module):
     """Checks that the replicas start equal. After backward, runs one all-reduce per parameter, one after another.
 
-    A transformer has many vectors of a few KB. Sending them one by one costs P latencies, and the network is mostly idle.
+    A transformer has many vectors of a few KB. Sending them one by one costs P latencies and leaves the network mostly idle.
     Raises ValueError on all ranks if their parameters or buffers differ (see `check_replicas`).
     """
 
@@ -65,7 +65,7 @@ class ScratchAllReduce(nn.Module):
         super().__init__()
         self.module, self.group = module, group
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        # parameters() lists a tied parameter once, and autograd adds up all its uses before it calls the hook.
+        # parameters() lists a tied parameter once, and autograd adds up all its uses before calling the hook.
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.require_backward_grad_sync = True
         self.sync_this_backward = self.sync_is_queued = False
@@ -75,7 +75,7 @@ class ScratchAllReduce(nn.Module):
 
     def register_hooks(self) -> None:
         """Have autograd call `gradient_ready` for every trainable parameter."""
-        # A weak reference: Python cannot collect a wrapper that its own parameters' hooks hold, so nothing would be freed.
+        # A weak reference, because Python could never free a wrapper that its own parameters' hooks refer to.
         wrapper = weakref.ref(self)
 
         def hook(parameter: nn.Parameter) -> None:
@@ -86,7 +86,7 @@ class ScratchAllReduce(nn.Module):
             parameter.register_post_accumulate_grad_hook(hook)
 
     def ensure_equal_replicas(self) -> None:
-        """Make sure that all ranks start from the same parameters and buffers. This strategy refuses to start otherwise."""
+        """Make sure that all ranks start from the same parameters and buffers. This strategy raises an error otherwise."""
         check_replicas(self.module, self.group)
 
     def forward(self, *args, **kwargs):
@@ -102,8 +102,8 @@ class ScratchAllReduce(nn.Module):
 
     def prepare_sync(self) -> None:
         """Queue `sync_gradients` for the end of this backward. Called when its first gradient is ready."""
-        # No hook can tell which gradient is the last, and unused parameters get none. The autograd engine can: it runs
-        # queued callbacks when the whole backward is done, before `loss.backward()` returns. FSDP2 relies on this too.
+        # Hooks cannot tell which gradient is the last, because unused parameters never get one. The autograd engine can: it
+        # runs queued callbacks when the whole backward is done, before `loss.backward()` returns. FSDP2 relies on this too.
         self.sync_is_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self.sync_gradients)
 
@@ -111,15 +111,15 @@ class ScratchAllReduce(nn.Module):
     def sync_gradients(self) -> None:
         """Replace the gradients by their mean over the ranks.
 
-        Runs automatically at the end of a backward whose forward saw `require_backward_grad_sync` true. After `no_sync` you
-        may call it yourself, on all ranks. It costs the strategy's collectives and one more, of 4 bytes per parameter.
+        Runs automatically at the end of a backward whose forward saw `require_backward_grad_sync` true. After `no_sync`, you
+        may call it yourself, on all ranks. It costs the strategy's collectives plus one of 4 bytes per parameter.
         """
         self.sync_is_queued = False
         if self.world_size == 1 or not self.trainable:
             return
         # All ranks must call the same collectives in the same order, whichever gradients they lack. Otherwise they would
         # wait for each other forever.
-        # The counts are created on the device: copying them there would wait for all the work queued on a GPU.
+        # Create the counts on the device: copying them there would wait for all the work queued on a GPU.
         ranks_with_gradient = torch.ones(len(self.trainable), dtype=torch.int32, device=self.trainable[0].device)
         missing = [i for i, parameter in enumerate(self.trainable) if parameter.grad is None]
         for i in missing:
@@ -158,15 +158,15 @@ class ScratchReduceScatter(ScratchAllReduce):
 
     The flat tensor is padded with zeros and cut into W equal shards. Reduce-scatter takes W-1 rounds. In each, every rank
     passes a shard to its neighbor, which adds its own values. At the end rank r holds the finished sum of shard r.
-    All-gather takes W-1 more rounds, in which the finished shards travel around the ring. In each of the 2 (W-1) rounds a
-    rank sends n / W bytes. The flat tensor takes another n bytes of memory.
+    All-gather takes W-1 more rounds, in which the finished shards travel around the ring. In each of the 2 (W-1) rounds, a
+    rank sends n / W bytes. The flat tensor needs another n bytes of memory.
 
     ZeRO and FSDP put the optimizer's update between the two halves. Each rank then updates only its own shard, and needs
     optimizer state only for that shard.
 
     NCCL's reduce-scatter is such a ring. Gloo's (torch 2.8 and later) runs W all-reduces instead, and each rank keeps the
-    result of one. The sums are the same, but each rank sends 3 (W-1)/W n bytes. So on a CPU, read this class but do not
-    expect it to be fast.
+    result of one. The sums are the same, but each rank sends 3 (W-1)/W n bytes. So do not expect this class to be fast on
+    CPUs.
     """
 
     def ensure_equal_replicas(self) -> None:
@@ -195,7 +195,7 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def group_by_kind(parameters: list[nn.Parameter], capacity: float = float("inf")) -> list[list[nn.Parameter]]:
-    """Split `parameters`, in order, into groups of one dtype and device. A group of `capacity` bytes or more is full."""
+    """Split `parameters`, in order, into groups of one dtype and device. A group is full at `capacity` bytes or more."""
     groups, last_kind, size = [], None, 0
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device)
@@ -222,16 +222,16 @@ class Bucket:
 
     flat: Tensor
     gradients: dict[nn.Parameter, Tensor]  # views of `flat`
-    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not ready in this backward
+    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not yet ready in this backward
 
 
 class ScratchOverlap(ScratchAllReduce):
     """Fills buckets of about 25 MB and all-reduces each as soon as it is full, while backward continues. DDP does the same.
 
-    Backward starts at the last layer. So the buckets take the parameters in reverse order of registration, and the first
+    Backward starts at the last layer. So the buckets hold the parameters in reverse order of registration, and the first
     bucket is sent soon after backward begins. Only the last bucket's all-reduce cannot be hidden. Larger buckets cost
-    fewer latencies; smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets: a new one is copied
-    there once, later micro-batches add to it in place, and nothing is copied back.
+    fewer latencies; smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets: a new gradient is
+    copied there once, later micro-batches add to it in place, and nothing is copied back.
 
     A module compiled as one graph returns all its gradients at the end of backward, which leaves nothing to overlap with.
     Compile its blocks one by one to keep the overlap.
@@ -268,7 +268,7 @@ class ScratchOverlap(ScratchAllReduce):
             self.start_full_buckets()
 
     def move_into_bucket(self, parameter: nn.Parameter) -> None:
-        """Make `parameter.grad` a view into its bucket, where autograd accumulates from then on."""
+        """Make `parameter.grad` a view of its bucket, into which autograd then accumulates."""
         view = self.bucket_of[parameter].gradients[parameter]
         if parameter.grad is not view:
             view.copy_(parameter.grad)

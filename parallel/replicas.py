@@ -1,4 +1,4 @@
-"""Check that all ranks hold the same model, bit for bit. If they do not, training goes wrong without any error."""
+"""Check that all ranks hold the same model, bit for bit. If they do not, training goes wrong silently."""
 
 import hashlib
 import itertools
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Raise ValueError on all ranks if any parameter or buffer differs between them, by even one bit.
 
-    The error names the first tensor that differs and the ranks that disagree with the majority. The ranks exchange a sha256
-    of each tensor (32 bytes, over its name, shape, dtype and bits), not the tensor itself. This also catches models of
-    different shapes, where comparing the tensors would hang.
+    The error names the first tensor that differs and the ranks that disagree with the majority. The ranks exchange only a
+    sha256 of each tensor's name, shape, dtype and bits. This also catches models of different shapes, for which comparing
+    tensors would hang.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return

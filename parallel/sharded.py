@@ -1,16 +1,16 @@
-"""Training state sharded over the ranks, so that W ranks can train a model that one cannot hold: ZeRO stage 3, FSDP.
+"""Training state sharded over the ranks, so that W ranks can train a model that one cannot hold (ZeRO stage 3, FSDP).
 
 In plain data parallelism every rank holds the same state: per parameter, 4 bytes of weights, 4 of gradients and 8 of AdamW's
-moments. ZeRO (Rajbhandari et al. 2020) shards it, so that the ranks together hold one copy instead of W:
+moments. ZeRO (Rajbhandari et al. 2020) shards this state, so that the ranks together hold one copy instead of W:
 
     strategy    fraction that each rank holds    bytes a parameter      each rank sends in an update
                 weights   gradients   state      (float32, AdamW)       (n: bytes of gradients or weights)
     ddp         1         1           1          16                     2 n of gradients
     fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights a micro-batch
 
-Under `fsdp` the full weights of a block exist only while it computes. Gradients are sent once per update, and every rank keeps
-them whole between its micro-batches. With --shard_gradients=on they are sent after each micro-batch, and ranks keep only
-shards. Muon sends 4 bytes more a parameter of the rank's share (`optim.py` says how).
+Under `fsdp` the full weights of a block exist only while the block computes. Gradients are sent once per update, and every rank
+keeps them whole between its micro-batches. With --shard_gradients=on they are sent after each micro-batch, and ranks keep only
+shards. With Muon, a rank sends 4 more bytes per parameter of its share (see `optim.py`).
 """
 
 import torch
@@ -24,15 +24,15 @@ from parallel.world import World
 
 
 class FullyShard(nn.Module):
-    """torch's FSDP2 with DDP's interface. Each block of `module` is gathered as a unit; the other parameters form one more.
+    """torch's FSDP2 with DDP's interface. Each block of `module` is gathered as a unit; the remaining parameters form another.
 
     With `replicas` > 1 (hybrid sharding) there are that many copies of the weights, each held by a group of consecutive ranks.
-    If a group fits in a node, weights travel within nodes, and only gradients travel between them. `module` may be on the meta
-    device. Then it is sharded before it takes any memory, and each rank fills its shards afterwards.
+    If a group fits in a node, weights travel within nodes, and only gradients travel between them. A `module` on the meta
+    device is sharded before it uses any memory, and each rank fills its shards afterwards.
 
     `dtype` is the type of the gathered weights (and of the residual stream, if it is bfloat16). Gradients are reduced in
     float32. Autocast alone would gather float32, twice the bytes, and keep whole casts of the weights until backward. With
-    `shard_gradients`, gradients are reduced after every backward, and copies of shards after the last one.
+    `shard_gradients`, gradients are reduced to shards after every backward, and between replicas after the last one.
     """
 
     def __init__(self, module: GPT, dtype: torch.dtype, world: World, replicas: int, shard_gradients: bool):
@@ -41,8 +41,8 @@ class FullyShard(nn.Module):
         dims = slice(None) if replicas > 1 else slice(1, None)
         self.mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
         for group in self.mesh.get_all_groups():
-            _set_pg_timeout(world.timeout, group)  # new groups have torch's own
-        # Inputs are not cast, because the table of rotary positions must stay float32.
+            _set_pg_timeout(world.timeout, group)  # new groups have torch's default
+        # Do not cast inputs: the table of rotary positions must stay float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         *blocks, last = module.blocks
         for part in blocks:

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a share, and how ranks get the whole tensors that they need.
+"""Tensors of which each rank holds a share, and how to gather them whole.
 
 FSDP2 uses DTensors, with some rows on each rank. `exact` uses `Share`s. `optim.py` works on both.
 """
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from optim import local, share_size
 
-UNIT = (
-    16  # elements in a cache line. AdamW's CPU kernel rounds a full vector and a remainder differently: shares split no vector.
-)
-AT_ONCE = 1 << 20  # elements that a rank receives per exchange, unless a single tensor has more
+# Elements in a cache line. Shares are multiples of it: AdamW's CPU kernel rounds a full vector and a remainder differently.
+UNIT = 16
+AT_ONCE = 1 << 20  # most elements that a rank receives per exchange, unless a single tensor is larger
 
 
 class Share:
-    """This rank's flat share of a tensor of `shape`: `size` elements from rank * size on. The last ranks may have fewer.
+    """This rank's flat share of a tensor of `shape`: `size` elements from index rank * size. The last ranks may have fewer.
 
     torch.zeros_like and torch.empty_like of a Share return a Share.
     """
@@ -45,10 +44,10 @@ def share_of(whole: Tensor, rank: int, ranks: int) -> Share:
 
 
 def gather_own(tensors: dict, owners: dict[str, int], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Yield each whole tensor that this rank of `group` owns, with its name. tensors: DTensors or Shares.
+    """Yield the name and the whole of each tensor that this rank of `group` owns. tensors: DTensors or Shares.
 
-    All ranks must pass the same tensors and owners, and iterate to the end. Each exchange gives every owner one tensor, or
-    several small ones, which limits the memory that a rank needs.
+    All ranks must pass the same tensors and owners, and iterate to the end. To limit memory, each exchange gives every owner
+    one tensor, or several small ones.
     """
     queues = [[name for name in tensors if owners[name] == rank] for rank in range(group.size())]
     while any(queues):
@@ -70,7 +69,7 @@ def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) ->
     mine, ranks = names[group.rank()], range(group.size())
     shares = [[local(tensors[name]).reshape(-1) for name in each] for each in names]
     sent = torch.cat([share for each in shares for share in each])
-    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of each rank's shares of my tensors
+    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of each rank's shares of this rank's tensors
     received = sent.new_empty(sum(map(sum, sizes)))
     numbers = [sum(each) for each in sizes], [sum(map(len, each)) for each in shares]
     dist.all_to_all_single(received, sent, *numbers, group=group)
@@ -81,6 +80,6 @@ def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) ->
 
 
 def held(tensor, rank: int) -> int:
-    """How many elements of a DTensor or Share `rank` holds."""
+    """The number of elements of a DTensor or Share on `rank`."""
     size, elements = share_size(tensor), math.prod(tensor.shape)
     return max(0, min(size, elements - rank * size))

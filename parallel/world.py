@@ -1,7 +1,4 @@
-"""This process among the others: rank, world size, device, and communication between ranks.
-
-A world of one rank works without torchrun.
-"""
+"""The world as one rank sees it: rank, size, device, and communication. A world of one rank works without torchrun."""
 
 import contextlib
 import fcntl
@@ -22,7 +19,7 @@ import torch.distributed as dist
 from common.errors import RunError, UserError, within
 from hardware.device import local_world_size, shares_gpu
 
-LONGEST_END = timedelta(days=1)  # how long a finished rank waits for the master, which may still write a large checkpoint
+LONGEST_END = timedelta(days=1)  # how long a finished rank waits for the master, which may be writing a large checkpoint
 SAME_COMMAND = "run the same command again on all nodes"
 
 
@@ -32,21 +29,21 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    timeout: timedelta = timedelta(minutes=10)  # how long a rank waits for another
+    timeout: timedelta = timedelta(minutes=10)  # how long a rank waits for the others
 
     @property
     def is_master(self) -> bool:
-        """Only the master process prints, logs and writes."""
+        """Whether this is rank 0, the only one that prints, logs and writes."""
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """This rank's contiguous share of `count` pieces. If shares are unequal, the first ranks take one more."""
+        """This rank's contiguous share of `count` items. If shares are unequal, the first ranks get one more."""
         each, more = divmod(count, self.size)
         first = self.rank * each + min(self.rank, more)
         return range(first, first + each + (self.rank < more))
 
     def zeros(self, count: int) -> torch.Tensor:
-        """Zeros [count] to sum over the ranks, in float64 (float32 on mps, which has no float64)."""
+        """Zeros [count] to sum over the ranks, in float64 (float32 on mps, which does not support float64)."""
         return torch.zeros(count, device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64)
 
     def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -63,14 +60,14 @@ class World:
         return box[0]
 
     def all_gather(self, value) -> list:
-        """Every rank's `value` (any picklable object), by rank."""
+        """The `value` (any picklable object) of every rank, in the order of ranks."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def difference(self, facts: dict[str, Any]) -> str:
-        """The first of `facts`, by name, that another rank has otherwise than the master; empty if none. All ranks call it."""
+        """The first of `facts` in which a rank differs from the master, as text; empty if none. All ranks must call this."""
         found = self.all_gather(facts)
         for rank, others in enumerate(found):
             for name in found[0] | others:
@@ -79,20 +76,20 @@ class World:
         return ""
 
     def require_same(self, facts: dict[str, Any]) -> None:
-        """Raise UserError on every rank, naming the first difference, unless all ranks have the same `facts`, by name."""
+        """Raise UserError on every rank, naming the first difference, unless all ranks have the same `facts`."""
         if difference := self.difference(facts):
             raise UserError(f"{difference}; all ranks need the same command, tokens and torch version")
 
     def leave(self) -> None:
-        """Wait until every rank is done, including a master that is still writing. Leaving earlier would make others fail."""
+        """Wait until every rank is done, including a master that is still writing. If one left earlier, others would fail."""
         if self.size > 1:
             options = dist.AllreduceOptions()
-            options.timeout = LONGEST_END  # dist.barrier would give up after --timeout_minutes
+            options.timeout = LONGEST_END  # dist.barrier would time out after --timeout_minutes
             dist.group.WORLD.allreduce([torch.zeros(1)], options).wait()
 
     @contextlib.contextmanager
     def reporting_lost_ranks(self) -> Iterator[None]:
-        """Turn the error of a collective that another rank did not answer into a one-line RunError."""
+        """Turn the error of a collective that failed because another rank is gone into a one-line RunError."""
         try:
             yield
         except RuntimeError as error:
@@ -102,7 +99,7 @@ class World:
 
 
 def is_communication(error: RuntimeError) -> bool:
-    """Whether a collective failed, rather than this rank's own computation. gloo's errors are plain RuntimeErrors."""
+    """Whether `error` comes from a collective, not from this rank's computation. gloo's errors are plain RuntimeErrors."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout")
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(w in str(error).lower() for w in words))
 
@@ -113,10 +110,10 @@ def reason(error: Exception) -> str:
 
 
 def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: float = 10.0) -> World:
-    """Join the other ranks at MASTER_ADDR and MASTER_PORT, or be a world of one rank.
+    """Join the other ranks at MASTER_ADDR and MASTER_PORT, or form a world of one rank.
 
-    timeout_minutes: how long a rank waits for another, here and in each collective. Raises UserError, or RunError if ranks are
-    missing after that; the master names them.
+    timeout_minutes: how long a rank waits for the others, here and in each collective. Raises UserError, or RunError if ranks
+    are still missing then; the master names them.
     """
     if world_size > 1:
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -127,24 +124,24 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
         if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
             raise UserError("MASTER_ADDR and MASTER_PORT must be the host and port of rank 0; torchrun sets them")
         timeout = timedelta(minutes=timeout_minutes)
-        try:  # `within`, because torch's own timeouts add up, and NCCL's start has none
+        try:  # `within`, because torch's own timeouts add up, and NCCL's initialization has none
             within(1.1 * timeout.total_seconds(), lambda: rendezvous(rank, world_size, device, (host, int(port)), timeout))
         except (RuntimeError, TimeoutError) as error:
             found = f"within {timeout} (--timeout_minutes): {reason(error) if str(error) else 'no answer'}"
             if world_size > local_world_size() and "missing" not in found:
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-                found += f"; if rank 0 is there, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"
+                found += f"; if rank 0 is up, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"
             raise RunError(f"rank {rank} did not reach all ranks at {host}:{port} {found}; {SAME_COMMAND}") from None
     return World(rank, world_size, local_world_size(), device, timedelta(minutes=timeout_minutes))
 
 
 def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int], timeout: timedelta) -> None:
-    """Meet the other ranks at the store at `place` and create the process group. Raises RuntimeError."""
+    """Meet the other ranks in the store at `place` and create the process group. Raises RuntimeError."""
     deadline = time.monotonic() + timeout.total_seconds()
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun, so it outlives the ranks; else by rank 0
-    # A longer timeout here, because an unreachable store prints its stack when that expires.
+    # A longer timeout here, because an unreachable store prints a stack trace when it expires.
     store = dist.TCPStore(*place, size, rank == 0 and not held, 2 * timeout, wait_for_workers=False, multi_tenant=True)
-    # After a restart, torchrun's store still has the addresses of ranks that are gone.
+    # After a restart, torchrun's store still contains the addresses of ranks that are gone.
     store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
     store.set(f"here/{rank}", address_towards(place[0]))
     missing = list(range(size)) if rank == 0 else []
@@ -154,16 +151,16 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
         time.sleep(0.1)
     if size > local_world_size() and (interface := gloo_interface(store, size, place[0])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # CPU tensors, which carry data about the run, go through gloo, so that nothing waits for a GPU.
+    # Data about the run is in CPU tensors and goes through gloo, so that it never waits for a GPU.
     nccl = device.type == "cuda" and not shares_gpu()
     if nccl:
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # for this thread
     options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if nccl else None)
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, **options)
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address on its way to `host`; empty if no route leads there."""
+    """This machine's IPv4 address on the route to `host`; empty if there is no route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # asks the kernel for a route and sends nothing
         return probe.getsockname()[0]
@@ -171,10 +168,10 @@ def address_towards(host: str) -> str:
 
 
 def gloo_interface(store: dist.Store, size: int, host: str) -> str:
-    """The network interface that leads to the other nodes; empty where it is not found.
+    """The network interface to the other nodes; empty if it is not found.
 
-    gloo would take the address of this machine's name, which often is that of its loopback device or of another network.
-    `host` has rank 0. On its own node it may be a name of loopback, too, so there the way to a rank on another node decides.
+    gloo would use the address of this machine's name, which often belongs to the loopback device or a different network.
+    `host` is rank 0's name. On its own node that may mean loopback too, so there the route to a rank on another node decides.
     """
     own = address_towards(host)
     if own.startswith("127."):
@@ -192,7 +189,7 @@ def gloo_interface(store: dist.Store, size: int, host: str) -> str:
 class Stop:
     """A request to stop: SIGTERM, SIGINT, SIGUSR1 or `max_minutes`. All ranks agree on it between two updates.
 
-    `ask` starts the exchange before an update and `agreed` reads the result afterwards, so the update hides its latency. A
+    `ask` starts an all-reduce before an update, and `agreed` reads the result afterwards, so the update hides its latency. A
     second SIGINT ends the process at once.
     """
 

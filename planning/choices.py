@@ -1,4 +1,4 @@
-"""Resolve what the settings leave open, once, by what the hardware of all ranks can do. Does not import torch."""
+"""Resolve every `auto` setting, from what the hardware of all ranks can do. Does not import torch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from settings import Config
 
 @dataclass(frozen=True)
 class Machines:
-    """What all ranks have: limited by the slowest, and by the one with the least memory."""
+    """What all ranks can do: limited by the slowest, and by the one with the least memory."""
 
     ranks: int
     device: str  # cpu, cuda or mps
-    kind: str  # the same, and rocm for AMD's GPUs
+    kind: str  # like `device`, but rocm for AMD GPUs
     dtype: str  # the fastest precision
     muon_dtype: str
     free: float  # bytes of a GPU's memory
@@ -29,14 +29,14 @@ class Machines:
 def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict) -> Config:
     """`config` with every `auto` resolved. Raises UserError if settings conflict.
 
-    previous: the settings of the run so far. It keeps its precision, micro-batches and warmup, and whether it compiles, because
-    the bits depend on them.
+    previous: the run's settings so far. The run keeps its precision, micro-batch size, warmup and --compile, because its bits
+    depend on them.
     """
     config = for_portable(config, machines.ranks)
     train, optim, model = config.train, config.optim, settings.resolve_model(config.model, vocab_size)
     kept = previous if previous.get("device") == machines.device else {}
     given = {"dtype": train.dtype, "muon_dtype": optim.muon_dtype, "compile": train.compile}
-    # float16 needs a loss scale, which exact's integers do not have.
+    # float16 needs a loss scale, which exact's integers do not support.
     dtype = "float32" if config.parallel.strategy == "exact" and machines.dtype == "float16" else machines.dtype
     chosen = {"dtype": dtype, "muon_dtype": machines.muon_dtype, "compile": "auto"} | kept
     chosen = {name: chosen[name] if value == "auto" else value for name, value in given.items()}
@@ -61,7 +61,7 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
 
 
 def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Config:
-    """`config` with --shard_gradients in the place of auto: on where a rank would otherwise need more than `room` bytes."""
+    """`config` with --shard_gradients resolved: on if a rank would otherwise need more than `room` bytes."""
     if config.parallel.shard_gradients != "auto":
         return config
     off, on = (settings.replace(config, shard_gradients=value) for value in ("off", "on"))
@@ -72,9 +72,10 @@ def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Con
 
 
 def for_portable(config: Config, ranks: int) -> Config:
-    """`config` with each auto set to what --numerics=portable needs. Micro-batches become single sequences.
+    """`config` with each auto set to what --numerics=portable needs.
 
-    So --micro_batch_size does not affect the bits, and a single rank sums gradients as several do, with `exact`.
+    Micro-batches become single sequences, so --micro_batch_size does not affect the bits. A single rank uses `exact`, to sum
+    gradients as several ranks do.
     """
     if config.numerics.numerics == "native":
         return config
@@ -89,8 +90,8 @@ def for_portable(config: Config, ranks: int) -> Config:
 def fit_micro_batch(config: Config, previous: int | None, machines: Machines) -> int:
     """Sequences per micro-batch for auto: the largest equal share of an update that fits (see `footprint`).
 
-    A run keeps its `previous` choice if the ranks can share it. Under `exact`, the choice must not depend on what else uses the
-    memory now, so it counts the total memory, rounded down.
+    A run keeps its `previous` choice if the ranks can divide the batch into such micro-batches. Under `exact`, the choice must
+    not depend on what else uses the memory now, so it counts the total memory, rounded down.
     """
     exact = config.parallel.strategy == "exact"
     if isinstance(previous, int) and config.sequences_per_update % (previous * (1 if exact else machines.ranks)) == 0:

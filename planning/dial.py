@@ -1,7 +1,7 @@
 """One dial for the size of a model: `--depth=N` sets its shape, batch, steps and learning rate.
 
-`turn` fills in the settings that a command line leaves open. docs/dial.md has the formulas and their sources. Does not import
-torch.
+`turn` fills in the settings that a command line does not set. docs/dial.md explains the formulas and their sources. Does not
+import torch.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from settings import Config, ModelConfig
 
 
 class Tuned(NamedTuple):
-    """What bench/dial.py found for an optimizer: the rate at WIDTH and RATE_BATCH, the batch for a run of TOKENS."""
+    """What bench/dial.py found for an optimizer: the rate at WIDTH and RATE_BATCH, and the batch for a run of TOKENS."""
 
     lr: float
-    width_power: float  # how the best rate changes with the width
-    batch_power: float
+    width_power: float  # the best rate grows as this power of the width
+    batch_power: float  # and as this power of the batch
     batch: int  # tokens per update
 
 
@@ -28,16 +28,16 @@ TUNED = {"adamw": Tuned(4.0e-3, -1.1, 0.5, 2048), "muon": Tuned(1.45e-2, -0.9, 0
 WIDTH, RATE_BATCH, TOKENS = 96, 2048, 1 << 19
 GROWTH = 0.383  # the batch grows as this power of a run's tokens (arXiv 2505.13738)
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
-TOKENS_PER_WEIGHT = 12  # as nanochat; Chinchilla's 20 counts other weights
+TOKENS_PER_WEIGHT = 12  # as in nanochat; Chinchilla's 20 counts different weights
 EPOCHS = 4  # up to here, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al. 2023, arXiv 2305.16264)
 FEWEST_STEPS = 100
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 
 
 def turn(config: Config, args: list[str]) -> Config:
-    """`config` with the settings that follow from --depth. Settings in `args`, or in a preset that sets depth, win.
+    """`config` with the settings that follow from --depth. Settings in `args`, or in a preset that sets depth, take precedence.
 
-    The dial adapts to the settings that win. A resumed run keeps its settings. Raises UserError.
+    The dial adapts to these settings. A resumed run keeps its settings. Raises UserError.
     """
     depth = config.run.depth
     if depth == "off":
@@ -64,7 +64,7 @@ def turn(config: Config, args: list[str]) -> Config:
 
 def dataset(config: Config):
     """The `data.Mixture` of a run, or None if a dataset is missing, and the vocabulary size."""
-    import data  # here, because it imports numpy, which --help does not need
+    import data  # imported here because it imports numpy, which --help does not need
 
     vocab_size = config.model.vocab_size
     if all(Path(directory).is_dir() for directory in data.directories(config.data)):
@@ -74,7 +74,7 @@ def dataset(config: Config):
 
 
 def shape_of(config: Config, given: set[str]) -> dict:
-    """The shape of the model at --depth of `config`. Settings that are `given` stay; the preset's shape is ignored."""
+    """The model's shape at the --depth of `config`. Settings that are `given` stay; the preset's shape is ignored."""
     width = config.model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
     shape = dict.fromkeys(SHAPE, "auto")
     shape |= dict(n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)))
@@ -82,12 +82,12 @@ def shape_of(config: Config, given: set[str]) -> dict:
 
 
 def weights(model: ModelConfig) -> int:
-    """The number of weights that multiply a token in a resolved `model`: in the blocks and in the output layer."""
+    """The number of weights that multiply a token in a resolved `model`: in the blocks and the output layer."""
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
 def tuned(optimizer: str) -> Tuned:
-    """What was found for `optimizer`; AdamW's numbers for one that was not swept."""
+    """What was found for `optimizer`, or AdamW's numbers if it was not swept."""
     return TUNED.get(optimizer, TUNED["adamw"])
 
 
@@ -97,9 +97,9 @@ def batch_of(tokens: float, optimizer: str) -> float:
 
 
 def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
-    """The steps and the batch of a run of `tokens`. Each is chosen if it is 0. Raises UserError if there are too few tokens.
+    """The steps and the batch of a run of `tokens`; each is chosen if it is 0. Raises UserError if there are too few tokens.
 
-    The batch is a number of sequences that 2, 4 and 8 ranks can share, if there are enough.
+    If the batch is large enough, 2, 4 and 8 ranks can divide its sequences equally.
     """
     least = FEWEST_STEPS * max(seq_len, tokens_per_update)
     if not steps and tokens < least:
@@ -113,7 +113,7 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
         batch = min(batch_of(tokens, optimizer), tokens / FEWEST_STEPS)
     sequences = max(1, int(batch / seq_len))
     digits = sequences.bit_length()
-    # Below 8 sequences keep one binary digit. Above, keep a multiple of 8 with at most three binary digits.
+    # Below 8 sequences, keep one binary digit. Above, keep a multiple of 8 with at most three significant binary digits.
     unit = 2 ** max(digits - 3, min(3, digits - 1))
     rounded = round(sequences / unit) * unit
     if not steps and rounded * seq_len > tokens / FEWEST_STEPS:
@@ -126,17 +126,17 @@ def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: i
     """The learning rate, its schedule and the weight decay of a run.
 
     An update should change activations equally at every width. So AdamW's rate falls with the width (muP, arXiv 2203.03466),
-    and Muon's with its square root (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used here are
-    measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's by less, as measured.
+    and Muon's with the square root of the width (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used
+    here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's more slowly (measured).
     """
-    # We have not measured whether a batch larger than the dial's allows a larger rate.
+    # Not measured: whether a batch larger than the dial's allows a larger rate.
     batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), tuned(optimizer)
     lr = float(f"{best.lr * (model.n_embd / WIDTH) ** best.width_power * (batch / RATE_BATCH) ** best.batch_power:.3g}")
-    # Weights forget their past within 1 / (lr weight_decay) steps. The best fraction of all steps for this is
+    # Weights forget their past within 1 / (lr weight_decay) steps. As a fraction of all steps, the best value of this is
     # 1.084 (tokens / weights)^-0.527 (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
     weight_decay = min(1.0, 1 / (lr * steps * forgotten))
-    # At the best rate, AdamW needs time to settle: a short run gets worse with a warmup of only 2 %.
+    # At the best rate, AdamW needs time to settle: a warmup of only 2 % makes a short run worse.
     warmup_steps = round(min(0.3 * steps, max(0.02 * steps, 200)))
     rate = dict(lr=lr, weight_decay=float(f"{weight_decay:.3g}"), min_lr=0.0)
     return rate | dict(schedule="wsd", cooldown_fraction=0.4, warmup_steps=warmup_steps)

@@ -1,4 +1,4 @@
-"""Scaling law: how the loss depends on the weights and tokens of a run. It is fitted to small runs, with its uncertainty.
+"""A scaling law, with its uncertainty, fitted to small runs: how the loss depends on a run's weights and tokens.
 
 loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models").
 """
@@ -13,9 +13,9 @@ QUANTILE = 1.645  # half-width of a 90 % interval, in standard deviations
 
 
 def effective_tokens(tokens: np.ndarray, unique_tokens: float) -> np.ndarray:
-    """How many fresh tokens `tokens` are worth when the text has only `unique_tokens` and must be repeated.
+    """The number of fresh tokens that `tokens` are worth if the text has only `unique_tokens` and must be repeated.
 
-    Each repetition is worth less than the one before: Muennighoff et al. 2023, equation 5.
+    Each repetition is worth less than the one before (Muennighoff et al. 2023, equation 5).
     """
     repetitions = np.maximum(0, tokens / unique_tokens - 1)
     return np.minimum(tokens, unique_tokens) + unique_tokens * HALF_LIFE * (1 - np.exp(-repetitions / HALF_LIFE))
@@ -28,10 +28,10 @@ def terms(sizes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
 
 
 def predict(runs: list, losses: list[float], wanted: list, unique_tokens: float) -> tuple[np.ndarray, np.ndarray, str]:
-    """Predict the losses [m] of the `wanted` runs. Also returns half the widths [m] of their 90 % intervals, and a formula.
+    """Predict the losses [m] of the `wanted` runs. Also returns the half-widths [m] of their 90 % intervals, and a formula.
 
-    runs: [n, 2], the weights and tokens of runs with these `losses`, on a text of `unique_tokens`. wanted: [m, 2], the same.
-    One law is fitted per pair of exponents, robustly: an outlier counts less. The prediction averages the laws by their
+    runs: [n, 2], the weights and tokens of runs with these `losses`, on a text of `unique_tokens`. wanted: [m, 2], likewise.
+    For each pair of exponents, a law is fitted robustly, so that outliers count less. The prediction averages the laws by
     probability; the formula is the most probable law.
     """
     (weights, tokens), y = np.array([*runs, *wanted], float).T, np.array(losses)

@@ -1,6 +1,6 @@
 """What a run will need, before you rent anything: `python train.py [config/NAME.toml] --plan [--flag=value ...]`
 
-Memory per rank, time, money, traffic and checkpoints, calculated from the settings alone, without a GPU, data or torch. The
+Calculates memory per rank, time, money, traffic and checkpoints from the settings alone, without a GPU, data or torch. The
 speed is an assumption: --plan_mfu, or a typical value.
 """
 
@@ -25,32 +25,32 @@ from reports.log import Log, duration
 from settings import Config, Ranks
 
 CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
-SMALL, SMALL_MFU = 300e6, 0.8  # below this many parameters, short kernels keep a GPU less busy
+SMALL, SMALL_MFU = 300e6, 0.8  # below this many parameters, short kernels lower the MFU by this factor
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     plan: bool = False
-    """Say what the run will need (memory, time, money, traffic) and exit. It needs no GPU, no data and no other rank."""
+    """Print what the run will need (memory, time, money, traffic) and exit. Works without a GPU, data or other ranks."""
     plan_world_size: Ranks = 8
     """GPUs of the planned run."""
     plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
     plan_mfu: Annotated[float, Meta(gt=0, le=1)] | Auto = "auto"
-    """Model FLOPs utilization to plan with, at most 1. auto: a usual one."""
+    """Model FLOPs utilization to plan with, at most 1. auto: a typical one."""
     dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
     """Price to plan with."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of train.py. Plan flags are not run settings, so config.toml omits them."""
+    """A train.py command line. Plan flags are not run settings, so config.toml omits them."""
 
     config: Config = field(default_factory=Config)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 def read_command(args: list[str], description: str) -> Config:
-    """Read and check a command line of train.py. With --plan, print the plan and exit. Raises UserError."""
+    """Read and check a train.py command line. With --plan, print the plan and exit. Raises UserError."""
     config, options = load_command(args, description)
     rank, world_size = read_ranks()[:2]
     if rank == 0 and (note := not_taken(args, config)):
@@ -60,7 +60,7 @@ def read_command(args: list[str], description: str) -> Config:
     except UserError:
         if options.plan:
             raise
-        with Log(Path(config.run.out_dir, config.run.name), rank == 0):  # status.json is to say it
+        with Log(Path(config.run.out_dir, config.run.name), rank == 0):  # records the error in status.json
             raise
     if not options.plan:
         return config
@@ -70,7 +70,7 @@ def read_command(args: list[str], description: str) -> Config:
 
 
 def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
-    """The settings of a command line, with the dial turned, and its plan flags. Raises UserError."""
+    """The settings of a command line, including those from the dial, and its plan flags. Raises UserError."""
     start = Command(settings.start_of(args))
     command = cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]")
     if not command.plan.plan:
@@ -80,21 +80,21 @@ def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]
 
 
 def not_taken(args: list[str], config: Config) -> str:
-    """A note on settings of the preset that the run which continues as `config` has otherwise; empty for none."""
+    """A note if the run that continues as `config` differs from the preset in `args`; else empty."""
     preset, flags = settings.divide(args)
     given = settings.given(flags)
-    unnamed = flags == args and "name" in given  # the preset is only the default, and the run may be of another
+    unnamed = flags == args and "name" in given  # only the default preset, while the run may have used a different one
     if unnamed or config.run.depth != "off" or not settings.of_run(config):
         return ""
     values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
     names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
     other = [f"--{name}={values[name]}" for name in sorted(names) if values[name] != now[name]]
-    keeps = f"note: {config.run.name} keeps its settings; these of {os.path.relpath(preset)} change it only as flags:"
+    keeps = f"note: {config.run.name} keeps its own settings; to use these from {os.path.relpath(preset)}, pass them as flags:"
     return f"{keeps} {files.shortened(other)}" if other else ""
 
 
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
-    """`config` resolved as on the planned GPUs, and how often it reads each dataset (empty if one is missing)."""
+    """`config` resolved for the planned GPUs, and the epochs of each dataset (empty if one is missing)."""
     if config.model.init_from != "scratch":
         from checkpoints import huggingface, lookup  # import torch
 
@@ -111,14 +111,14 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
     config = choices.resolve(config, vocab_size, machines, {})
     if mixture is None:
         return config, {}
-    import data  # here, because it imports numpy, and --help does without
+    import data  # imported here because it imports numpy, which --help does not need
 
     times = data.make_batches(config, mixture).epochs(config.train.steps)
     return config, dict(zip(mixture.names, times, strict=True))
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
-    """The mildest flags that make a rank fit into `usable` bytes, also with fsdp and more GPUs, and the bytes it then needs."""
+    """The mildest flags with which a rank fits into `usable` bytes, also on more GPUs, and the bytes that it then needs."""
     own, found = config.parallel.strategy, {}
     small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():
@@ -137,7 +137,7 @@ def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
 
 
 def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
-    """The plan of a resolved `config` as a table, verdict first. epochs: see `resolve`."""
+    """The plan for a resolved `config` as a table, verdict first. epochs: from `resolve`."""
     model, train, ranks, gpu = config.model, config.train, options.plan_world_size, gpus.GPUS[options.plan_gpu]
     sizes, memory, usable = footprint.parameters(model), footprint.of_rank(config, ranks, "cuda"), footprint.USABLE * gpu.memory
     count, needed, tokens = sum(sizes.values()), sum(memory.values()), train.steps * train.tokens_per_update

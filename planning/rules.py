@@ -1,6 +1,6 @@
-"""Which settings conflict: each with the flag to change and values that work.
+"""Which settings conflict, with the flag to change and values that work.
 
-Does not import torch, so that wrong flags are answered at once. The limits of a single number are in its type, in settings.py.
+Does not import torch, so that errors in flags appear at once. The limits of a single number are in its type, in settings.py.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from settings import Config, ModelConfig
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raise one UserError that names every setting, `auto` or resolved, that does not work on `world_size` ranks."""
+    """Raise one UserError that lists every setting that does not work on `world_size` ranks. config: resolved or not."""
     shape, share = shape_problems(config.model), share_problems(config, world_size)
     refuse(itertools.chain(portable_problems(config, world_size), setting_problems(config, world_size), shape, share))
 
@@ -24,10 +24,10 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     parallel, strategy, train, optim = config.parallel, config.parallel.strategy, config.train, config.optim
     if optim.min_lr != "auto" and optim.min_lr > optim.lr:
         yield f"--min_lr={optim.min_lr} must be at most --lr={optim.lr}"
-    steps = math.inf if optim.decay_steps else train.steps  # which --decay_steps sets
+    steps = math.inf if optim.decay_steps else train.steps  # --decay_steps sets train.steps later
     for number, batch in enumerate(config.skipped_batches):
         if batch >= (end := steps + number):
-            skipped = f"--skip_steps={config.data.skip_steps} has {batch + 1}"
+            skipped = f"--skip_steps={config.data.skip_steps} includes {batch + 1}"
             yield f"{skipped}, but the last step of this run is {end}"
     for step, mixture in read_phases(config.data.phase):
         if step >= steps:
@@ -47,7 +47,7 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
     if strategy == "fsdp" and parallel.check_replicas_every:
-        yield "--check_replicas_every compares copies of the weights, which --strategy=fsdp does not have; use 0"
+        yield "--check_replicas_every compares copies of the weights, but --strategy=fsdp keeps only one; use 0"
 
 
 def portable_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -68,7 +68,7 @@ def portable_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def shape_problems(model: ModelConfig) -> Iterator[str]:
-    """The sizes of a model from scratch that do not fit together."""
+    """The sizes of a model from scratch that are incompatible."""
     if model.init_from != "scratch":
         return
     rotary = model.architecture != "gpt2"
@@ -103,11 +103,11 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     factors = [f"--seq_len={config.model.seq_len}"] + [f"--micro_batch_size={micro}"] * (micro != "auto")
     factors += [f"{world_size} ranks"] * (world_size > 1 and (not exact or tokens % unit == 0))
     wrong = "not a multiple of" if tokens % unit else "less than"
-    other = "; or --strategy=exact, which takes any" * (not exact and tokens % micro_batch == 0 and tokens >= smallest)
+    other = "; or --strategy=exact, which works with any" * (not exact and tokens % micro_batch == 0 and tokens >= smallest)
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 
 def nearest(value: int, unit: int, smallest: int) -> str:
-    """The multiples of `unit` on both sides of `value`, as text. They are at least `smallest`."""
+    """The nearest multiples of `unit` below and above `value`, at least `smallest`, as text."""
     below, above = value // unit * unit, -(-value // unit) * unit
     return f"{below} or {above}" if below >= smallest else str(max(above, smallest))

@@ -1,4 +1,4 @@
-"""The machines at hand: what their hardware can do, whether it suffices for a run, and the banner of what is about to run."""
+"""Before a run starts: what the machines can do, whether that suffices, and the banner of what is about to run."""
 
 import contextlib
 import shutil
@@ -18,8 +18,8 @@ from parallel.world import World
 from planning.choices import Machines
 from settings import Config
 
-LESS_MEMORY = ", or take --activation_checkpointing=true or --strategy=fsdp"
-# Which settings make a part of the memory large.
+LESS_MEMORY = ", or use --activation_checkpointing=true or --strategy=fsdp"
+# Which settings determine the size of each part of the memory.
 BLAME = {
     "activations": ("micro_batch_size", "seq_len", "n_embd", "n_layer"),
     "logits": ("vocab_size", "micro_batch_size", "seq_len", "n_embd"),
@@ -30,13 +30,13 @@ BLAME = {
 
 
 def survey(world: World) -> Machines:
-    """What all ranks' hardware can do. All ranks must call it."""
+    """What the hardware of all ranks can do. All ranks must call this."""
     own = world.device
     facts = world.all_gather((device.choose_dtype("auto", own), device.fast_at_bfloat16(own), *device.memory(own)))
     dtypes, fasts, free, total = zip(*facts, strict=True)
 
     def choose_compile(wanted: str, dtype: str, run_flops: float) -> str:
-        return min(world.all_gather(device.choose_compile(wanted, own, dtype, run_flops)))  # off before on
+        return min(world.all_gather(device.choose_compile(wanted, own, dtype, run_flops)))  # "off" < "on"
 
     slowest, muon_dtype = min(dtypes, key=list(device.DTYPES).index), "bfloat16" if all(fasts) else "float32"
     memory, threads = (min(free), min(total)), torch.get_num_threads()
@@ -44,21 +44,21 @@ def survey(world: World) -> Machines:
 
 
 def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]:
-    """Warn where the ranks compute by other hardware or libraries. Raises UserError where `exact` then depends on the ranks."""
+    """A warning if the ranks' hardware or libraries differ. Raises UserError if the bits of `exact` would depend on that."""
     if config.numerics.numerics == "portable" or not (difference := world.difference(versions)):
         return []
     if config.parallel.strategy == "exact":
-        raise UserError(f"{difference}; --strategy=exact needs ranks that compute alike, or --numerics=portable")
-    return [f"warning: {difference}; the bits then depend on which machine has which rank"]
+        raise UserError(f"{difference}; --strategy=exact needs identical hardware and libraries, or --numerics=portable")
+    return [f"warning: {difference}; the bits depend on which machine runs which rank"]
 
 
 def check(config: Config, world: World) -> list[str]:
-    """Raise UserError where this machine lacks what a run needs: memory, packages or disk. Returns warnings and notes."""
+    """Raise UserError if this machine lacks memory, packages or disk space for the run. Returns warnings and notes."""
     check_memory(config, world)
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError("--tensorboard=true needs tensorboard, which is not installed; try: pip install tensorboard")
     warnings, train, optim = check_disk(config), config.train, config.optim
-    chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # by the user, or where the run began
+    chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # by the user, or at the run's first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
         faster = "--dtype=float32 --muon_dtype=float32 may be faster, but changes the bits"
         warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
@@ -66,7 +66,7 @@ def check(config: Config, world: World) -> list[str]:
 
 
 def gpu_notes(config: Config, world: World) -> list[str]:
-    """What this node's GPUs could do besides: those that no rank uses, and attention by kernels whose bits differ."""
+    """Notes on unused potential: this node's idle GPUs, and a faster attention kernel that is not deterministic."""
     notes, own, train = [], world.device, config.train
     if (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
@@ -76,18 +76,18 @@ def gpu_notes(config: Config, world: World) -> list[str]:
     free = hopper and train.deterministic and config.parallel.strategy != "exact" and config.data.attend == "window"
     if free and kernel.startswith("FlashAttention 2"):
         notes.append(
-            "note: --deterministic=false would take another attention kernel and save about "
-            f"{deterministic_attention(config.model):.0%} of an update: by arithmetic from published rates on an H100, not "
-            "measured here; its bits differ from run to run"
+            "note: --deterministic=false would save about "
+            f"{deterministic_attention(config.model):.0%} of an update (calculated from published H100 rates, not measured), "
+            "but its attention kernel's bits differ from run to run"
         )
     return notes
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Raise UserError if an update needs more memory than a rank's GPU has, or this machine, also for a save's copy."""
+    """Raise UserError if an update does not fit in the GPU's memory, or on a CPU, an update and a save's copy."""
     own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
     needed, total = sum(parts.values()), device.memory(world.device)[1]
-    if own == "cpu":  # Linux would kill the run without a word
+    if own == "cpu":  # Linux would kill the run without a message
         needed = world.local_size * needed + footprint.checkpoint_bytes(config)
     if needed <= total:
         return
@@ -97,35 +97,33 @@ def check_memory(config: Config, world: World) -> None:
     what = largest if largest in parts else f"the {largest}, its gradients and optimizer state"
     flags = " ".join(f"--{name}={flat_values(config)[name]}" for name in BLAME[largest])
     raise UserError(
-        f"an update takes about {needed / 1e9:,.1f} GB here, and this {'machine' if own == 'cpu' else 'GPU'} has "
-        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: make one of {flags} smaller"
-        + LESS_MEMORY
-        * (own != "cpu")
+        f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
+        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: lower one of {flags}" + LESS_MEMORY * (own != "cpu")
     )
 
 
 @contextlib.contextmanager
 def explaining_out_of_memory(config: Config, rank: int) -> Iterator[None]:
-    """Turn the error of a device that runs out of memory into a RunError of one line, which says what would need less."""
+    """Turn a device's out-of-memory error into a one-line RunError that names flags to save memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         size = config.train.micro_batch_size
         smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1}, " if size > 1 else ""
         ran = f"rank {rank} ran out of memory with --micro_batch_size={size}"
-        raise RunError(f"{ran}; continue with {smaller}{LESS_MEMORY.removeprefix(', or take ')}") from error
+        raise RunError(f"{ran}; continue with {smaller}{LESS_MEMORY.removeprefix(', or use ')}") from error
 
 
 def check_disk(config: Config) -> list[str]:
-    """Raise UserError if no checkpoint could be written, and warn if there is no room for all that are kept at once."""
+    """Raise UserError if the disk has no room for a checkpoint. Returns a warning if not all kept checkpoints will fit."""
     directory, where = Path(config.run.out_dir, config.run.name).absolute(), f"--out_dir={config.run.out_dir}"
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not there.is_dir():
         raise UserError(f"{where} --name={config.run.name}: {there} is a file; choose a directory")
     size, free = footprint.checkpoint_bytes(config), shutil.disk_usage(there).free
-    left = f"{size / 1e6:,.1f} MB, and the disk has {free / 1e6:,.0f} MB left"
+    left = f"{size / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.0f} MB left"
     if size > free:
-        raise UserError(f"{where}: a checkpoint takes {left}")
+        raise UserError(f"{where}: a checkpoint needs {left}")
     more = footprint.checkpoints_at_once(config.checkpoint, config.train.steps) - len([*directory.glob("checkpoints/step-*")])
     kept = f"the run will write and keep {plural(more, 'more checkpoint')} of {left}"
     return [f"warning: {where}: {kept}; lower --keep_last or --keep_best"] if more * size > free else []
@@ -143,10 +141,10 @@ def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> st
         kernel = f"{'FlexAttention' if footprint.uses_flex(config, device.kind(own)) else 'a mask'}, within documents"
     memory, total = sum(footprint.of_rank(config, world.size, device.kind(own)).values()), device.memory(own)[1]
     peak, known = device.peak_flops(own, train.dtype) * world.size, device.known_peak_flops(own, train.dtype)
-    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # of each dataset, one for each phase
+    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # per dataset: its share in each phase
     parts = zip(mixture.datasets, shares, batches.streams, batches.epochs(train.steps), strict=True)
     several = len(mixture.datasets) > 1
-    source = "by its datasheet" if known else "measured here by matrix products"
+    source = "from the datasheet" if known else "measured here by matrix products"
     rows = [
         f"model   {model.architecture}, {footprint.parameter_count(model):,} parameters: "
         f"{plural(model.n_layer, 'layer')}, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}",
@@ -160,9 +158,9 @@ def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> st
         f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
         f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
         f"device  {hardware}, {train.dtype}, {'' if train.compile == 'on' else 'not '}compiled, attention by {kernel}",
-        f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for the tensors of a rank",
-        f"peak    {peak / 1e12:.3g} TFLOP/s of all ranks, {source}",
+        f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for each rank's tensors",
+        f"peak    {peak / 1e12:.3g} TFLOP/s over all ranks, {source}",
         *(remark if remark.startswith("warning:") else f"note    {remark}" for remark in mixture.remarks),
     ]
-    begins = f"from step {step}" if step else "from its beginning"
+    begins = f"from step {step}" if step else "from the beginning"
     return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])

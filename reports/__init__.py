@@ -1,5 +1,5 @@
 """What a run reports: the console, metrics.jsonl, wandb and curves.
 
-`log.Log` writes each line and each record once, on the master only, and survives a full disk. `progress` decides what to
-report. `curves` reads metrics.jsonl and draws it, and `compare` makes a table of several runs.
+`log.Log` writes every line and record, on the master only, and survives a full disk. `progress` decides what to report.
+`curves` reads metrics.jsonl and draws it. `compare` tabulates several runs. `trace` profiles updates.
 """

@@ -11,7 +11,7 @@ from reports.curves import read
 from reports.log import duration
 from settings import LogConfig, read_preset
 
-# Settings that do not make two runs different.
+# Settings that the comparison ignores.
 SILENT = {
     *("name", "out_dir", "resume", "mirror", "prepare_command", "threads", "sample_every", "tasks", "tasks_every"),
     *("tasks_limit", *cli.flat_fields(LogConfig)),
@@ -22,21 +22,21 @@ MISSING = "-"
 
 
 def settings_of(run: Path) -> dict[str, str]:
-    """A run's settings by flag name, from its config.toml. Empty if there is no such file. Raises UserError."""
+    """A run's settings by flag name, from its config.toml; empty without one. Raises UserError."""
     path = run / "config.toml"
     settings = cli.flat_values(read_preset(path)) if path.exists() else {}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
 
 
 def differences(runs: list[Path]) -> list[dict[str, str]]:
-    """For each run, the settings in which `runs` differ, by flag name. Settings that follow from others are left out."""
+    """For each of `runs`, the settings in which they differ, by flag name. Settings that follow from others are left out."""
     found = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for settings in found for name in settings if name not in SILENT)
     columns = {name: [settings.get(name, MISSING) for settings in found] for name in sorted(names, key=DERIVED.__contains__)}
     kept, seen = {}, []
     for name, values in columns.items():
-        alike = [values.index(value) for value in values]  # which runs agree: for each, the first run with its value
-        known = {value for value, settings in zip(values, found, strict=True) if settings}  # skip runs without a config.toml
+        alike = [values.index(value) for value in values]  # for each run, the first run with the same value
+        known = {value for value, settings in zip(values, found, strict=True) if settings}  # ignore runs without config.toml
         if len(known) > 1 and not (name in DERIVED and alike in seen):
             kept[name] = values
             seen.append(alike)
@@ -49,14 +49,14 @@ def choose_x(runs: list[Path]) -> str:
 
 
 def table(runs: list[Path]) -> list[str]:
-    """A table as aligned lines: a header, then a row for each run, lowest validation loss first."""
+    """A table as aligned lines: a header, then one row per run, lowest validation loss first."""
     rows = []
     for run, settings in zip(runs, differences(runs), strict=True):
         curves = read(run)
         last = max(record["step"] for record in curves.training + curves.validation)
         losses = [record for record in curves.validation if math.isfinite(record["val_loss"])]
         best = min(losses, key=lambda record: record["val_loss"], default={})
-        # The column `tokens` counts the tokens that a run has seen, so the dataset's column is `--tokens`.
+        # The column `tokens` counts the tokens seen, so the dataset's column is called `--tokens`.
         settings = {"--tokens" if name == "tokens" else name: value for name, value in settings.items()}
         row = {"run": str(run)} | settings | {"steps": f"{last:,}", "tokens": MISSING, "time": MISSING}
         with suppress(UserError):  # not logged

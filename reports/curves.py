@@ -13,25 +13,25 @@ from common import files
 from common.errors import UserError
 from reports.log import Record, duration, read_records
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: safe if color-blind
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f5f5f")  # Okabe and Ito: color-blind safe
 PANELS = dict(
     loss="loss (dots: validation)", lr="learning rate", grad_norm="gradient norm", tokens_per_second="tokens per second"
 )
-STYLES = ("-", "--", ":", "-.")  # of tasks
-DECADES = 30  # if the largest gradient norm is this many times the smallest, its axis is logarithmic
+STYLES = ("-", "--", ":", "-.")  # one per task
+DECADES = 30  # if the largest gradient norm exceeds this many times the smallest, its axis is logarithmic
 
 Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # the part of prediction.json that is read
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The records of a metrics.jsonl: updates, evaluations, and scores on tasks."""
+    """The records in a metrics.jsonl: updates, evaluations, and scores on tasks."""
 
     name: str
     training: list[Record]
     validation: list[Record]
     scores: list[Record]
-    prediction: Prediction | None = None  # ladder.py's forecast of the last validation loss, and half its interval
+    prediction: Prediction | None = None  # ladder.py's forecast of the final validation loss, and its margin
 
     def at(self, steps: list[float], x: str) -> list[float]:
         """Convert `steps` to the axis `x`: steps, tokens, or seconds since the first record. Raises UserError."""
@@ -48,14 +48,14 @@ class Curves:
         return np.interp(steps, [record["step"] for record in records], tokens).tolist()
 
     def points(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
-        """All finite values logged as `key`, after their positions on the axis `x`."""
-        records = self.training + self.validation + self.scores  # each kind has its own keys
+        """The positions on the axis `x` of all finite values logged as `key`, and the values."""
+        records = self.training + self.validation + self.scores  # their keys differ
         found = [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         return self.at([step for step, _ in found], x), [y for _, y in found]
 
 
 def is_finite(value) -> bool:
-    """Whether a logged value can be drawn, unlike null, NaN and Infinity."""
+    """Whether a logged value can be drawn: null, NaN and Infinity cannot."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -63,7 +63,7 @@ def read(run: Path) -> Curves:
     """Read the curves of a run directory, ignoring a last line that a kill cut short. Raises UserError."""
     path = run / "metrics.jsonl"
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a run directory made by train.py, such as runs/NAME")
+        raise UserError(f"{path} does not exist; pass a run directory made by train.py, such as runs/NAME")
     records = [record for _, record in read_records(path)]
     if None in records[:-1]:
         raise UserError(f"{path}, line {records.index(None) + 1}: not a JSON object with a step and numbers")
@@ -77,14 +77,14 @@ def read(run: Path) -> Curves:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centered running median over 5 % of the values (at most 201), which neither lags nor follows single spikes."""
+    """Centered running median over 5 % of the values (at most 201), which has no lag and ignores single spikes."""
     reach = min(len(values) // 40, 100)
     halves = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [median(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
 
 
 def draw(runs: list[Path], out: Path, x: str = "step") -> None:
-    """Draw the curves of `runs` in four or five panels, one color per run, and publish the picture. Raises UserError."""
+    """Draw the curves of `runs` in four or five panels, one color per run, and publish the image. Raises UserError."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
@@ -122,7 +122,7 @@ def draw(runs: list[Path], out: Path, x: str = "step") -> None:
 
 
 def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
-    """Draw one value of every run: a thin line as logged, and a thick smoothed one (except for the learning rate)."""
+    """Draw one value of every run: a thin line as logged, and (except for the learning rate) a thick smoothed line."""
     for run, color in drawn:
         places, y = run.points(key, x)
         if key != "lr":
@@ -133,7 +133,7 @@ def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
 
 
 def decorate(axis, title: str) -> None:
-    """Give a panel its title, a quiet grid and quiet axes."""
+    """Give a panel a title, and unobtrusive grid and axes."""
     axis.set_title(title, loc="left", fontsize=12, color="0.15")
     axis.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
     axis.grid(color="0.91", linewidth=0.8)
@@ -144,7 +144,7 @@ def decorate(axis, title: str) -> None:
 
 
 def draw_scores(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
-    """Draw one score of each task that lies between 0 and 1, acc_norm if there is one, in a style for each task."""
+    """Draw one score per task, each in its own style: acc_norm if available, else one that lies between 0 and 1."""
     chosen = {}
     for key in dict.fromkeys(key for run, _ in drawn for record in run.scores for key in record if key.startswith("tasks/")):
         task, _, metric = key.removeprefix("tasks/").rpartition("/")
@@ -159,7 +159,7 @@ def draw_scores(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
-    """Draw validation losses as dots and a forecast as a band. Cut off the steep fall of the first tenth."""
+    """Draw validation losses as dots and a forecast as a band. Cut off the steep drop in the first tenth."""
     shown = []
     for run, color in drawn:
         places, y = run.points("val_loss", x)

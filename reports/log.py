@@ -1,6 +1,6 @@
-"""Where a run reports: the console, train.log, metrics.jsonl, status.json, wandb and TensorBoard.
+"""A run's output: the console, train.log, metrics.jsonl, status.json, wandb and TensorBoard.
 
-Only the master's `Log` does anything.
+On ranks other than the master, `Log` does nothing.
 """
 
 import io
@@ -23,10 +23,10 @@ from common.errors import EX_TEMPFAIL, FULL_DISK, UserError, outcome, plural, pr
 from common.records import Count
 from settings import LogConfig
 
-FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest; less after a failure, when others wait
-STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # in status.json, by exit status; any other: failed
+FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest: normally, and after a failure, when others wait
+STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # in status.json, by exit status; all others: failed
 SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # one group in wandb and TensorBoard
-# What is read again of a line of metrics.jsonl. Numbers may be NaN.
+# The values that are read back from metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
 Record = TypedDict(
     "Record", {"step": Required[Count]} | dict.fromkeys(LOSSES, float) | dict.fromkeys(FIGURES, float | None), total=False
@@ -34,9 +34,9 @@ Record = TypedDict(
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
-    """Each line of a metrics.jsonl with its record: None for a line that a kill has torn, or that is not a record.
+    """Each line of a metrics.jsonl with its record, or None if the line is not a record or was cut short by a kill.
 
-    Beside what `Record` names, a record has the scores on tasks.
+    Besides the fields of `Record`, a record contains scores on tasks.
     """
     with open(path, "rb") as file:
         for line in filter(bytes.strip, file):
@@ -50,16 +50,16 @@ def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
 
 
 class Log:
-    """The text files of a run directory. Before `begin` nothing is written there. Raises UserError if it is in use.
+    """The text files of a run directory. Before `begin`, nothing is written there. Raises UserError if it is in use.
 
-    As a context, it records in status.json how the block ends: with an error, or with the exit status that `status` then has.
+    As a context manager, it records in status.json how the block ends: with an error, or with the exit status `self.status`.
     """
 
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
-        self.status, self._facts = 1, {}  # the exit status, and what status.json says
+        self.status, self._facts = 1, {}  # the exit status, and the content of status.json
         self.trackers: dict[str, tuple[Callable, Callable]] = {}  # by name: show(record) and end(status)
-        self._text, self._metrics = io.BytesIO(), io.BytesIO()  # until there are files
+        self._text, self._metrics = io.BytesIO(), io.BytesIO()  # until the files are open
         self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
 
     def __enter__(self):
@@ -74,7 +74,7 @@ class Log:
         self.close(self.status)
 
     def begin(self, step: int) -> Record:
-        """Make the directory, if need be, and open its files at `step`. Returns what is recorded there, if anything."""
+        """Create the directory if needed, and open its files at `step`. Returns the record of that step, or an empty one."""
         if not self.is_master:
             return {}
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class Log:
         return recorded
 
     def rewind(self, step: int) -> Record:
-        """Cut metrics.jsonl back to `step`, so that no step is there twice. Returns what is recorded at `step`."""
+        """Cut metrics.jsonl back to `step`, so that steps are not logged twice. Returns the record of `step`."""
         path, recorded = self.directory / "metrics.jsonl", {}
         lines = list(read_records(path)) if path.exists() else []
         if unreadable := sum(record is None for _, record in lines):
@@ -105,7 +105,7 @@ class Log:
             append(self._text, f"{message}\n".encode("utf-8", "replace"))
             try:
                 print(message, flush=True)
-            except OSError:  # nobody reads any more, as after `| head`; keep training
+            except OSError:  # nobody reads the output any more, as after `| head`; keep training
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def warn(self, message: str) -> None:
@@ -113,16 +113,16 @@ class Log:
         self.say(f"warning: {message}")
 
     def set_status(self, **facts) -> None:
-        """Replace status.json: `facts` join those from before. Only the process that holds the directory writes it."""
+        """Add `facts` to status.json. Only the process that holds the directory's lock writes it."""
         if self._lock:
             self._facts |= facts
             process = {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
-            with suppress(OSError), files.publish(self.directory / "status.json", durable=False) as file:  # a disk may be full
+            with suppress(OSError), files.publish(self.directory / "status.json", durable=False) as file:  # disk full
                 file.write(json.dumps(self._facts | process).encode() + b"\n")
 
     @contextmanager
     def surviving(self, what: str):
-        """Warn if `what`, which only reports, fails: the run can continue without it."""
+        """Catch any error in the block and warn that `what` failed. For reports, without which the run can continue."""
         try:
             yield
         except Exception as error:
@@ -136,7 +136,7 @@ class Log:
         if self.is_master and options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Drop what a killed run wrote there about later steps.
+            # Drop what a killed run wrote about later steps.
             board = SummaryWriter(self.directory / "tensorboard", purge_step=step + 1)
             self.trackers["tensorboard"] = partial(add_to_board, board), lambda status: board.close()
         if self.is_master and options.wandb != "off":
@@ -146,7 +146,7 @@ class Log:
         return run_id
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Record values by name at a `step`, with the time in seconds since 1970. Drops values that are None."""
+        """Record a step's values by name, with the time in seconds since 1970. Drops values that are None."""
         if self.is_master:
             record = {key: value for key, value in record.items() if value is not None} | {"time": round(time.time(), 3)}
             append(self._metrics, json.dumps(record).encode() + b"\n")
@@ -160,7 +160,7 @@ class Log:
             self.track({"step": step, "sample": text, "time": round(time.time(), 3)})
 
     def track(self, record: dict[str, Any]) -> None:
-        """Show a record to the trackers, under `tag`s. One that fails is off from then on."""
+        """Send a record to the trackers, with names from `tag`. A tracker that fails is turned off."""
         record = {tag(name): value for name, value in record.items()}
         for name in list(self.trackers):
             show, end = self.trackers.pop(name)
@@ -169,7 +169,7 @@ class Log:
                 self.trackers[name] = show, end
 
     def close(self, status: int) -> None:
-        """Write what is still waiting, and pass the exit status to the trackers."""
+        """Write what is still buffered, and pass the exit status to the trackers."""
         with self.surviving(f"writing the last lines of {self.directory / 'metrics.jsonl'}"):
             self._metrics.flush()
         for name, (_, end) in self.trackers.items():
@@ -179,12 +179,12 @@ class Log:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file for appending, with a buffer for what a full disk does not take."""
+    """Open a file for appending, with a buffer for use while the disk is full."""
     return open(path, "ab", buffering=1 << 20)
 
 
 def append(file: BinaryIO, content: bytes) -> None:
-    """Append `content`. While the disk is full, it stays in the file's buffer."""
+    """Append `content`. While the disk is full, the content stays in the file's buffer."""
     try:
         file.write(content)
         file.flush()
@@ -194,7 +194,7 @@ def append(file: BinaryIO, content: bytes) -> None:
 
 
 def lock(directory: Path) -> BinaryIO:
-    """Lock the directory while the returned file is open. Raises UserError if another live process has locked it."""
+    """Lock the directory for as long as the returned file is open. Raises UserError if another process holds the lock."""
     file = open(directory / ".lock", "ab")  # noqa: SIM115
     for _ in range(20):  # a killed process may take a moment to disappear
         if files.lock(file):
@@ -215,7 +215,7 @@ def require_wandb_key() -> None:
 
 
 def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], run_id: str):
-    """Start a wandb run, or continue the one with the id `run_id`. Raises UserError if wandb refuses."""
+    """Start a wandb run, or continue the one with the id `run_id`. Raises UserError if wandb fails."""
     import wandb
 
     place = dict(project=options.wandb_project, name=directory.name, dir=directory, mode=options.wandb)
@@ -231,7 +231,7 @@ def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], r
 
 
 def tag(name: str) -> str:
-    """The name of a value in wandb and TensorBoard, which show together what has the same first word."""
+    """The name of a value in wandb and TensorBoard, which group values by the first word."""
     if name in ("step", "time", "sample") or name.startswith("tasks/"):
         return name
     return f"val/{name[4:]}" if name.startswith("val_") else f"speed/{name}" if name in SPEED else f"train/{name}"
@@ -241,9 +241,9 @@ def add_to_board(board, record: dict[str, Any]) -> None:
     """Add a record to a TensorBoard."""
     step, at = record["step"], record["time"]
     for name, value in record.items():
-        if name == "sample":  # Markdown, in which four spaces keep text as it is
+        if name == "sample":  # Markdown, in which four spaces keep text verbatim
             board.add_text(name, textwrap.indent(value, "    "), step, at)
-        elif name not in ("step", "time") and not (name == "train/tokens" and "train/loss" not in record):  # already there
+        elif name not in ("step", "time") and not (name == "train/tokens" and "train/loss" not in record):  # already added
             board.add_scalar(name, value, step, at)
 
 

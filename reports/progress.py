@@ -1,4 +1,4 @@
-"""What a run reports while it trains: updates, speed, remaining time, evaluations and curves."""
+"""Report a run's progress: updates, speed, remaining time, evaluations and curves."""
 
 import math
 import time
@@ -14,20 +14,20 @@ from reports import curves
 from reports.log import Log, duration
 from settings import TrainConfig
 
-DRAW_SECONDS = 20  # between drawings: one takes half a second, while training waits
+DRAW_SECONDS = 20  # between drawings: training waits half a second for each
 
 
 class Progress:
-    """Reports the updates and evaluations of a run. peak_speed: tokens a second at the peak rate of all ranks (MFU 1).
+    """Reports the updates and evaluations of a run. peak_speed: tokens/s at the peak rate of all ranks (MFU 1).
 
-    datasets: their names, in the order in which the `batches` have them.
+    datasets: the names of the datasets, in the order of `batches`.
     """
 
     def __init__(self, log: Log, train: TrainConfig, log_every: int, peak_speed: float, datasets: list[str], batches: Batches):
         self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
         self.datasets, self.batches = datasets, batches
         self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
-        # Since the last report. The first update does not count: it allocates memory, warms caches and may compile.
+        # Since the last report. Skip the first update: it allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
         self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
@@ -42,16 +42,16 @@ class Progress:
         self.skipped_in_a_row = 0 if math.isfinite(grad_norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row:
             count = f"{self.skipped_in_a_row} in a row, {state.skipped} in all"
-            self.log.warn(f"step {state.step}: the gradient is not finite; update skipped ({count})")
+            self.log.warn(f"step {state.step}: skipped the update, because its gradient is not finite ({count})")
         if self.skipped_in_a_row > self.train.max_skipped_steps:
-            found = f"{self.skipped_in_a_row} updates in a row had no finite gradient (--max_skipped_steps)"
+            found = f"skipped {self.skipped_in_a_row} updates in a row with non-finite gradients (--max_skipped_steps)"
             raise RunError(f"{found}; lower --lr, or try --dtype=float32; checkpoints are in {self.log.directory}/checkpoints")
         self.watch(state, loss)
         if due(self.log_every, state.step) or state.step in (1, self.train.steps):
             self.report(state, loss, grad_norm, lr)
 
     def watch(self, state, loss: float) -> None:
-        """Warn when losses rise far above the lowest, also of earlier starts, because the exit status will not show it."""
+        """Warn when losses rise far above the run's lowest, because the exit status will not show it."""
         self.losses.append(loss if math.isfinite(loss) else math.inf)
         recent, was_high = median(self.losses), self.is_high  # the median ignores a single spike
         self.lowest = min(self.lowest, recent, state.best_val_loss or math.inf)
@@ -75,11 +75,11 @@ class Progress:
         self.log.say(line)
 
     def speed(self) -> dict:
-        """Means since the last report: tokens/s over all ranks, MFU, ms per update and of waiting. Empty if none counts."""
+        """Means since the last report: tokens/s over all ranks, MFU, and ms per update and waiting. Empty without updates."""
         if self.updates < 1:
             return {}
         speed = self.updates * self.train.tokens_per_update / self.seconds
-        if self.is_peak_measured:  # by matrix products, on a machine that may have been busy
+        if self.is_peak_measured:  # too low if the machine was busy
             self.peak_speed = max(self.peak_speed, speed)
         report = {
             "tokens_per_second": round(speed, 1),
@@ -107,7 +107,7 @@ class Progress:
         self.draw(state)
 
     def draw(self, state) -> None:
-        """Redraw the curves, if they are due."""
+        """Redraw the curves if due."""
         is_due = state.step >= self.train.steps or time.monotonic() - self.drawn_at > DRAW_SECONDS
         if self.log.is_master and is_due:
             with self.log.surviving("drawing curves.png"):
@@ -115,11 +115,11 @@ class Progress:
             self.drawn_at = time.monotonic()
 
     def done(self, state, dataset, *losses: float) -> None:
-        """Print what a complete run has reached, and what to do next. Raises RunError unless its last `losses` are finite."""
+        """Print the result of a complete run, and what to do next. Raises RunError if one of the `losses` is not finite."""
         run = self.log.directory
         if not all(map(math.isfinite, losses)):
             way_out = "start a new run with a lower --lr, or from an earlier checkpoint with --resume=PATH"
-            raise RunError(f"{run} ended at step {state.step} with a loss that is not finite; {way_out}")
+            raise RunError(f"{run} ended at step {state.step} with a non-finite loss; {way_out}")
         best = f", best checkpoint: validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
         if self.updates < 0:
             self.log.say(f"{run} is complete at step {state.step}; use a larger --steps to continue it")
@@ -140,7 +140,7 @@ def due(every: int, step: int) -> bool:
 
 
 def score_lines(scores: dict[str, dict[str, float]]) -> list[str]:
-    """A line for each task, with its scores by metric."""
+    """One line per task, with its scores by metric."""
     return [
         f"{task}  " + "  ".join(f"{metric} {value:.4f}" for metric, value in found.items()) for task, found in scores.items()
     ]

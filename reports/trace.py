@@ -1,4 +1,4 @@
-"""What some updates spend their time on: a trace by torch's profiler, and its largest kinds of operations in words."""
+"""Profile some updates: a trace by torch's profiler, and a summary of the most expensive kinds of operations."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 from common.errors import plural
 from reports.log import Log, duration
 
-# What an operator of torch or a GPU's kernel does, by a part of its name. The first that fits.
+# The kind of a torch operator or GPU kernel, by parts of its name. The first match wins.
 KINDS = {
     "communication": "nccl|gloo|c10d|xccl|comms|all_reduce|all_gather|reduce_scatter|broadcast",
     "attention": "attention|flash|fmha",
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class Trace:
-    """A trace of the updates that --profile=STEP:COUNT names, on the master alone."""
+    """A trace of the updates in --profile=STEP:COUNT, on the master alone."""
 
     def __init__(self, log: Log, wanted: str, device: torch.device):
         first, count = map(int, wanted.split(":")) if wanted and log.is_master else (0, 0)
@@ -36,7 +36,7 @@ class Trace:
 
     @contextmanager
     def around(self, step: int):
-        """Trace the update of the block, if it is one of them."""
+        """Trace the update in this block, if it is one of them."""
         if self.profiler is None and step in self.steps:
             self.profiler, self.steps = torch.profiler.profile(), range(step, self.steps.stop)
             self.profiler.start()
@@ -47,7 +47,7 @@ class Trace:
             self.stop(step)
 
     def stop(self, step: int) -> None:
-        """End a trace that runs after the update of `step`: write it, and say what took the time."""
+        """End the current trace, if any, after the update of `step`: write it, and report where the time went."""
         if self.profiler is None:
             return
         seconds, first = time.perf_counter() - self.began, self.steps.start
@@ -56,13 +56,13 @@ class Trace:
         with self.log.surviving(f"writing {path}"):
             self.profiler.export_chrome_trace(str(path.with_name(f".{path.name}")))
             os.replace(path.with_name(f".{path.name}"), path)
-            self.log.say(f"{path}: {plural(step + 1 - first, 'update')} in {duration(seconds)}; ui.perfetto.dev shows it")
+            self.log.say(f"{path}: {plural(step + 1 - first, 'update')} in {duration(seconds)}; open it at ui.perfetto.dev")
             for line in self.table():
                 self.log.say(line)
         self.profiler, self.steps = None, range(0)
 
     def table(self) -> list[str]:
-        """A line for each kind of operations, the largest first: its part of the time, and its largest operations."""
+        """One line per kind of operation, the most expensive first: its share of the time, and its largest operations."""
         times, kinds = Counter(), {}
         for event in self.profiler.key_averages():
             on_gpu = event.device_type != DeviceType.CPU  # a kernel

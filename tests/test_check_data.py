@@ -107,9 +107,9 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "damage", "message"),
     [
-        ("llm.c", lambda d: flip(d / "fineweb_train_000001.bin", 8), "its header promises 5026 bytes, but the file has 5024"),
+        ("llm.c", lambda d: flip(d / "fineweb_train_000001.bin", 8), "its header implies 5026 bytes, but the file has 5024"),
         ("nanoGPT", lambda d: (d / "val.bin").unlink(), "is not a dataset: expected dataset.json"),
-        ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds").write_bytes(b"abc"), "metadata promises 2000 bytes"),
+        ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds").write_bytes(b"abc"), "metadata implies 2000 bytes"),
         ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds.metadata").write_text("gpt2"), "expected TOKENIZER|2 or"),
         ("datatrove", lambda d: (d / "val" / "00000_unshuffled.ds.metadata").unlink(), "has no 00000_unshuffled.ds.metadata"),
     ],

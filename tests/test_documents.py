@@ -114,7 +114,7 @@ def test_evaluating_a_run_attends_as_the_run_did(train, short_documents):
 
 def test_a_run_goes_on_as_it_attended(train):
     train("run", attend="document", steps=5)
-    assert "--attend=window, but the checkpoint has document" in train("run", attend="window", steps=10, status=2).stderr
+    assert "--attend=window, but the checkpoint used document" in train("run", attend="window", steps=10, status=2).stderr
     assert "within documents" in train("run", steps=10).stdout
 
 

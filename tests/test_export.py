@@ -115,7 +115,7 @@ def test_the_same_copy_is_uploaded(exported, shared, tmp_path, hub):
     out, _ = exported
     command = ["export.py", shared.runs / "plain", "--push=me/model", "--max_shard_size=20.0KB"]
     done = upload(hub, *command, TMPDIR=str(tmp_path), HF_HUB_DISABLE_XET="0")
-    assert f"is now {hub.url()}/me/model: " in done.stdout and not any(tmp_path.iterdir())
+    assert f" to {hub.url()}/me/model: " in done.stdout and not any(tmp_path.iterdir())
     assert hub.head("me/model") == content(out)
     refused = upload(hub, *command, status=2, HF_TOKEN="other")
     assert refused.stderr.startswith("error: --push=me/model: ") and len(refused.stderr.splitlines()) == 1

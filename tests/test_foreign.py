@@ -167,7 +167,7 @@ CASES = [
     # Flags and the environment
     case("train.py --steps=" + "9" * 5000, None, "--steps must be INTEGER"),
     case("train.py --lr=nan", None, "--lr must be greater than 0 and at most 1,000, not 'nan'"),
-    case("train.py --steps=20 --skip_steps=812", None, "has 812, but the last step of this run is 20"),
+    case("train.py --steps=20 --skip_steps=812", None, "includes 812, but the last step of this run is 20"),
     case("train.py --tokens=a:1,b:1e999999999", None, "weight greater than 0"),
     case("train.py --seed=x --debug", None, "Traceback", "error: --seed must be INTEGER"),
     case("evaluate.py runs/run --seq_len=17", None, "exceeds the model's context of 16"),
@@ -178,12 +178,12 @@ CASES = [
     case("prepare_data.py --out=s3://mine/tokens", None, "must be a local path; --push=OWNER/NAME uploads"),
     case("prepare_data.py nothing.txt", None, "no such file"),
     case("prepare_data.py hf://datasets/x", None, "error: hf://datasets/x"),
-    case("prepare_data.py --out=tokens --tokenizer=bytes", None, "tokens holds a different dataset: source"),
+    case("prepare_data.py --out=tokens --tokenizer=bytes", None, "tokens is a different dataset: source"),
     case([*TRAIN, "--out_dir=mine"], put("mine", ""), "error: --out_dir=mine "),
     case([*TRAIN, "--init_from=/nowhere"], None, "/nowhere is neither a run nor a model directory"),
-    case(HUGE, None, "--n_layer=4096", "an update takes about", "this machine has"),
-    case(TRAIN, None, "has RANK=5 WORLD_SIZE=2; torchrun", env={"RANK": "5", "WORLD_SIZE": "2"}),
-    case(TRAIN, None, "the environment has RANK=0;", env={"RANK": "0"}),
+    case(HUGE, None, "--n_layer=4096", "an update needs about", "this machine has"),
+    case(TRAIN, None, "found RANK=5 WORLD_SIZE=2; start with torchrun", env={"RANK": "5", "WORLD_SIZE": "2"}),
+    case(TRAIN, None, "found RANK=0;", env={"RANK": "0"}),
     # Presets
     case("train.py mine.toml", put("mine.toml", "x = " + "[" * 100000), "mine.toml is not a valid TOML preset"),
     case("train.py mine.toml", put("mine.toml", "#" * (1 << 20) + "\n" * 9), "at most 1,048,576"),
@@ -199,10 +199,10 @@ CASES = [
     case(TRAIN, dataset(lambda d: d.update(vocab_size=10**30)), "$.vocab_size"),
     case(TRAIN, dataset(lambda d: d["shards"][0].update(file="../x.bin")), "$.shards[0].file"),
     # Shards
-    case(TRAIN, lambda folder: os.truncate(folder / SHARD, 5000), "promises", "5000"),
+    case(TRAIN, lambda folder: os.truncate(folder / SHARD, 5000), "implies", "5000"),
     case(TRAIN, rewrite(SHARD, lambda old: b"\1\0\0\0" + old[4:]), "magic 1 and version", "expected llm.c's 20240520 and 1"),
     case(TRAIN, lambda folder: (folder / SHARD).unlink(), "has no train_000000.bin"),
-    case(TRAIN, foreign("train.bin", lambda p: p.write_bytes(b"abc")), "a row of uint16 promises 4 bytes, but the file has 3"),
+    case(TRAIN, foreign("train.bin", lambda p: p.write_bytes(b"abc")), "a row of uint16 implies 4 bytes, but the file has 3"),
     case(TRAIN, foreign("train.bin", lambda p: p.write_bytes(b"\xff" * 4000)), "token 65535 is outside the vocabulary"),
     case(TRAIN, foreign("x_train_0.npy", lambda p: np.save(p, np.array([{}]), allow_pickle=True)), "x_train_0.npy"),
     # Text and tokenizers
@@ -233,7 +233,7 @@ CASES = [
     case(SAMPLE_MODEL, in_model(lambda folder: (folder / "model/tokenizer.json").unlink()), "has no tokenizer.json"),
     # Runs
     case(END, rewrite(METRICS, lambda old: old + b'{"step": 2, "lo'), "dropped 1 unreadable line from ", status=0, **GONE_ON),
-    case(END, rewrite(METRICS, unfinite), "a loss that is not finite", status=1, **GONE_ON),
+    case(END, rewrite(METRICS, unfinite), "a non-finite loss", status=1, **GONE_ON),
     case("plot.py runs/run", put(METRICS, ""), "metrics.jsonl is empty; train.py logs a line every"),
     case(RESUME, directory("runs/run/train.log"), "train.log: Is a directory"),
 ]

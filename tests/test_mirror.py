@@ -54,7 +54,7 @@ def test_a_store_of_another_run_is_refused(train, tmp_path):
     "url, said",
     [
         ("nowhere://x", "--mirror=nowhere://x: Protocol not known: nowhere"),
-        ("s3://me:secret@host/run", "--mirror has a password in its URL"),
+        ("s3://me:secret@host/run", "--mirror contains a password"),
     ],
 )
 def test_a_url_that_cannot_be_a_store_is_refused(train, url, said):

@@ -40,7 +40,7 @@ def test_the_config_toml_of_a_run_elsewhere_does_not_act_on_that_run(train):
     for flags in (["--steps=10"], ["--steps=10", "--plan"]):
         said = execute([sys.executable, "train.py", record, *flags], status=2).stderr
         assert said.startswith(
-            f"error: {record} has the settings of the run {train.runs}/first; start a new run with --name=NAME"
+            f"error: {record} contains the settings of the run {train.runs}/first; start a new run with --name=NAME"
         )
     assert train.files("first") == before
     for steps in (1, 2):  # the same command again continues the new run

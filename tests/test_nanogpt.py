@@ -105,10 +105,10 @@ class Evil:
 
 def test_nothing_else_in_a_pickle_is_read(tmp_path):
     torch.save({"model": parameters(ARGS), "model_args": ARGS, "config": Evil()}, tmp_path / "evil.pt")
-    assert "is not a checkpoint of nanoGPT" in convert(tmp_path / "evil.pt", f"--out={tmp_path}/model", status=2).stderr
+    assert "is not a nanoGPT or build-nanogpt" in convert(tmp_path / "evil.pt", f"--out={tmp_path}/model", status=2).stderr
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a"}, "stoi": Evil()}))
     refused = execute([sys.executable, ROOT / "tools" / "char_tokenizer.py", tmp_path / "meta.pkl"], status=2).stderr
-    assert "is not a meta.pkl of nanoGPT" in refused
+    assert "is not a nanoGPT meta.pkl" in refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evil.pt", "meta.pkl"]
     assert not (ROOT / "was_here").exists()
     (tmp_path / "text.pt").write_text("text")
@@ -174,7 +174,7 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     assert f"vocabulary {len(stoi)} (from meta.pkl), largest id seen {len(stoi) - 1}; {how}" in told
     assert "vocabulary 128," in told  # padded
     sample = [sys.executable, "sample.py", train.runs / "chars", "--max_new_tokens=20"]
-    assert "pass the tokenizer of its tokens with --tokenizer=FILE" in execute(sample, status=2).stderr
+    assert "pass the model's tokenizer with --tokenizer=FILE" in execute(sample, status=2).stderr
     made = folder / "tokenizer.json"
     maker = [sys.executable, ROOT / "tools" / "char_tokenizer.py"]
     assert "is not text" in execute([*maker, folder / "train.bin"], status=2).stderr and not made.exists()

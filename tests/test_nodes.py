@@ -128,7 +128,7 @@ def test_ranks_that_cannot_reach_each_other_name_the_interface_that_is_set(train
     assert [process.wait(timeout=60) for process in processes] == [1, 1]
     for output in outputs:
         said = output.read_text()
-        assert "if rank 0 is there, set GLOO_SOCKET_IFNAME (here public) to the interface" in said and "Traceback" not in said
+        assert "if rank 0 is up, set GLOO_SOCKET_IFNAME (here public) to the interface" in said and "Traceback" not in said
 
 
 def test_both_sides_of_a_cut_end_in_time_and_say_what_to_do(train, tokens, tmp_path):

@@ -163,13 +163,13 @@ def test_exact_takes_the_same_micro_batch_on_any_number_of_gpus(memory):
     [
         (
             ["--seq_len=2000000", "--tokens_per_update=2000000"],
-            "activations: make one of --micro_batch_size=1 --seq_len=2000000 ",
+            "activations: lower one of --micro_batch_size=1 --seq_len=2000000 ",
         ),
         (
             ["--n_embd=65536", "--n_head=64", "--vocab_size=384"],
-            "the MLP, its gradients and optimizer state: make one of --n_embd=65536",
+            "the MLP, its gradients and optimizer state: lower one of --n_embd=65536",
         ),
-        (["--vocab_size=16000000", "--n_embd=256", "--n_head=4"], "make one of --vocab_size=16000000 "),
+        (["--vocab_size=16000000", "--n_embd=256", "--n_head=4"], "lower one of --vocab_size=16000000 "),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_with_its_largest_part(monkeypatch, flags, named):
@@ -192,7 +192,7 @@ def test_a_disk_with_room_for_one_checkpoint_is_warned_of(monkeypatch, tmp_path)
         except errors.UserError as error:
             said[name] = str(error)
     assert "will write and keep 4 more checkpoints of 1,493.7 MB" in said["few"][0] and said["enough"] == []
-    assert "a checkpoint takes 1,493.7 MB, and the disk has 747 MB left" in said["none"]
+    assert "a checkpoint needs 1,493.7 MB, but the disk has only 747 MB left" in said["none"]
     monkeypatch.setattr(startup.shutil, "disk_usage", lambda _: SimpleNamespace(free=1.5 * size))
     for step in (10, 20, 30):
         (tmp_path / config.run.name / f"checkpoints/step-{step:08d}").mkdir(parents=True)

@@ -254,7 +254,7 @@ def test_a_finished_dataset_is_uploaded_with_a_card_and_what_comes_back_is_the_s
     prepare = [sys.executable, "prepare_data.py", source, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=2000"]
     push = [*prepare, "--push=me/mine@v1", "--license=odc-by", "--language=en"]
     env = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    assert f"{out} is now {hub.url()}/datasets/me/mine/tree/v1\n" in execute(push, env=env).stdout
+    assert f"uploaded {out} to {hub.url()}/datasets/me/mine/tree/v1\n" in execute(push, env=env).stdout
     sent = hub.head("me/mine", "v1")
     assert sent == {path.name: path.read_bytes() for path in out.iterdir()} and len(sent) > 4
     card = DatasetCard(sent["README.md"].decode())

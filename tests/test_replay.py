@@ -208,7 +208,7 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     run = train.runs / "changed"  # of its checkpoints the last two are left
     out = replay(run, "--step=22")
     assert "replaying steps 21 to 22" in out and "2 recorded steps: loss and gradient norm match the records bit for bit" in out
-    assert "changed at step 12, and no intact checkpoint between there and step 14 is left" in replay(
+    assert "changed at step 12, and no intact checkpoint remains between that step and step 14" in replay(
         run, "--step=14", status=2
     )
     assert "step-00000022 follows from step-00000020" in replay(run, "--verify")
@@ -220,7 +220,7 @@ def test_a_run_whose_settings_changed_is_replayed_with_those_of_each_step(train)
     assert "bit for bit" in replay(kept, "--step=7") and "1 recorded step: loss" in replay(kept, "--step=10")
     assert "step 9  loss" in (out := replay(kept, "--step=9")) and "(not logged, so not compared; see --log_every)" in out
     shutil.rmtree(kept / "checkpoints" / "step-00000008")
-    lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint between there and step 12 is left"
+    lost = f"step-00000012 cannot be checked: {CHANGED} at step 8, and no intact checkpoint remains between that step and "
     assert lost in replay(kept, "--verify")
     train("kept", ranks=2, steps=14, eval_every=0, **flags | dict(keep_last=0))
     out = replay(kept, "--verify")

@@ -96,7 +96,7 @@ def test_a_character_is_shown_whole(run):
 
 def test_a_character_that_the_model_does_not_know_is_named():
     small = SimpleNamespace(config=SimpleNamespace(vocab_size=128))
-    with pytest.raises(errors.UserError, match="--prompt: 'é' is token 195, but the model knows only 128 tokens"):
+    with pytest.raises(errors.UserError, match="--prompt: 'é' is token 195, but the model has only 128 tokens"):
         sample.encode(tokenizer.resolve("bytes"), "a café", small)
 
 
@@ -123,7 +123,7 @@ def test_bad_input_names_what_is_there(run, tmp_path):
         assert "perhaps you meant --prompt" in refused(run, wrong)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((run / "checkpoints/latest" / name).read_bytes())
-    assert "pass the tokenizer of its tokens with --tokenizer=FILE" in refused(tmp_path)
+    assert "pass the model's tokenizer with --tokenizer=FILE" in refused(tmp_path)
     assert "--tokenizer=nonsense is not train:N" in refused(tmp_path, "--tokenizer=nonsense")
     (tmp_path / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
     (tmp_path / "model.safetensors").unlink()

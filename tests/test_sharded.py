@@ -185,7 +185,7 @@ def test_fsdp_in_bfloat16_stays_near_float32_and_saves_float32(train, one):
 def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_all_ranks(train):
     third = POISONED.format(bad="os.environ['RANK'] == '0' and len(calls) == 3 * 6")
     done = train.changed(third, "nan", 2, strategy="fsdp", steps=6, dtype="float16", **ADAMW)
-    assert "step 3: the gradient is not finite; update skipped (1 in a row, 1 in all)" in done.stdout
+    assert "step 3: skipped the update, because its gradient is not finite (1 in a row, 1 in all)" in done.stdout
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
     state = json.loads((train.latest("nan") / "trainer_state.json").read_text())
     assert state["skipped"] == 1 and state["grad_scaler"]["scale"] == 2**15

@@ -72,7 +72,7 @@ def test_a_run_that_fails_says_why(train):
     assert found["step"] == 3 and found["next"].startswith("python ")
     change = before_update(2, "run.state.step = 20; train.validate = lambda run: setattr(run, 'val_loss', float('nan'))")
     train.changed(change, "useless", status=1)
-    assert "ended at step 21 with a loss that is not finite" in status(train.runs / "useless")["reason"]
+    assert "ended at step 21 with a non-finite loss" in status(train.runs / "useless")["reason"]
 
 
 def test_a_killed_run_is_running_by_a_process_that_is_gone_and_a_second_start_changes_nothing(train):

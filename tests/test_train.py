@@ -124,7 +124,7 @@ def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
 
 def test_compile_without_a_compiler_falls_back_with_one_warning(train):
     done = train("fallback", compile="on", steps=5, env={"PATH": "", "CXX": "no-such-compiler"})
-    assert (done.stdout + done.stderr).count("going on without it") == 1
+    assert (done.stdout + done.stderr).count("continuing without it") == 1
     assert tomllib.loads((train.runs / "fallback" / "config.toml").read_text())["train"]["compile"] == "off"
 
 
@@ -140,7 +140,7 @@ def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
     train("fixed", steps=5)
     refused = train("fixed", steps=10, status=2, n_layer=3, seq_len=32, seed=7)
     assert refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
-    for line in ("--n_layer=3, but the checkpoint has 2", "--seq_len=32", "--seed=7", f"than {train.runs}/fixed with"):
+    for line in ("--n_layer=3, but the checkpoint used 2", "--seq_len=32", "--seed=7", f"than {train.runs}/fixed with"):
         assert line in refused.stderr
     taken = train("fixed", steps=10, lr=0.005, micro_batch_size=4, save_every=3)
     for line in ("changed: lr 0.01 -> 0.005", "changed: micro_batch_size 2 -> 4", "changed: steps 5 -> 10"):
@@ -189,7 +189,7 @@ def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretc
     train("short", steps=2)
     longer = dict(init_from=train.runs / "short", seq_len=32, steps=2, optimizer="adamw")
     refused = train("longer", status=2, **longer).stderr
-    assert "has a context of 16; to go beyond, add --rope_scaling=2,1,4,16, or a --rope_theta above 10000; " in refused
+    assert "has a context of 16; to extend it, add --rope_scaling=2,1,4,16, or a --rope_theta above 10000; " in refused
     train("longer", **longer, **stretch)
     assert "continuing from" in train("longer", **longer | dict(steps=3), **stretch).stdout
     theirs = AutoModelForCausalLM.from_pretrained(train.latest("longer"))
@@ -203,7 +203,7 @@ def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretc
 def test_learned_positions_have_no_longer_context(train):
     train("gpt2", steps=1, architecture="gpt2", optimizer="adamw")
     longer = dict(init_from=train.runs / "gpt2", seq_len=32, rope_scaling="2,1,4,16", optimizer="adamw")
-    assert "has a context of 16 learned positions, and no weights for more; " in train("longer", status=2, **longer).stderr
+    assert "has a context of 16 learned positions and no weights for more; " in train("longer", status=2, **longer).stderr
 
 
 FULL_DISK = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=9)"
@@ -220,7 +220,7 @@ TOO_LONG = dict(seq_len=16384, tokens_per_update=98304)
             dict(tensorboard=True),
             "from planning import startup; startup.find_spec = lambda _: None",
         ),
-        ("MB, and the disk has 0 MB left", {}, FULL_DISK),
+        ("MB, but the disk has only 0 MB left", {}, FULL_DISK),
     ],
     ids=["evaluation", "float8", "package", "saving"],
 )
@@ -267,11 +267,11 @@ def test_wandb_online_without_an_account_is_refused(train):
 def test_the_console_says_what_runs_and_what_to_type_next(train):
     told = train("told", steps=2, ranks=2, micro_batch_size=4).stdout
     head = told.splitlines()
-    assert head[0] == f"{train.runs}/told, from its beginning"
+    assert head[0] == f"{train.runs}/told, from the beginning"
     assert [line.split()[0] for line in head[1:8]] == ["model", "tokens", "batch", "ranks", "device", "memory", "peak"]
     assert all(line[:2] == "  " and line[9] == " " and line[10] != " " for line in head[1:8])
     assert "384 tokens = 6 micro-batches of 4 x 16, 3 on each of 2 ranks; 2 steps" in told
-    assert "2 ranks, ddp, 1 thread each" in told and "TFLOP/s of all ranks, measured here" in told
+    assert "2 ranks, ddp, 1 thread each" in told and "TFLOP/s over all ranks, measured here" in told
     assert re.search(rf"this took [\d.]+ s; next: python sample.py {train.runs}/told$", told, re.M)
     assert not re.search(r"\(s\)|\b1 \w+s\b", told)
 
@@ -285,7 +285,7 @@ def test_a_run_says_where_its_weights_came_from(train, shared):
     train("more", steps=22)  # it goes on
     train("tuned", steps=2, init_from=train.runs / "more", optimizer="adamw")  # continues
     other = train("tuned", steps=3, init_from=shared.runs / "plain", optimizer="adamw", status=2).stderr
-    assert f"--init_from={shared.runs}/plain, but the checkpoint has {train.runs}/more" in other
+    assert f"--init_from={shared.runs}/plain, but the checkpoint used {train.runs}/more" in other
     one, two = (train.state(name)["settings"] for name in ("more", "tuned"))
     assert one["resume"] == str(first) and two["init_from"] == f"{train.runs}/more/checkpoints/step-00000021"
 
@@ -344,7 +344,7 @@ def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
     assert "bits per byte" not in done.stdout and "validation loss" in done.stdout
     assert "the run reads them 1.28 times" in done.stdout
     assert "outside the vocabulary" in train("bad", tokens=tmp_path, vocab_size=32, status=2).stderr
-    assert "is a file; give its directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
+    assert "is a file; pass its directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
 
 
 def test_a_run_that_goes_on_keeps_what_it_chose(train):

@@ -76,7 +76,7 @@ def test_ranks_that_were_started_differently_are_refused(train):
     "rank, port, status, said",
     [
         (0, 0, 1, "{port} within 0:00:01 (--timeout_minutes): 2 of 3 ranks are missing, such as [1, 2]; run the same"),
-        (1, 0, 1, "within 0:00:01 (--timeout_minutes): no answer; if rank 0 is there, set GLOO_SOCKET_IFNAME (here not set)"),
+        (1, 0, 1, "within 0:00:01 (--timeout_minutes): no answer; if rank 0 is up, set GLOO_SOCKET_IFNAME (here not set)"),
         (0, "", 2, "error: MASTER_ADDR and MASTER_PORT must be the host and port of rank 0"),
     ],
 )

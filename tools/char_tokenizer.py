@@ -1,10 +1,10 @@
-"""Make a tokenizer.json of nanoGPT's characters: `python tools/char_tokenizer.py data/shakespeare_char/meta.pkl`.
+"""Make a tokenizer.json from nanoGPT's characters: `python tools/char_tokenizer.py data/shakespeare_char/meta.pkl`.
 
-Put it beside train.bin and val.bin, and sample.py, transformers and prepare_data.py understand these tokens. Characters keep
+Put it beside train.bin and val.bin; then sample.py, transformers and prepare_data.py understand these tokens. Characters keep
 their ids. After them come the bytes that are not among the characters, so that any text can be encoded, and end-of-text.
 
 meta.pkl is a pickle, which could execute anything when loaded. So it is never loaded: its opcodes are only listed, and a file
-with an opcode that nanoGPT does not write is refused. The text it was made from (input.txt) gives the same tokenizer.
+with an opcode that nanoGPT does not write is rejected. The text it was made from (input.txt) gives the same tokenizer.
 """
 
 import pickletools
@@ -20,18 +20,18 @@ from common import cli, errors, files
 from common.errors import UserError, say
 from dataset import tokenizer
 
-# The opcodes that pickle writes for dictionaries, strings and integers. They cannot execute anything.
+# The opcodes that pickle uses for dictionaries, strings and integers. They cannot execute anything.
 VALUES = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "BINGET", "LONG_BINGET"}
 DICTIONARIES = {"PROTO", "FRAME", "EMPTY_DICT", "MARK", "SETITEM", "SETITEMS", "STOP"}
-MEMOS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}  # these number a value, so that it can be referred to later
+MEMOS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}  # number a value for later reference
 
 
 @dataclass(frozen=True)
 class CharConfig:
     source: tyro.conf.Positional[str]
-    """nanoGPT's meta.pkl, or the text whose characters it holds."""
+    """nanoGPT's meta.pkl, or the text that it was made from."""
     out: str = ""
-    """The file to write (empty: tokenizer.json beside the source)."""
+    """File to write (empty: tokenizer.json beside the source)."""
 
 
 def main(config: CharConfig) -> None:
@@ -39,7 +39,7 @@ def main(config: CharConfig) -> None:
     source = Path(config.source)
     try:
         characters = read_meta(source) if source.suffix == ".pkl" else read_text(source)
-        if not characters or "\0" in characters:  # such as a train.bin, whose small ids happen to be valid UTF-8
+        if not characters or "\0" in characters:  # such as a train.bin, whose small ids are valid UTF-8
             raise UserError(f"{source} is not text; pass nanoGPT's meta.pkl, or the input.txt it was made from")
         ranks = {character.encode(): i for i, character in enumerate(characters)}
     except UnicodeError:
@@ -49,7 +49,7 @@ def main(config: CharConfig) -> None:
     made = tokenizer.from_ranks(ranks, r"[\s\S]", {tokenizer.END_OF_TEXT: len(ranks)}, "characters")
     out = Path(config.out) if config.out else source.with_name("tokenizer.json")
     if out.exists() and tokenizer.load(out).sha256 != made.sha256:
-        raise UserError(f"{out} holds a different tokenizer; remove it, or choose another --out")
+        raise UserError(f"{out} is a different tokenizer; remove it, or choose another --out")
     made.save(out)
     say(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
 
@@ -63,8 +63,8 @@ def read_text(path: Path) -> list[str]:
 def read_meta(path: Path) -> list[str]:
     """The characters in a meta.pkl by id. Raises UserError if nanoGPT would not write such a file.
 
-    Pickle writes each string once, and refers back to it afterwards. So an id is followed by a new character only in the
-    dictionary itos.
+    Pickle writes each string once and refers to it afterwards. So only in the dictionary itos does a new character follow an
+    id.
     """
     characters, previous = {}, None
     try:
@@ -75,12 +75,12 @@ def read_meta(path: Path) -> list[str]:
                 raise ValueError(f"the pickle has {opcode.name}")
             if isinstance(argument, str) and len(argument) == 1:
                 if previous in characters:
-                    raise ValueError(f"id {previous} comes twice")
+                    raise ValueError(f"id {previous} appears twice")
                 characters[previous] = argument
             previous = argument
         return [characters[i] for i in range(max(1, len(characters)))]
     except (ValueError, LookupError):
-        raise UserError(f"{path} is not a meta.pkl of nanoGPT; pass the input.txt it was made from instead") from None
+        raise UserError(f"{path} is not a nanoGPT meta.pkl; pass the input.txt it was made from instead") from None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Convert a checkpoint of nanoGPT or build-nanogpt to a model: `python tools/convert_nanogpt.py out/ckpt.pt --out=DIR`.
+"""Convert a nanoGPT or build-nanogpt checkpoint to a model: `python tools/convert_nanogpt.py out/ckpt.pt --out=DIR`.
 
 `--init_from=DIR`, sample.py, evaluate.py and transformers then accept DIR. The logits are the same. The optimizer state is not
-converted, because we read the data in a different order. The file is a pickle: only tensors and plain values are read from it,
-and anything else is refused (torch.load with weights_only=True).
+converted, because we read the data in a different order. The file is a pickle: only tensors and plain values are read, and
+anything else is rejected (torch.load with weights_only=True).
 """
 
 import sys
@@ -31,9 +31,9 @@ SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} |
 @dataclass(frozen=True)
 class ConvertConfig:
     checkpoint: tyro.conf.Positional[str]
-    """nanoGPT's ckpt.pt, or a model_*.pt of build-nanogpt."""
+    """A nanoGPT ckpt.pt, or a build-nanogpt model_*.pt."""
     out: str = ""
-    """Directory to create; it must not exist yet."""
+    """Directory to create; it must not exist."""
     tokenizer: str = ""
     """The tokenizer.json to put beside the model. A model on characters needs one: see tools/char_tokenizer.py."""
 
@@ -48,7 +48,7 @@ def main(config: ConvertConfig) -> None:
     tensors, model = read_checkpoint(Path(config.checkpoint))
     if config.tokenizer:
         eot_token = tokenizer.load(config.tokenizer).eot_token
-        eot_token = eot_token if eot_token < model.vocab_size else None  # characters have none
+        eot_token = eot_token if eot_token < model.vocab_size else None  # a model on characters has none
     elif model.vocab_size >= GPT2_VOCAB_SIZE:
         eot_token = GPT2_VOCAB_SIZE - 1
     else:
@@ -62,7 +62,7 @@ def main(config: ConvertConfig) -> None:
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     """Read the tensors and the shape of a model, without executing anything. Raises UserError.
 
-    nanoGPT uses exact GELU, build-nanogpt uses GPT-2's approximation.
+    nanoGPT uses exact GELU; build-nanogpt uses GPT-2's approximation.
     """
     try:
         with torch.serialization.safe_globals([(GPTConfig, "__main__.GPTConfig")]):
@@ -71,14 +71,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
         raise UserError(f"{path}: {error.strerror}") from None
     except Exception:  # a file that torch did not write, or one with other classes, can raise anything
         raise UserError(
-            f"{path} is not a checkpoint of nanoGPT or build-nanogpt, or holds more than tensors and numbers"
+            f"{path} is not a nanoGPT or build-nanogpt checkpoint, or contains more than tensors and numbers"
         ) from None
     content = content if isinstance(content, dict) else {}
     tensors, args, theirs = (content.get(name) for name in ("model", "model_args", "config"))
     nanogpt = args is not None
     args = vars(theirs) if not nanogpt and isinstance(theirs, GPTConfig) else args
     if not isinstance(args, dict) or not isinstance(tensors, dict) or not all(map(is_weight, tensors.items())):
-        raise UserError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt: it has no model and model_args")
+        raise UserError(f"{path} is not a nanoGPT or build-nanogpt checkpoint: it has no model and model_args")
     values, wrong = cli.read_values(ModelConfig, {ours: args.get(name) for name, ours in SIZES.items()}, strict=True)
     refuse(f"{path}: its {name} {wrong[ours]}" for name, ours in SIZES.items() if ours in wrong)
     model = ModelConfig(architecture="gpt2", gelu="erf" if nanogpt else "tanh", **values)
@@ -87,12 +87,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
 
 
 def is_weight(item: tuple) -> bool:
-    """Whether an entry of a state dictionary is a tensor with a name."""
+    """Whether an item of a state dictionary is a named tensor."""
     return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """nanoGPT's parameters by our names, with zeros for missing biases. Raises UserError if they do not fit."""
+    """nanoGPT's parameters by our names, with zeros for missing biases. Raises UserError if they do not match `config`."""
     compiled = "_orig_mod."  # the prefix of the names in a compiled model
     theirs = {name.removeprefix(compiled): value.float() for name, value in tensors.items()}
     unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
@@ -107,7 +107,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
         found[name] = value
         unused.discard(key)
     if unused:
-        raise UserError(f"the checkpoint has {min(unused)}, which GPT-2 does not have")
+        raise UserError(f"the checkpoint has {min(unused)}, but GPT-2 does not")
     return found
 
 

@@ -1,8 +1,8 @@
 """Convert a model with the tokenizer train:N:llama3 to GGUF for llama.cpp: `python tools/to_gguf.py DIR --llama_cpp=CHECKOUT`.
 
-This runs llama.cpp's own convert_hf_to_gguf.py. That script recognizes published tokenizers by a hash of the tokens of a test
-text, so it refuses one trained here. This one checks tokenizer.json instead: if it has Llama 3's pattern, llama.cpp splits
-texts by the same rule under the name llama-bpe. Models with the tokenizer gpt2 need only llama.cpp's own command.
+This runs llama.cpp's convert_hf_to_gguf.py, which identifies published tokenizers by a hash of the tokens of a test text, and
+rejects one trained here. So this script checks tokenizer.json instead: with Llama 3's pattern, llama.cpp splits text by the
+same rule under the name llama-bpe. Models with the tokenizer gpt2 need only llama.cpp's own command.
 """
 
 import importlib
@@ -26,18 +26,18 @@ class GgufConfig:
     model: tyro.conf.Positional[str]
     """A Hugging Face model directory: an export or a checkpoint."""
     llama_cpp: str = ""
-    """A checkout of llama.cpp, whose converter is used."""
+    """A checkout of llama.cpp, whose converter does the work."""
     out: str = ""
     """File to write (default: model.gguf in the directory)."""
     outtype: Literal["f32", "f16", "bf16", "q8_0", "auto"] = "auto"
-    """Type of the weights, as the converter names it (auto: as in the directory)."""
+    """Type of the weights (auto: as in the directory)."""
 
 
 def main(config: GgufConfig) -> None:
     """Convert the model. Raises UserError if llama.cpp would tokenize differently from the model's training text."""
     model, checkout = Path(config.model), Path(config.llama_cpp)
     if not config.llama_cpp or not (checkout / "convert_hf_to_gguf.py").exists():
-        raise UserError(f"--llama_cpp={config.llama_cpp} must be a checkout of llama.cpp, with convert_hf_to_gguf.py in it")
+        raise UserError(f"--llama_cpp={config.llama_cpp} must be a checkout of llama.cpp with convert_hf_to_gguf.py")
     definition = files.read_json(model / "tokenizer.json")
     if f'"{json.dumps(LLAMA3_PATTERN)[1:-1]}"' not in json.dumps(definition.get("pre_tokenizer")):
         remedy = "train on text prepared with --tokenizer=train:N:llama3 or gpt2"
