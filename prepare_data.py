@@ -183,7 +183,7 @@ def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceF
         say(f"left out {errors.plural(without_text, 'row')} without text")
     if not_utf8:
         count = errors.plural(len(not_utf8), "file")
-        say(f"warning: {count} contained bytes that are not UTF-8; they became U+FFFD: {files.shortened(not_utf8)}")
+        say(f"warning: {count} contained invalid UTF-8, which was replaced by U+FFFD: {files.shortened(not_utf8)}")
 
 
 def main(config: PrepareConfig) -> int:

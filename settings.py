@@ -151,7 +151,7 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile. auto: if it saves time and a compiler works."""
     fp8: bool = False
-    """Use float8 products in the blocks (torchao). Pays off on Hopper or newer GPUs for a billion parameters or more."""
+    """Use float8 matmuls in the blocks (torchao). Pays off on Hopper or newer GPUs, from a billion parameters."""
     activation_checkpointing: bool = False
     """Keep only each block's input for backward and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
@@ -201,7 +201,7 @@ class CheckpointConfig:
     keep_last: Count = 2
     """Number of newest checkpoints to keep (0: all)."""
     keep_best: Count = 1
-    """Number of checkpoints with the lowest validation loss to keep as well."""
+    """Also keep this many checkpoints with the lowest validation loss."""
     max_shard_bytes: Annotated[int, Meta(gt=0, le=1 << 62)] = 10**9
     """Largest file of weights or optimizer state. A larger tensor gets its own file."""
     async_save: bool = True

@@ -157,9 +157,9 @@ class BuildNanoGPT(Trainer):
     proof, pattern, on_cpu, resumes = "train_gpt2.py", "log/model_*.pt", "cuda", False
     on_cpu_note = "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
     note = (
-        "Its settings are constants in its file. A copy changes them, and leaves out samples and HellaSwag, a download. "
-        "A shard has 5,000 tokens here, so the run crosses the ends of two. Nothing loads its checkpoints, so a stopped run "
-        "starts over."
+        "Its settings are constants in its source. We edit a copy, and remove samples and HellaSwag (a download). "
+        "A shard has 5,000 tokens here, so the run crosses two shard ends. Nothing loads its checkpoints, so a "
+        "stopped run starts over."
     )
     changes = {"total_batch_size = 524288": f"total_batch_size = {BATCH * LENGTH}", "\nB = 64": f"\nB = {MICRO}"}
     changes |= {"\nT = 1024": f"\nT = {LENGTH}", "max_steps = 19073": f"max_steps = {STEPS}", "not use_compile": "False"}

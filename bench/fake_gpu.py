@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +68,8 @@ def main(config: machine.Predictions) -> int:
     """Run all settings. Returns 1 if a prediction is more than 10 % off."""
     chosen = [case for case in cases() if config.only in case[0]]
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        rows = (row | {"operations": len(row["operations"])} for row in pool.map(measure, *zip(*chosen, strict=True)))
+        found = pool.map(measure, *zip(*chosen, strict=True))
+        rows = (row | {"waits": Counter(row["waits"]), "operations": len(row["operations"])} for row in found)
         return machine.hold_against("fake_gpu", rows, config, most=0.1)
 
 

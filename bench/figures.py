@@ -177,7 +177,7 @@ def learned(result: dict) -> str:
 SAME = [
     ("same_run", "200 steps on 1 to 4 ranks, and killed six times", same_run),
     ("machines", "`make same` with other instructions, threads, ranks, kills, versions, and on 64-bit Arm in qemu",
-     lambda r: f"{len({str(row['found']['llama']) for row in r['machines']})} sha256 on {len(r['machines'])} machines"),
+     lambda r: f"{len({str(row['found']['llama']) for row in r['machines']})} sha256 in {len(r['machines'])} configurations"),
     ("portable_speed", "processor time of an update in portable numerics, beside native float32, eager, one thread", portable),
     ("portable_loss", "validation loss of the laptop preset after 110 steps, float32, eager, three seeds", learned),
     ("portable_mutations", "a method of portable numerics replaced by torch's own", mutated),

@@ -240,7 +240,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
         changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, but {done} steps are done"
         refused.append(f"{changes}; a new phase may begin after step {done} or later")
     skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
-    skip = f"--skip_steps={config.data.skip_steps} changes what one of the {done} finished steps saw"
+    skip = f"--skip_steps={config.data.skip_steps} changes the data of one of the {done} finished steps"
     if own and skips_otherwise:
         refused.append(f"{skip}; start a new run without it from an earlier checkpoint: --name=... --resume=PATH")
     least = done if own else done + 1  # a complete run may be started again; a new run must train

@@ -70,7 +70,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
     began = settings.from_record(state.history[0]["settings"], str(source))
     start = began.model.init_from if began.run.resume in ("auto", "off") else began.run.resume
     number = "any" if config.parallel.strategy == "exact" else "the same"
-    repeats = f"It gives the same weights, bit for bit, on {number} number of ranks with these versions and this hardware."
+    repeats = f"It reproduces the weights bit for bit on {number} number of ranks, with these versions and this hardware."
     if len(state.history) > 1:
         steps = ", ".join(str(era["step"]) for era in state.history[1:])
         repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command uses only the last ones."

@@ -58,7 +58,7 @@ def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
 
 
 def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, about: dict[str, str] | None = None) -> None:
-    """Write `tensors` to a file as `dtype`, with the facts `about` them in the header. Equal input gives equal bytes."""
+    """Write `tensors` to a file as `dtype`, with `about` as metadata in its header. Equal input gives equal bytes."""
     path.touch()
     mode = path.stat().st_mode  # follows the umask; save_file would make the file readable only by its owner
     metadata = {"format": "pt"} | (about or {}) if path.name.startswith("model") else None  # transformers requires `format`

@@ -45,7 +45,7 @@ def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> st
             if isinstance(error, ValueError | TypeError | ImportError) or status == 400:  # retrying would not help
                 raise UserError(problem) from None
             if not pause:
-                raise UserError(f"{problem}; run the same command again to send what is missing") from None
+                raise UserError(f"{problem}; run the same command again to upload the rest") from None
             say(f"warning: {problem}; retrying in {pause} s")
             time.sleep(pause)
 

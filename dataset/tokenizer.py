@@ -99,7 +99,7 @@ class Tokenizer:
         if self.tiktoken:
             with contextlib.suppress(ValueError):  # a million spaces exhaust tiktoken's regex engine, but not Hugging Face's
                 return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        with library_errors(f"{self.name} cannot encode a text"):  # such as one that makes a regex backtrack for too long
+        with library_errors(f"{self.name} failed to encode a text"):  # such as one that makes a regex backtrack for too long
             found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
         return np.array(found[0].ids, dtype=np.uint32)
 

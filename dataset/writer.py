@@ -83,7 +83,7 @@ class DatasetWriter:
             say(f"{directory}: continuing after {plural(finished, 'finished shard')}")
         else:
             if found:
-                say(f"restarting {directory}: the unfinished dataset there was made from other sources or settings")
+                say(f"restarting {directory}: the unfinished dataset there has different sources or settings")
             for old in (*directory.glob("*_*.bin"), *directory.glob(".*.tmp")):
                 files.remove(old)
             found["splits"] = {split: {"finished": [], "position": START, "taken": 0} for split in limits}

@@ -142,9 +142,9 @@ class Engine:
         return {f"{name_of[parameter]}.{key}": value for parameter, key, value in self.optimizers.state()}
 
     def load_optimizer_state(self, tensors: dict[str, Any]) -> None:
-        """Give the optimizers this rank's part of a state, which any strategy may have saved on any number of ranks.
+        """Load this rank's part of an optimizer state, saved by any strategy on any number of ranks.
 
-        If the tensors are in a file, each rank reads only the rows that it holds.
+        If the tensors are in a file, each rank reads only its own rows.
         """
         state = {parameter: {} for parameter in self.parameters.values()}
         for name, value in tensors.items():
@@ -154,7 +154,7 @@ class Engine:
 
     @torch.no_grad()
     def gather(self, tensors: dict[str, Tensor], writers: dict[str, int]) -> dict[str, Tensor]:
-        """Copy the whole tensors that this rank writes to host memory, where training cannot change them.
+        """Copy to host memory, where training cannot change them, the full tensors that this rank saves.
 
         `writers` maps each of `tensors` to the rank that writes it; other ranks keep no copy. All ranks must call this.
         """
@@ -180,7 +180,7 @@ class Engine:
         try:
             check_replicas(self.module)
         except ValueError as error:
-            raise RunError(f"{error}; their memory or GPU, or a library, is faulty; the checkpoints are kept") from None
+            raise RunError(f"{error}; their memory, GPU or a library is faulty; the checkpoints are kept") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Engine:
 
 
 def use_float8(module: GPT, own_device: torch.device) -> None:
-    """Make the linear layers of the blocks multiply in float8 (Micikevicius et al. 2022). Their weights do not change.
+    """Use float8 matmuls in the linear layers of the blocks (Micikevicius et al. 2022). Their weights do not change.
 
     Small layers stay unchanged, as in nanochat: converting their inputs takes longer than it saves. Raises UserError if the
     device does not support float8 products, no layer is suitable, or torchao is not installed.

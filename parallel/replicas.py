@@ -25,7 +25,7 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
             name = tensors[i][0] if i < len(tensors) else f"number {i}, which this rank does not have"
             ranks_by_copy = {copy: [rank for rank, other in enumerate(copies) if other == copy] for copy in copies}
             *others, most = sorted(ranks_by_copy.values(), key=len)
-            found = f"is not the same on ranks {', '.join(map(str, others))} as on the other {len(most)}"
+            found = f"differs between ranks {', '.join(map(str, others))} and the other {len(most)}"
             raise ValueError(f"the replicas differ: parameter or buffer {name} {found}")
 
 

@@ -156,7 +156,7 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         *((f"  {name}", f"{size:,}") for name, size in (sizes | {"total": count}).items() if size),
         ("Memory per rank, GB",),
         *((f"  {name}", gb(size)) for name, size in memory.items() if size),
-        ("  total at the peak of an update", gb(needed)),
+        ("  peak during an update", gb(needed)),
         ("  usable", gb(usable), f"of {gb(gpu.memory)}"),
         *fit,
         ("Batch and tokens",),

@@ -292,12 +292,12 @@ def construction_error(seeds: list[int], width: list[int], spoil: str) -> str:
 @pytest.mark.parametrize(
     ("seeds", "width", "spoil", "message"),
     [
-        ([0, 1, 1], [24, 24, 24], "", "embedding.weight is not the same on ranks [0] as on the other 2"),
-        ([1, 0, 1], [24, 24, 24], "", "embedding.weight is not the same on ranks [1] as on the other 2"),
-        ([0, 0, 0], [24, 24, 8], "", "frozen is not the same on ranks [2] as on the other 2"),
-        ([0, 0, 0], [24, 24, 24], "scale", "scale is not the same on ranks [2] as on the other 2"),
-        ([0, 1, 2], [24, 24, 24], "", "embedding.weight is not the same on ranks [0], [1] as on the other 1"),
-        ([0, 1], [24, 24], "", "embedding.weight is not the same on ranks [0] as on the other 1"),
+        ([0, 1, 1], [24, 24, 24], "", "embedding.weight differs between ranks [0] and the other 2"),
+        ([1, 0, 1], [24, 24, 24], "", "embedding.weight differs between ranks [1] and the other 2"),
+        ([0, 0, 0], [24, 24, 8], "", "frozen differs between ranks [2] and the other 2"),
+        ([0, 0, 0], [24, 24, 24], "scale", "scale differs between ranks [2] and the other 2"),
+        ([0, 1, 2], [24, 24, 24], "", "embedding.weight differs between ranks [0], [1] and the other 1"),
+        ([0, 1], [24, 24], "", "embedding.weight differs between ranks [0] and the other 1"),
     ],
     ids=["rank_0", "rank_1", "shape", "buffer", "all", "two_ranks"],
 )

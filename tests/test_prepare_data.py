@@ -349,7 +349,7 @@ def test_the_command_says_what_it_left_out_and_what_each_split_got(here, capsys)
     made = make("text")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "text: skipped 6 files of other types" and "left out 6 rows without text" in lines
-    assert "warning: 1 file contained bytes that are not UTF-8; they became U+FFFD: text/b.txt" in lines
+    assert "warning: 1 file contained invalid UTF-8, which was replaced by U+FFFD: text/b.txt" in lines
     for line, split in ((lines[-3], "train"), (lines[-2], "val")):
         documents = sum(row["documents"] for row in made.rows(split))
         assert line.startswith(f"{split}: 1 shard, {len(made.tokens(split)):,} tokens, {documents} documents, ")
@@ -395,7 +395,7 @@ def test_an_unfinished_dataset_of_another_request_or_version_is_begun_again(here
         (here / "out" / "progress.json").write_text(json.dumps(progress))
     assert "restarting" not in capsys.readouterr().out
     made = make("a.jsonl", shard_tokens=1000)
-    said = "restarting out: the unfinished dataset there was made from other sources or settings\n"
+    said = "restarting out: the unfinished dataset there has different sources or settings\n"
     assert said in capsys.readouterr().out
     make("a.jsonl", out="clean", shard_tokens=1000)
     assert content(made.directory) == content("clean")

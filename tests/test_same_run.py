@@ -248,8 +248,8 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train)
 @pytest.mark.parametrize(
     "ranks, drifting, message",
     [
-        (3, 2, "is not the same on ranks [2] as on the other 2"),
-        (2, 1, "is not the same on ranks [0] as on the other 1"),
+        (3, 2, "differs between ranks [2] and the other 2"),
+        (2, 1, "differs between ranks [0] and the other 1"),
     ],
 )
 def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, ranks, drifting, message):

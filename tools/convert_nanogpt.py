@@ -35,7 +35,7 @@ class ConvertConfig:
     out: str = ""
     """Directory to create; it must not exist."""
     tokenizer: str = ""
-    """The tokenizer.json to put beside the model. A model on characters needs one: see tools/char_tokenizer.py."""
+    """The tokenizer.json to put beside the model. A character-level model needs one: see tools/char_tokenizer.py."""
 
 
 class GPTConfig:
@@ -43,12 +43,12 @@ class GPTConfig:
 
 
 def main(config: ConvertConfig) -> None:
-    """Convert the checkpoint, completely or not at all. Raises UserError."""
+    """Convert the whole checkpoint, or write nothing. Raises UserError."""
     out = cli.new_directory(config.out)
     tensors, model = read_checkpoint(Path(config.checkpoint))
     if config.tokenizer:
         eot_token = tokenizer.load(config.tokenizer).eot_token
-        eot_token = eot_token if eot_token < model.vocab_size else None  # a model on characters has none
+        eot_token = eot_token if eot_token < model.vocab_size else None  # a character-level model has none
     elif model.vocab_size >= GPT2_VOCAB_SIZE:
         eot_token = GPT2_VOCAB_SIZE - 1
     else:
