@@ -186,7 +186,7 @@ CASES = [
     case(TRAIN, None, "found RANK=0;", env={"RANK": "0"}),
     # Presets
     case("train.py mine.toml", put("mine.toml", "x = " + "[" * 100000), "mine.toml is not a valid TOML preset"),
-    case("train.py mine.toml", put("mine.toml", "#" * (1 << 20) + "\n" * 9), "at most 1,048,576"),
+    case("train.py mine.toml", put("mine.toml", "#" * (1 << 20) + "\n" * 9), "the limit is 1,048,576"),
     case("train.py mine.toml", put("mine.toml", "[optim]\nlr = 2020-01-01"), "lr must be NUMBER"),
     # What every JSON file is read by
     case(TRAIN, put("tokens/dataset.json", b""), "truncated", "dataset.json"),
@@ -194,7 +194,7 @@ CASES = [
     case(TRAIN, put("tokens/dataset.json", '{"x": ' + DEEP + "}"), "recursion depth"),
     case(TRAIN, put("tokens/dataset.json", b'{"version": "\xff"}'), "dataset.json", "version"),
     case(TRAIN, directory("tokens/dataset.json"), "dataset.json is a directory"),
-    case(TRAIN, lambda folder: os.truncate(folder / "tokens/dataset.json", 1 << 30), "at most"),
+    case(TRAIN, lambda folder: os.truncate(folder / "tokens/dataset.json", 1 << 30), "the limit is"),
     case(TRAIN, dataset(lambda d: d.pop("shards")), "`shards`", "dataset.json"),
     case(TRAIN, dataset(lambda d: d.update(vocab_size=10**30)), "$.vocab_size"),
     case(TRAIN, dataset(lambda d: d["shards"][0].update(file="../x.bin")), "$.shards[0].file"),
