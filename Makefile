@@ -9,7 +9,7 @@ REQUIREMENTS ?= -r requirements.txt
 train: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$${NPROC:-$$($(BIN)/python -m hardware.device)} train.py
-	$(BIN)/python sample.py runs/laptop --prompt="def " --max_new_tokens=200
+	$(BIN)/python sample.py runs/laptop --prompt="def __init__(self" --max_new_tokens=200
 
 # Does a run have the same bits on this machine as on every other? About a minute.
 same: setup

@@ -19,6 +19,7 @@ import machine  # puts the project's folder on the path
 from common.errors import RunError
 from common.files import publish_text
 
+PROMPT = "def __init__(self"
 COLUMNS, CHARACTER, LINE = 72, 8.43, 19  # of a 14-pixel monospaced font
 COLORS = {
     "light": dict(background="#f6f8fa", text="#1f2328", command="#0550ae", result="#116329", quiet="#59636e"),
@@ -40,13 +41,13 @@ def main(config: ConsoleConfig) -> None:
     with machine.workspace() as folder:
         flags, run = dict(tokens=config.tokens, out_dir=folder, name="laptop", steps=config.steps), folder / "laptop"
         first, second = train(run, flags, config.kill_at), train(run, flags)
-        sample = [sys.executable, *machine.arguments("sample.py", str(run), prompt="def ", max_new_tokens=120)]
+        sample = [sys.executable, *machine.arguments("sample.py", str(run), prompt=PROMPT, max_new_tokens=120)]
         written = subprocess.run(sample, cwd=machine.ROOT, env=machine.all_cores(), capture_output=True, text=True, check=True)
     torchrun = "$ torchrun --standalone --nproc_per_node=2 train.py"
     rows = [line for line in few_steps(second) if not line.startswith("  ")]  # without the banner, which is the same
     lines = [torchrun, *few_steps(first), "^ kill -9", torchrun, *rows]
-    lines += ['$ python sample.py runs/laptop --prompt="def "', *written.stdout.splitlines()[:8]]
-    lines = [line.replace(f"{folder}/", "runs/") for line in lines]
+    lines += [f'$ python sample.py runs/laptop --prompt="{PROMPT}"', *written.stdout.splitlines()[:8]]
+    lines = [line.replace(f"{folder}/", "runs/").replace(str(config.tokens), "tokens/python") for line in lines]
     for theme, colors in COLORS.items():
         path = Path(config.out, f"console_{theme}.svg")
         path.parent.mkdir(parents=True, exist_ok=True)
