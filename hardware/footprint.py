@@ -102,7 +102,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     model, train, strategy = config.model, config.train, config.parallel.strategy
     if world_size == 1 and strategy != "exact":
         strategy = "none"
-    P, s = parameter_count(model), BYTES[train.dtype]
+    P, s, blocks = parameter_count(model), BYTES[train.dtype], block_parameters(model)
     fsdp, exact, sharded = strategy == "fsdp", strategy == "exact", config.parallel.shard_gradients == "on" and world_size > 1
     copies = config.parallel.replicate if fsdp else 1 if exact else world_size
     shards = world_size // copies  # of the optimizer's state, and of fsdp's weights
@@ -113,17 +113,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     # exact and scratch_overlap move each gradient elsewhere as soon as it is complete.
     between = 4.0 * P / (shards if sharded else 1) if accumulating and not exact and strategy != "scratch_overlap" else 0.0
     buckets = 4.0 * P if strategy in ("ddp", "scratch_overlap") else 0.0
-    # The weights in the dtype of the products. Autocast keeps its copies of all blocks until backward; a recomputed block makes
-    # new ones. fsdp gathers two blocks at a time, and the embeddings for the whole update.
-    blocks = block_parameters(model)
-    casts = 2.0 * blocks if s == 2 else 0.0
-    again = casts / model.n_layer if recomputed else casts
-    # For a fused product, autograd keeps the joined weights until backward, but autocast does not (native.fused_linear).
-    joined = s * model.n_layer * joined_parameters(model) if fuses(train, device) else 0.0
-    if recomputed:
-        casts -= joined * (s == 2)
-    if fsdp:
-        casts = again = s * (P - blocks + 2 * blocks / model.n_layer) + (0.0 if recomputed else joined)
+    casts, again = weight_casts(model, train, device, fsdp)
     always = {
         "weights": 4.0 * P / (shards if fsdp else 1),
         "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
@@ -156,6 +146,22 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     if exact and not model.tie_embeddings:  # the output layer's gradient is sent first
         moments[1]["temporary"] = travels
     return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
+
+
+def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool) -> tuple[float, float]:
+    """The bytes of the weights in the dtype of the products, at the end of forward and in backward.
+
+    Autocast keeps its copies of all blocks until backward; a recomputed block makes new ones. fsdp gathers two blocks at a
+    time, and the embeddings for the whole update. For a fused product, autograd keeps the joined weights until backward, but
+    autocast does not (native.fused_linear).
+    """
+    s, blocks, recomputed = BYTES[train.dtype], block_parameters(model), train.activation_checkpointing
+    joined = s * model.n_layer * joined_parameters(model) if fuses(train, device) else 0.0
+    if fsdp:
+        gathered = s * (parameter_count(model) - blocks + 2 * blocks / model.n_layer) + (0.0 if recomputed else joined)
+        return gathered, gathered
+    casts = 2.0 * blocks if s == 2 else 0.0
+    return (casts - joined * (s == 2), casts / model.n_layer) if recomputed else (casts, casts)
 
 
 def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: str) -> tuple[float, float]:
