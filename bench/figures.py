@@ -179,6 +179,7 @@ SAME = [
     ("machines", "`make same` with other instructions, threads, ranks, kills, versions, and on 64-bit Arm in qemu",
      lambda r: f"{len({str(row['found']['llama']) for row in r['machines']})} sha256 in {len(r['machines'])} configurations"),
     ("portable_speed", "processor time of an update in portable numerics, beside native float32, eager, one thread", portable),
+    ("portable_loss", "validation loss of the laptop preset after 110 steps, float32, eager, three seeds", learned),
     ("portable_mutations", "a method of portable numerics replaced by torch's own", mutated),
     ("resume", "cases run twice and resumed, on 3 to 8 ranks",
      lambda r: f"{len(r['cases'])} cases, {sum(len({str(s) for s in c['sha256']}) == 1 for c in r['cases'])} with one sha256"),
