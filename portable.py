@@ -2,9 +2,9 @@
 
 The bits of a sum depend on its order, and so on vector width, threads and library. An exact sum and a single IEEE 754 operation
 do not depend on these. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
-(`to_grid`). All else is separate additions, multiplications and divisions. Nothing is compiled: a fused multiply-add rounds
-once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library. Shapes are as in
-model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
+(`to_grid`). Everything else is separate additions, multiplications and divisions. Nothing is compiled: a fused multiply-add
+rounds once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library. Shapes are as
+in model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
 """
 
 import functools

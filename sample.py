@@ -57,7 +57,7 @@ from hardware import device, host
 from model import generate
 from parallel.world import connect
 
-PROMPT_TOKENS, NEW_TOKENS = 8, 64  # in a sample during training
+PROMPT_TOKENS, NEW_TOKENS = 8, 64  # tokens of a sample during training
 
 
 def main(config: SampleConfig) -> None:

@@ -23,7 +23,7 @@ from common.errors import RunError, UserError, explain
 from model import GPT, generate
 from parallel.world import World
 
-MOST_TOKENS = 8192  # per batch: with a vocabulary of 50,000, the logits take 1.6 GB in float32
+MOST_TOKENS = 8192  # tokens per batch: with a vocabulary of 50,000, the logits take 1.6 GB in float32
 REHEARSED = 4  # documents of each task on which lm-eval is tested before training
 Row = tuple[tuple[int, ...], list[tuple]]  # the tokens of a forward pass, and the requests that its output answers
 Scores = dict[str, dict[str, float]]  # by task and metric, such as acc_norm

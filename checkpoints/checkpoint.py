@@ -162,7 +162,7 @@ def count_writers(engine) -> int:
 
 
 def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write. Files of at most `limit` bytes are assigned in turn. All ranks must call this."""
+    """Copy what this rank will write. Writers are assigned files of at most `limit` bytes in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}

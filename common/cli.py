@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from common.errors import UserError, refuse
 
-# Names of flags in nanoGPT, build-nanogpt and Hugging Face, and our names.
+# Names of flags in nanoGPT, build-nanogpt and Hugging Face, and ours.
 OTHER_NAMES = {
     **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
     **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),

@@ -33,7 +33,7 @@ from parallel.shares import gather_own, share_of
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, just above the largest int64
-BUCKET_BYTES = 25 * 2**19  # of float32 gradients; integers take twice as many
+BUCKET_BYTES = 25 * 2**19  # float32 gradients per bucket; as integers, they take twice as many bytes
 CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time, to stay in its cache through all passes
 
 

@@ -66,7 +66,7 @@ def check(config: Config, world: World) -> list[str]:
 
 
 def gpu_notes(config: Config, world: World) -> list[str]:
-    """Notes on unused potential: this node's idle GPUs, and a faster attention kernel that is not deterministic."""
+    """Notes on this node's idle GPUs, and on a faster attention kernel that is not deterministic."""
     notes, own, train = [], world.device, config.train
     if (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
@@ -84,7 +84,7 @@ def gpu_notes(config: Config, world: World) -> list[str]:
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Raise UserError if an update does not fit in the GPU's memory, or on a CPU, an update and a save's copy."""
+    """Raise UserError if an update does not fit in the GPU's memory, or on a CPU, an update plus a checkpoint's copy."""
     own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
     needed, total = sum(parts.values()), device.memory(world.device)[1]
     if own == "cpu":  # Linux would kill the run without a message

@@ -23,7 +23,7 @@ from common.errors import EX_TEMPFAIL, FULL_DISK, UserError, outcome, plural, pr
 from common.records import Count
 from settings import LogConfig
 
-FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest: normally, and after a failure, when others wait
+FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest: normally, and after a failure, when other ranks wait
 STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # in status.json, by exit status; all others: failed
 SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # one group in wandb and TensorBoard
 # The values that are read back from metrics.jsonl. Numbers may be NaN.
