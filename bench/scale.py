@@ -22,7 +22,7 @@ LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
 
 
 def main(config: machine.Out) -> None:
-    """Time and shares of the sampler on many ranks."""
+    """Time the sampler and check its shares on many ranks."""
     rows = []
     with machine.workspace() as folder:
         for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 1024, 16384])]:
@@ -71,7 +71,7 @@ def shares_are_right(batches, size: int, step: int) -> bool:
 
 
 def microseconds(batches, size: int, in_epoch: int) -> dict:
-    """Time to compute a rank's micro-batch: the first at a new place in the run, and a later one there."""
+    """Microseconds to compute a rank's micro-batch: the first at a new place in the run, and a later one there."""
     new, again = [], []
     for step in np.random.default_rng(0).integers(in_epoch, size=50).tolist():
         data.permuted_block.cache_clear()
