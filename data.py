@@ -32,7 +32,7 @@ from settings import Config, DataConfig
 
 ROUNDS = 6  # rounds of the Feistel network
 BLOCK = 4096  # sequences per block; the shares are whole numbers that add up to it
-Phases = tuple[tuple[int, tuple[int, ...]], ...]  # per phase: its first step, and the share of each dataset
+Phases = tuple[tuple[int, tuple[int, ...]], ...]  # for each phase: its first step, and the share of each dataset
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Mixture:
 
     @property
     def once(self) -> dict[str, float]:
-        """How many tokens into the run each dataset has been read once, by name. Ignores later phases."""
+        """The number of tokens into the run at which each dataset has been read once, by name. Ignores later phases."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
         return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 

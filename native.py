@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw as torch_adamw
 
-from attention import attention, causal_mask, document_mask  # noqa: F401  part of this module's interface
+from attention import attention, causal_mask, document_mask  # noqa: F401  these are part of this module's interface
 from hardware.footprint import rows_at_a_time
 
 # Models and optimizers use these names and the functions below; under --numerics=portable, the same names from portable.py.

@@ -73,7 +73,7 @@ class Past:
     """The run to replay, and the ranks that replay it."""
 
     directory: Path
-    state: TrainState  # of the newest checkpoint
+    state: TrainState  # state of the newest checkpoint
     world: World
     moved: dict[str, str]  # settings with the new locations of datasets, if they have moved
 

@@ -86,7 +86,7 @@ class Examination:
             machine.kill(process)
         self.log(f"{self.number}-{case}", shlex.join(command) + "\n" + output)
         of_ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in notes.iterdir()]
-        of_ranks = [[update[-len(updates[-1]) :] for update in updates] for updates in of_ranks]  # without a warm-up
+        of_ranks = [[update[-len(updates[-1]) :] for update in updates] for updates in of_ranks]  # without warm-up updates
         updates = [sorted(sum(parts, [])) for parts in zip(*of_ranks, strict=False)]
         error = failure(output) if process.returncode else ""
         print(f"  {case:<10} {ranks} ranks, {time.monotonic() - began:3.0f} s, {len(updates)} updates  {error}", flush=True)

@@ -44,7 +44,7 @@ def main(config: ConsoleConfig) -> None:
         sample = [sys.executable, *machine.arguments("sample.py", str(run), prompt=PROMPT, max_new_tokens=120)]
         written = subprocess.run(sample, cwd=machine.ROOT, env=machine.all_cores(), capture_output=True, text=True, check=True)
     torchrun = "$ torchrun --standalone --nproc_per_node=2 train.py"
-    rows = [line for line in few_steps(second) if not line.startswith("  ")]  # without the banner, which is the same
+    rows = [line for line in few_steps(second) if not line.startswith("  ")]  # without the banner, which is the same as before
     lines = [torchrun, *few_steps(first), "^ kill -9", torchrun, *rows]
     lines += [f'$ python sample.py runs/laptop --prompt="{PROMPT}"', *written.stdout.splitlines()[:8]]
     lines = [line.replace(f"{folder}/", "runs/").replace(str(config.tokens), "tokens/python") for line in lines]

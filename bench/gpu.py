@@ -38,7 +38,7 @@ from hardware import footprint
 
 TOKENS_PER_UPDATE = 131072  # the presets' larger batches would only repeat the same micro-batches
 UPDATES = 14  # updates in a timed run
-SECONDS = {"gpt2_124m": 100.0, "llama_1.3b": 210.0, "laptop": 90.0}  # for a run; a large model takes longer to compile
+SECONDS = {"gpt2_124m": 100.0, "llama_1.3b": 210.0, "laptop": 90.0}  # that a run takes; a large model takes longer to compile
 OPERATION = 90.0  # seconds for a single operation
 COLD = 300.0  # extra seconds for the first run of a kind, while the compiler's cache is cold
 SMALL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=256, tokens_per_update=16384, lr=1e-3)

@@ -102,7 +102,7 @@ def command(ranks: int = 1, **flags) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment variables and `more`, without those of a torchrun that started this process."""
+    """This process's environment variables and `more`, except any that torchrun set for this process."""
     of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in of_a_rank} | more
 

@@ -63,7 +63,7 @@ def main(config: PrepareConfig) -> None:
             return seconds, of_children() - before
 
         contenders = {"ours": taking("ours", lambda: ours(text))}
-        for method in ("encode_ordinary_batch", "encode_to_numpy"):  # in its own threads; in ours
+        for method in ("encode_ordinary_batch", "encode_to_numpy"):  # the first in its own threads, the second in ours
             measure = functools.partial(in_fresh_process, tiktoken_seconds, method, text, tokenizer)
             contenders[f"tiktoken {method}"] = taking(f"tiktoken {method}", measure)
         if config.build_nanogpt:

@@ -30,7 +30,7 @@ def main(config: machine.Out) -> None:
             began = time.perf_counter()
             mixture = data.open_mixture(DataConfig(str(folder / str(tokens))))
             opened = time.perf_counter() - began
-            # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens an update.
+            # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens per update.
             batches = data.Batches(mixture.streams("train"), mixture.phases, 8192, 16384, 1, seed=1)
             in_epoch = batches.streams[0].num_windows(batches.seq_len) // batches.sequences_per_update
             for ranks in sizes:

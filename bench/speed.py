@@ -259,7 +259,7 @@ def known(config: KnownConfig) -> int:
         axis.plot(minutes, losses, label=f"seed {row['seed']}")
     axis.axhline(KNOWN_LOSS, color="0.5", linestyle="--", label="nanoGPT on a GPU, 1.4697")
     axis.set(
-        xlabel=f"minutes on {host.cores()} cores of {host.cpu_name()}", ylabel="validation loss a character", ylim=(None, 2.2)
+        xlabel=f"minutes on {host.cores()} cores of {host.cpu_name()}", ylabel="validation loss per character", ylim=(None, 2.2)
     )
     axis.legend(frameon=False)
     path = machine.write("known_loss", {"rows": rows, "known": KNOWN_LOSS}, config.out)

@@ -33,8 +33,8 @@ NO_FLAGS = {
     "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
     "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
 }
-SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
-LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
+SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # types as `--help` and errors show them
+LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # the limits of msgspec's Meta, in words
 
 
 def flat_fields(cls) -> dict[str, dataclasses.Field]:

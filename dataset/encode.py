@@ -41,7 +41,7 @@ class Split:
 
     val_fraction: float
     boundary: int | None = None
-    offsets: list[int] = field(default_factory=list)  # with a boundary: the position of each file's first character
+    offsets: list[int] = field(default_factory=list)  # if there is a boundary: the position of each file's first character
 
 
 def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> Split:

@@ -41,7 +41,7 @@ NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 class SourceFile:
     """A text file, and how it stores documents."""
 
-    path: str  # in its file system
+    path: str  # its path in the file system
     name: str  # relative to the folder that contains all files of the source
     size: int
     system: fsspec.AbstractFileSystem

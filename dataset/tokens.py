@@ -238,7 +238,7 @@ class Dataset:
     tokenizer: Path | None  # the tokenizer.json, if it exists
     splits: dict[str, Stream]  # "train" and "val"
     identity: str  # sha256 of the contents of the shards, whatever the directory's name
-    bytes_of_text: dict[str, int] = field(default_factory=dict)  # of each split, if known
+    bytes_of_text: dict[str, int] = field(default_factory=dict)  # size of each split's text, if known
     remark: str = ""  # assumptions about foreign files
 
     @property

@@ -35,7 +35,7 @@ NO_LIMIT = ("", "ALL", "DEFAULT")
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
-MOST_RANKS = 4  # for `make train` on a CPU; more were not measured
+MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"

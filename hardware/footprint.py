@@ -105,7 +105,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     P, s, blocks = parameter_count(model), BYTES[train.dtype], block_parameters(model)
     fsdp, exact, sharded = strategy == "fsdp", strategy == "exact", config.parallel.shard_gradients == "on" and world_size > 1
     copies = config.parallel.replicate if fsdp else 1 if exact else world_size
-    shards = world_size // copies  # of the optimizer's state, and of fsdp's weights
+    shards = world_size // copies  # shards of the optimizer's state, and of fsdp's weights
     activation, recomputed = activations(model, train, device, strategy)
     activation += train.micro_batch_size * document_mask(config, device)
     loss, loss_backward = loss_buffers(model, train, device)

@@ -50,7 +50,7 @@ def deterministic_attention(model: ModelConfig) -> float:
     update with the typical MFU.
     """
     _, _, queries, _ = footprint.widths(model)
-    flops = 5 * model.n_layer * queries * model.seq_len  # per token
+    flops = 5 * model.n_layer * queries * model.seq_len  # FLOPs per token
     update = footprint.flops_per_token(model) / GPUS["h100"].peak_flops / GPUS["h100"].mfu
     return flops * (1 / 166e12 - 1 / 470e12) / update
 

@@ -118,7 +118,7 @@ class Engine:
         norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
         if muon and self.world.size > 1 and not self.sharded and not exact:
-            # Muon's step runs collectives, in which the others would wait for a rank that skips the step. Only a faulty rank
+            # Muon's step runs collectives. If one rank skipped the step, the others would wait for it there. Only a faulty rank
             # can have a different norm here. (Under fsdp and exact the norm is global.)
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
@@ -235,7 +235,7 @@ def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: Paralle
 def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
     """`module` wrapped in one of our own strategies, which average the ranks' gradients.
 
-    micro_batches: per update, over all ranks. compiled: `exact` converts with compiled functions.
+    micro_batches: number per update, over all ranks. compiled: `exact` converts with compiled functions.
     """
     if parallel.strategy == "exact":
         return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)

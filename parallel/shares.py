@@ -69,7 +69,7 @@ def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) ->
     mine, ranks = names[group.rank()], range(group.size())
     shares = [[local(tensors[name]).reshape(-1) for name in each] for each in names]
     sent = torch.cat([share for each in shares for share in each])
-    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of each rank's shares of this rank's tensors
+    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of each rank's share of this rank's tensors
     received = sent.new_empty(sum(map(sum, sizes)))
     numbers = [sum(each) for each in sizes], [sum(map(len, each)) for each in shares]
     dist.all_to_all_single(received, sent, *numbers, group=group)
