@@ -141,7 +141,7 @@ def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> 
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
-    """`attention` for S = T up to SHORT: two matrix products and a softmax, with the [T, T] weights in memory.
+    """`attention` for S = T up to SHORT: two matmuls and a softmax, with the [T, T] weights in memory.
 
     For bfloat16 on a CPU, PyTorch's flash attention is two to four times slower, because its backward pass does not use the
     matrix unit.

@@ -35,7 +35,7 @@ from planning import dial, law
 from reports.log import duration, read_records
 from settings import Config, ModelConfig, Ranks
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # allowed for a rung
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # depths allowed for a rung
 HORIZONS = (1 / 4, 1 / 2, 1)  # lengths of a depth's runs, relative to its longest
 FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # depths in a ladder
 FEWEST_TOKENS = 1 / 3  # tokens of the largest rung, as a fraction of the dial's

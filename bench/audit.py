@@ -3,9 +3,9 @@
 python bench/audit.py lockstep|exact|nanogpt|trainer|litgpt|... [--path=CHECKOUT] [--python=INTERPRETER]
 
 The trainer's own command trains a tiny model on the CPU, for 32 updates of 12 sequences, with a checkpoint every 8. It runs
-twice, on two ranks and on three. It is killed, stopped by SIGTERM, killed while writing a checkpoint, and given a checkpoint
-with a flipped bit; each time it is resumed, once on two ranks. bench/probe records the sequences of each update and stops the
-run. The trainer's files stay unchanged. Adds a row to audit.json, from which bench/audit_page.py makes docs/audit.md.
+twice on one rank, then on two ranks and on three. It also resumes: after SIGKILL, after SIGTERM, after a kill while saving,
+with a flipped bit in a checkpoint, and on two ranks. bench/probe records the sequences of each update and stops the run. The
+trainer's files stay unchanged. Adds a row to audit.json, which bench/audit_page.py turns into docs/audit.md.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a GPU would do, as far as a CPU can tell: whole updates on tensors that claim to be on `cuda` and have no memory.
+"""What would a GPU do, as far as a CPU can tell? Runs whole updates on tensors that claim to be on `cuda` and have no memory.
 
 `python bench/fake_gpu.py` builds each preset with train.build, on rank 0 of a fake process group, and runs train.update twice.
 In torch's FakeTensorMode, shapes, dtypes and lifetimes are as on a GPU, but nothing is computed. It compares the peak of live

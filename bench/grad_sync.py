@@ -1,9 +1,8 @@
 """What does it cost to keep the ranks in step? `python bench/grad_sync.py`
 
-Measures updates of the same global batch for each strategy on 1, 2 and 4 local processes, in turns. For each, the table has the
-time, and how much communication adds to the same updates without syncing (0 if noise exceeds the difference). It has the bytes
-that a rank sends, the memory of weights and optimizer state, and how far the final weights are from a single process's. Writes
-grad_sync.json.
+Measures updates of the same global batch for each strategy on 1, 2 and 4 local processes, in turns. Prints a table of the time,
+and how much communication adds to it (0 if noise is larger). It also has the bytes that a rank sends, the memory of weights and
+optimizer state, and how far the final weights are from a single process's. Writes grad_sync.json.
 """
 
 import functools

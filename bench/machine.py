@@ -1,5 +1,5 @@
-"""What all benchmarks, and some tests, share: starting and killing train.py, reading a run's files, measuring contenders in
-turns, and writing results together with a description of the machine."""
+"""Shared by all benchmarks and some tests. Start and kill train.py, read a run's files, measure contenders in turns, and write
+results together with a description of the machine."""
 
 import contextlib
 import importlib.metadata
