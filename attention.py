@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from hardware.footprint import FLEX_BLOCK, SHORT
 from settings import ModelConfig
 
-# Without --deterministic=true, prefer FlashAttention 3, then cuDNN's attention. On an H100 cuDNN reaches 632 TFLOP/s, and
+# Without --deterministic=true, prefer FlashAttention 3, then cuDNN's attention. On an H100, cuDNN reaches 632 TFLOP/s and
 # PyTorch's own kernel 329 (pytorch/pytorch#142132). PyTorch's default order depends on the GPU and the cuDNN version. Under
 # --deterministic=true PyTorch never uses cuDNN.
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -100,8 +100,8 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
     """Switch `attention` to FlashAttention 3 in this process if it is installed and works here. Returns the kernel's name.
 
     PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
-    reaches 474 (Dao-AILab/flash-attention#1893). Not every build of it is reproducible (#2244 there), so it is tested first.
-    batch: sequences per micro-batch. dtype: of the matrix products.
+    reaches 474 (Dao-AILab/flash-attention#1893). Some builds are not reproducible (its #2244), so it is tested first.
+    batch: sequences per micro-batch. dtype: precision of matmuls.
     """
     flash, problem = "FlashAttention 2", ""
     q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
@@ -129,19 +129,19 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
 
 
 def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> bool:
-    """Whether FlashAttention's gradients are the same `times` times, for queries shaped like `q` and keys like `k`."""
+    """Whether FlashAttention gives the same gradients `times` times, for queries shaped like `q` and keys like `k`."""
     torch.manual_seed(0)
     upstream, *inputs = (torch.randn(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in (q, q, k, k))
     found = []
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # without a fallback to a different kernel
         for _ in range(times):
-            torch.manual_seed(0)  # dropout's
+            torch.manual_seed(0)  # for dropout
             found.append(torch.autograd.grad(attention(*inputs, dropout_p), inputs, upstream))
     return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
-    """`attention` for S = T up to SHORT: two matrix products and a softmax, with the [T, T] weights in memory.
+    """`attention` for S = T up to SHORT: two matmuls and a softmax, with the [T, T] weights in memory.
 
     For bfloat16 on a CPU, PyTorch's flash attention is two to four times slower, because its backward pass does not use the
     matrix unit.

@@ -31,7 +31,7 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
         status = end.code or 0
     except BaseException:
         traceback.print_exc()
-    # Everything is on disk by now. Skip the interpreter's teardown, in which threads of torch's libraries and the process group
+    # Everything is on disk by now. Skip the interpreter's teardown, where threads of torch's libraries and of the process group
     # may deadlock. Other ranks wait for this process to end.
     with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
@@ -46,5 +46,5 @@ def launcher(ranks: int, of_node: int = 0) -> str:
 
 
 def again(ranks: int, of_node: int) -> str:
-    """The command line of this process. For several machines, torchrun's rendezvous flags are missing."""
+    """The command line of this process. For several machines, it lacks torchrun's rendezvous flags."""
     return f"{launcher(ranks, of_node)} {shlex.join(sys.argv)}"

@@ -30,9 +30,9 @@ from common.steps import read_phases
 from dataset.tokens import Dataset, Stream, digest, open_dataset, read_windows
 from settings import Config, DataConfig
 
-ROUNDS = 6  # of the Feistel network
+ROUNDS = 6  # rounds of the Feistel network
 BLOCK = 4096  # sequences per block; the shares are whole numbers that add up to it
-Phases = tuple[tuple[int, tuple[int, ...]], ...]  # per phase: its first step, and the share of each dataset
+Phases = tuple[tuple[int, tuple[int, ...]], ...]  # for each phase: its first step, and the share of each dataset
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Mixture:
     def document_token(self, attend: str) -> int | None:
         """The token that starts a document, for attention within documents. Raises UserError if it is unknown.
 
-        Files may also end documents with this token: it is then predicted from the previous document, which no later token
-        sees.
+        Files may also end documents with this token. It is then predicted from the document that it ends, which later tokens
+        do not see.
         """
         for dataset in self.datasets:
             if attend == "document" and dataset.eot_token is None:
@@ -113,7 +113,7 @@ class Mixture:
 
     @property
     def once(self) -> dict[str, float]:
-        """The tokens of a run after which each dataset has been read once, by name. Ignores later phases."""
+        """The number of tokens into the run at which each dataset has been read once, by name. Ignores later phases."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
         return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 

@@ -58,8 +58,8 @@ from settings import DataConfig
 def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
     """Mean loss in nats per token over `tokens` tokens (0: all), in windows spread evenly over the split.
 
-    Ranks divide the windows. model: maps inputs and targets [micro-batch, T] to their mean loss. Every rank calls it equally
-    often, because sharded models communicate.
+    Ranks divide the windows. model: maps inputs and targets [micro-batch, T] to their mean loss. All ranks call it the same
+    number of times, because sharded models communicate.
     """
     total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
     chosen = torch.arange(windows) * total // windows

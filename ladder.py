@@ -35,10 +35,10 @@ from planning import dial, law
 from reports.log import duration, read_records
 from settings import Config, ModelConfig, Ranks
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # allowed for a rung
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # depths allowed for a rung
 HORIZONS = (1 / 4, 1 / 2, 1)  # lengths of a depth's runs, relative to its longest
-FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # in a ladder
-FEWEST_TOKENS = 1 / 3  # of the largest rung, as a fraction of the dial's
+FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # depths in a ladder
+FEWEST_TOKENS = 1 / 3  # tokens of the largest rung, as a fraction of the dial's
 PROBE_STEPS = 8
 
 
@@ -79,7 +79,7 @@ class Ladder:
         return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
 
     def length(self, tokens: float) -> dict:
-        """The steps and the batch of a run of `tokens`."""
+        """The steps and batch size for a run of `tokens`."""
         return dial.length_of(tokens, self.config.model.seq_len, self.config.optim.optimizer, tokens_per_update=self.batch)
 
     def is_long_enough(self, tokens: float) -> bool:

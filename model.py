@@ -68,7 +68,7 @@ class GPT(nn.Module):
         if self.document_token is not None and cache is None:
             positions, mask = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            # On a CPU, backward of weight[positions] adds from several threads in any order. An embedding's uses one thread.
+            # On a CPU, the backward of weight[positions] adds from several threads, in any order. nn.Embedding's uses one.
             x = x + (self.positions.weight[positions] if mask is None else self.ops.embed(positions, self.positions.weight))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.ops.dropout(x, self.config.dropout, self.training)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw as torch_adamw
 
-from attention import attention, causal_mask, document_mask  # noqa: F401  part of this module's interface
+from attention import attention, causal_mask, document_mask  # noqa: F401  these are part of this module's interface
 from hardware.footprint import rows_at_a_time
 
 # Models and optimizers use these names and the functions below; under --numerics=portable, the same names from portable.py.
@@ -26,7 +26,7 @@ adamw = functools.partial(torch_adamw, max_exp_avg_sqs=[], fused=True, amsgrad=F
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
-    """The outputs of several linear `layers` for the same `x` [..., C]; on a GPU, from a single product."""
+    """The outputs of several linear `layers` for the same `x` [..., C]; on a GPU, from a single matmul."""
     if not fuses(x, layers):
         return [layer(x) for layer in layers]
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
@@ -35,9 +35,9 @@ def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
 
 
 def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
-    """Whether to fuse the products of `layers`: on CUDA, where narrow products leave units idle, unless they are float8 layers.
+    """Whether to fuse the matmuls of `layers`: on CUDA, where narrow matmuls leave units idle, unless they are float8 layers.
 
-    A CPU gains nothing (bench/LOG.md), and fusing would change the bits, because one product then sums the gradient of `x`.
+    A CPU gains nothing (bench/LOG.md), and fusing would change the bits, because one matmul then sums the gradient of `x`.
     """
     return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
 
@@ -46,8 +46,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, 
     """Mean cross-entropy, a float32 scalar, of the logits `x` [N, C] @ `weight` [V, C] transposed, at `targets` [N] int64.
 
     The full [N, V] logits never exist. They are computed a few rows at a time, followed by the gradients of those rows, as in
-    Liger Kernel (Hsu et al. 2024). Matrix products are in autocast's dtype, sums in float32.
-    part: a compiled `cross_entropy_part` (None: the plain function). rows: the most rows at a time.
+    Liger Kernel (Hsu et al. 2024). Matmuls run in autocast's dtype, sums in float32.
+    part: a compiled `cross_entropy_part` (None: the plain function). rows: the maximum number of rows at a time.
     """
     # Equal parts if possible, because the compiler recompiles for a different number of rows.
     parts = math.ceil(len(x) / (rows or rows_at_a_time(len(weight), x.device.type)))
@@ -110,7 +110,7 @@ def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def subtract_one_hot(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Subtract 1, in place, from `probabilities` [rows, V] at `targets` [rows]: the gradient of the loss by the logits."""
+    """Subtract 1, in place, from `probabilities` [rows, V] at `targets` [rows]: the gradient with respect to the logits."""
     if on_eager_cpu(probabilities):
         return probabilities.scatter_add_(1, targets[:, None], probabilities.new_full((len(targets), 1), -1))
     # The compiler can fuse a comparison, and on a GPU a comparison is deterministic without sorting the targets.
@@ -119,13 +119,13 @@ def subtract_one_hot(probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products with `x`: autocast's if autocast is on, else `x.dtype`."""
+    """The dtype of matmuls with `x`: autocast's if autocast is on, else `x.dtype`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def on_eager_cpu(x: Tensor) -> bool:
-    """Whether `x` is on a CPU and this code is not being compiled, so that saving passes over memory by hand pays off."""
+    """Whether `x` is on a CPU and this code is not being compiled: then hand-fused passes over memory pay off."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -232,7 +232,7 @@ def rotate_into(out: Tensor, x: Tensor, first: tuple[Tensor, Tensor], second: tu
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks & Gimpel 2016).
 
-    On a CPU, tanh takes as long as the matrix product before it. Compiled code uses a sigmoid instead, in less than half that
+    On a CPU, tanh takes as long as the matmul before it. Compiled code uses a sigmoid instead, in less than half that
     time. The hand-written backward pass saves only `x`; the compiler would save three tensors.
     """
     return Gelu.apply(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")

@@ -17,7 +17,7 @@ from settings import OptimConfig
 class AdamW:
     """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), computed by `native` or `portable`."""
 
-    STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, and in its shape; step is a scalar
+    STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, with its shape, except that step is a scalar
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, ops=native):
         self.param_groups, self.betas, self.eps, self.ops = groups, betas, eps, ops
@@ -151,7 +151,7 @@ class Muon:
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights from the gradients. Overwrites the gradients."""
-        update = lambda: None  # noqa: E731  of the previous shape
+        update = lambda: None  # noqa: E731  the update of the previous shape
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in parameters):

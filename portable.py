@@ -2,9 +2,9 @@
 
 The bits of a sum depend on its order, and so on vector width, threads and library. An exact sum and a single IEEE 754 operation
 do not depend on these. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
-(`to_grid`). All else is separate additions, multiplications and divisions. Nothing is compiled: a fused multiply-add rounds
-once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library. Shapes are as in
-model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
+(`to_grid`). Everything else is separate additions, multiplications and divisions. Nothing is compiled: a fused multiply-add
+rounds once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library. Shapes are as
+in model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
 """
 
 import functools
@@ -28,7 +28,7 @@ def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
     A float64 of 1.5 * 2^52 grid steps has no digits below the grid. So adding it rounds half to even, and subtracting it is
     exact.
     """
-    e = (x.abs().amax(dim, keepdim=True).view(torch.int32) >> 23) - 126  # from the exponent bits of a float32
+    e = (x.abs().amax(dim, keepdim=True).view(torch.int32) >> 23) - 126  # read from the exponent bits of a float32
     magic = ((e.to(torch.int64) + (1023 + 52 - bits)) << 52).view(torch.float64) * 1.5
     return x.double().add_(magic).sub_(magic)
 
@@ -141,7 +141,7 @@ def pointwise(function, x: Tensor) -> Tensor:
 
 def stacked(parts: list[Tensor], dim: int) -> Tensor:
     """The stacked `parts` [..., m, k]. Weights become a `factor` for sums along `dim`, cached until the weights change."""
-    if not isinstance(parts[0], nn.Parameter):  # from attention, or saved by activation checkpointing
+    if not isinstance(parts[0], nn.Parameter):  # not a weight: from attention, or saved by activation checkpointing
         return torch.cat(parts, -2)
     kept, versions = vars(parts[0]).setdefault("factors", {}), [part._version for part in parts]
     if kept.get(dim, ())[:1] != (versions,):
@@ -289,7 +289,7 @@ cos = cosine = functools.partial(sin, turns=1)
 silu = functools.partial(pointwise, functools.partial(gated, a=1.0, b=0.0))
 gelu = functools.partial(pointwise, functools.partial(gated, a=1.5957691216057308, b=0.07135481627260025))
 document_mask = functools.partial(native.document_mask, flexible=False)
-linear_cross_entropy = functools.partial(native.linear_cross_entropy, rows=256)  # on any device
+linear_cross_entropy = functools.partial(native.linear_cross_entropy, rows=256)  # the same on any device
 
 
 # Random numbers come from numpy's Philox (Salmon et al. 2011). Its key is an integer drawn from torch's generator.

@@ -70,9 +70,9 @@ from dataset.writer import END, DatasetWriter, is_finished
 from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
-SAMPLE_CHARACTERS = 1 << 24  # of text that train:N learns from
+SAMPLE_CHARACTERS = 1 << 24  # characters that train:N learns from
 HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # names of held-out files
-MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of --max_tokens
+MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # suffixes of --max_tokens
 
 
 def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile], list[dict]]:

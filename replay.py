@@ -60,7 +60,7 @@ from dataset.tokens import read_windows
 from parallel.world import World
 from reports.log import read_records
 
-WIDTH = 107  # characters of a sequence's text
+WIDTH = 107  # characters of text to show per sequence
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
 
 
@@ -73,7 +73,7 @@ class Past:
     """The run to replay, and the ranks that replay it."""
 
     directory: Path
-    state: TrainState  # of the newest checkpoint
+    state: TrainState  # state of the newest checkpoint
     world: World
     moved: dict[str, str]  # settings with the new locations of datasets, if they have moved
 
@@ -185,7 +185,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         start = lookup.Start(checkpoint.load_state(path), path)
     else:
         began = settings.from_record(state.history[0]["settings"], str(directory))
-        start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as at its first start
+        start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it first started
     if start.state.step < since:
         gone = f"no intact checkpoint remains between that step and step {step} (see --keep_last)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")

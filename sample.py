@@ -33,7 +33,7 @@ class SampleConfig:
     tokenizer: str = ""
     """For a model without tokenizer.json: a tokenizer.json, gpt2, or any other --tokenizer of prepare_data.py."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of matrix products. auto: float32 on a CPU, else bfloat16 if the hardware supports it."""
+    """Precision of matmuls. auto: float32 on a CPU, else bfloat16 if the hardware supports it."""
     numerics: Literal["auto", "native", "portable"] = "auto"
     """portable: the same bits on any processor; auto: as the model was trained."""
 
@@ -57,7 +57,7 @@ from hardware import device, host
 from model import generate
 from parallel.world import connect
 
-PROMPT_TOKENS, NEW_TOKENS = 8, 64  # in a sample during training
+PROMPT_TOKENS, NEW_TOKENS = 8, 64  # tokens of a sample during training
 
 
 def main(config: SampleConfig) -> None:

@@ -146,7 +146,7 @@ class TrainConfig:
     """Sequences per forward pass on each rank. auto: as many as fit in memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of matrix products; weights stay in float32. auto: bfloat16 if that is fast here.
+    """Precision of matmuls; weights stay in float32. auto: bfloat16 if that is fast here.
     On CUDA, float32 products use TF32, with a mantissa of 10 bits."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile. auto: if it saves time and a compiler works."""

@@ -23,10 +23,10 @@ from common.errors import RunError, UserError, explain
 from model import GPT, generate
 from parallel.world import World
 
-MOST_TOKENS = 8192  # per batch: with a vocabulary of 50,000, the logits take 1.6 GB in float32
+MOST_TOKENS = 8192  # tokens per batch: with a vocabulary of 50,000, the logits take 1.6 GB in float32
 REHEARSED = 4  # documents of each task on which lm-eval is tested before training
 Row = tuple[tuple[int, ...], list[tuple]]  # the tokens of a forward pass, and the requests that its output answers
-Scores = dict[str, dict[str, float]]  # by task and metric, such as acc_norm
+Scores = dict[str, dict[str, float]]  # scores by task and metric, such as acc_norm
 
 
 class Tasks:
@@ -145,7 +145,7 @@ class Tasks:
 
         All ranks run the same number of forwards, even with a smaller share, because a sharded model communicates in each.
         """
-        if self.model is None:  # in `rehearse`
+        if self.model is None:  # called by `rehearse`
             return defaultdict(lambda: "" if how == "write" else (0.0, False))
         self.computing = True
         how, batches = self.world.broadcast((how, batches))

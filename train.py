@@ -75,7 +75,7 @@ class Run:
     checkpoints: Checkpoints | None = None
     tasks: Tasks | None = None
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
-    val_loss: float = math.nan  # of the last evaluation
+    val_loss: float = math.nan  # loss in the last evaluation
     scored_at: int = -1  # step of the last scores on tasks; -1: none yet
 
 
@@ -187,7 +187,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
 def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:
     """Compile the model, wrap it so that the ranks train it together, and build its optimizers.
 
-    module: on the meta device, without memory, until each rank loads its part of the `weights`.
+    module: is on the meta device, without memory, until each rank loads its part of the `weights`.
     """
     train, strategy, device = config.train, config.parallel.strategy, world.device
     activate_attention_kernel(config.model, train.micro_batch_size, DTYPES[train.dtype], device)
@@ -315,7 +315,7 @@ def validate(run: Run) -> None:
     """Evaluate on all ranks, report the result, and remember the best checkpoint."""
     config, state, engine, began = run.config, run.state, run.engine, time.monotonic()
     streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
-    tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # per dataset
+    tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # tokens per dataset
     with engine.evaluating() as model:
         losses = [evaluate(model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     validation = run.dataset.validation(losses)

@@ -1,11 +1,11 @@
-"""The same examination for every trainer: is its run the same run?
+"""Examine a trainer: does its run stay the same run whatever happens to it?
 
 python bench/audit.py lockstep|exact|nanogpt|trainer|litgpt|... [--path=CHECKOUT] [--python=INTERPRETER]
 
 The trainer's own command trains a tiny model on the CPU, for 32 updates of 12 sequences, with a checkpoint every 8. It runs
-twice; killed and resumed; stopped by SIGTERM; killed while writing a checkpoint; with a flipped bit in a checkpoint; on two and
-three ranks; resumed on two. bench/probe records the sequences of each update and stops the run. No file of the trainer is
-changed. Adds a row to audit.json, from which bench/audit_page.py makes docs/audit.md.
+twice on one rank, then on two ranks and on three. It also resumes: after SIGKILL, after SIGTERM, after a kill while saving,
+with a flipped bit in a checkpoint, and on two ranks. bench/probe records the sequences of each update and stops the run. The
+trainer's files stay unchanged. Adds a row to audit.json, which bench/audit_page.py turns into docs/audit.md.
 """
 
 import json
@@ -27,7 +27,7 @@ from audit_trainers import SAVE, STEPS, Trainer
 from common.errors import RunError, UserError
 from hardware.host import cpu_name
 
-LIMIT = 400  # seconds of one attempt
+LIMIT = 400  # seconds for one attempt
 FAILURE = re.compile(r"^(?:\[rank\d+\]: ?)?\s*((?:[\w.]*(?:Error|Exception)|error)\b.*)", re.MULTILINE)
 
 
@@ -40,9 +40,9 @@ class AuditConfig(machine.Out):
     text: str = ""
     """Text to train on (empty: made-up words)."""
     seed: int = 0
-    """Seed for the updates after which the runs are stopped."""
+    """Seed that chooses the updates after which runs are stopped."""
     only: str = ""
-    """Only these questions, such as twice,killed."""
+    """Ask only these questions, such as twice,killed."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Examination:
         self.reference = self.on_ranks("once", 1)
 
     def start(self, case: str, ranks: int = 1, resume: bool = False, **probe) -> Attempt:
-        """Start the trainer on the run of a case, and wait. probe: instructions for bench/probe."""
+        """Start the trainer on the run of a case, and wait for it. probe: instructions for bench/probe."""
         self.number += 1
         notes, run = self.work / f"notes-{self.number}", self.work / case
         notes.mkdir(), run.mkdir(exist_ok=True)
@@ -81,12 +81,12 @@ class Examination:
             output, _ = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             machine.kill(process)
-            output = process.communicate()[0] + f"\nError: it had not ended after {LIMIT} s"
+            output = process.communicate()[0] + f"\nError: still running after {LIMIT} s"
         finally:
             machine.kill(process)
         self.log(f"{self.number}-{case}", shlex.join(command) + "\n" + output)
         of_ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in notes.iterdir()]
-        of_ranks = [[update[-len(updates[-1]) :] for update in updates] for updates in of_ranks]  # without a warm-up
+        of_ranks = [[update[-len(updates[-1]) :] for update in updates] for updates in of_ranks]  # without warm-up updates
         updates = [sorted(sum(parts, [])) for parts in zip(*of_ranks, strict=False)]
         error = failure(output) if process.returncode else ""
         print(f"  {case:<10} {ranks} ranks, {time.monotonic() - began:3.0f} s, {len(updates)} updates  {error}", flush=True)
@@ -98,7 +98,7 @@ class Examination:
             Path(folder, f"{name}.log").write_text(text)
 
     def compare(self, case: str, attempt: Attempt) -> dict:
-        """How an attempt that should have finished the run differs from the undisturbed run on one rank."""
+        """How an attempt differs from the undisturbed run on one rank. It should have finished the run."""
         if attempt.error or not attempt.updates:
             return {"error": attempt.error or f"no update, status {attempt.status}"}
         began, wanted = len(self.reference.updates) - len(attempt.updates), self.reference.updates
@@ -120,7 +120,7 @@ class Examination:
         return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
 
     def copy(self, source: str, case: str) -> None:
-        """Give `case` the files of the run `source`."""
+        """Copy the files of the run `source` to `case`."""
         shutil.copytree(self.work / source, self.work / case, symlinks=True)
 
     def twice(self) -> dict:
@@ -229,7 +229,7 @@ def audit(name: str, config: AuditConfig) -> int:
                 print(f"{name}: {question}: {exam.found[question]}", flush=True)
     path = Path(config.out, "audit.json")
     rows = json.loads(path.read_text())["trainers"] if path.exists() else {}
-    if config.only:  # what was found before stays
+    if config.only:  # keep what was found before
         if "error" in exam.found:
             raise RunError(f"{name} does not start: {exam.found['error']}")
         row["found"] = rows.get(name, {}).get("found", {}) | exam.found
@@ -239,7 +239,7 @@ def audit(name: str, config: AuditConfig) -> int:
 
 
 def text_of(path: str) -> str:
-    """The text to train on: a file's, or 2,000 paragraphs of made-up words, the frequent ones short."""
+    """The text to train on: a file's, or 2,000 paragraphs of made-up words, in which frequent words are short."""
     if path:
         return Path(path).read_text()
     chance = random.Random(0)

@@ -1,7 +1,7 @@
-"""Draws what a run prints: python bench/console.py
+"""Draw what a run prints: python bench/console.py
 
-Trains the laptop preset on two ranks, kills it after half of the steps, starts the same command again, and writes a sample. The
-picture has what the terminal had, lines folded at 72 columns and most step lines left out. Writes console_light.svg and
+Trains the laptop preset on two ranks, kills it after half of the steps, starts the same command again, and prints a sample. The
+picture shows the terminal's output, wrapped at 72 columns, without most of the step lines. Writes console_light.svg and
 console_dark.svg.
 """
 
@@ -20,7 +20,7 @@ from common.errors import RunError
 from common.files import publish_text
 
 PROMPT = "def __init__(self"
-COLUMNS, CHARACTER, LINE = 72, 8.43, 19  # of a 14-pixel monospaced font
+COLUMNS, CHARACTER, LINE = 72, 8.43, 19  # columns, and sizes of a 14-pixel monospaced font
 COLORS = {
     "light": dict(background="#f6f8fa", text="#1f2328", command="#0550ae", result="#116329", quiet="#59636e"),
     "dark": dict(background="#161b22", text="#e6edf3", command="#79c0ff", result="#7ee787", quiet="#9198a1"),
@@ -44,7 +44,7 @@ def main(config: ConsoleConfig) -> None:
         sample = [sys.executable, *machine.arguments("sample.py", str(run), prompt=PROMPT, max_new_tokens=120)]
         written = subprocess.run(sample, cwd=machine.ROOT, env=machine.all_cores(), capture_output=True, text=True, check=True)
     torchrun = "$ torchrun --standalone --nproc_per_node=2 train.py"
-    rows = [line for line in few_steps(second) if not line.startswith("  ")]  # without the banner, which is the same
+    rows = [line for line in few_steps(second) if not line.startswith("  ")]  # without the banner, which is the same as before
     lines = [torchrun, *few_steps(first), "^ kill -9", torchrun, *rows]
     lines += [f'$ python sample.py runs/laptop --prompt="{PROMPT}"', *written.stdout.splitlines()[:8]]
     lines = [line.replace(f"{folder}/", "runs/").replace(str(config.tokens), "tokens/python") for line in lines]
@@ -56,7 +56,7 @@ def main(config: ConsoleConfig) -> None:
 
 
 def train(run: Path, flags: dict, kill_at: int | None = None) -> list[str]:
-    """The lines that a run on two ranks prints until its end, or until step `kill_at`, where it is killed."""
+    """The lines that a run on two ranks prints, to its end or until it is killed at step `kill_at`."""
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     environment = machine.environment(OMP_NUM_THREADS="1")
     process = subprocess.Popen(machine.command(2, **flags), cwd=machine.ROOT, env=environment, **streams)
@@ -71,7 +71,7 @@ def train(run: Path, flags: dict, kill_at: int | None = None) -> list[str]:
 
 
 def few_steps(lines: list[str]) -> list[str]:
-    """The lines without most of those of steps: the first two and the last are left."""
+    """`lines` with only the first two and the last of the step lines."""
     steps = [line for line in lines if re.match(r"step +\d+/\d+  loss", line)]
     kept = {*steps[:2], *steps[-1:]}
     shown = [line for line in lines if line not in steps or line in kept]
@@ -80,7 +80,7 @@ def few_steps(lines: list[str]) -> list[str]:
 
 
 def picture(lines: list[str], colors: dict[str, str]) -> str:
-    """An SVG of `lines` on a terminal."""
+    """An SVG of a terminal that shows `lines`."""
     rows = []
     for line in lines:
         kind = "command" if line[:1] in "$^" else "result" if re.search(r"validation loss|^done", line) else "text"

@@ -1,11 +1,11 @@
 """Which learning rate is best, and does the dial find it? python bench/dial.py [--parts=depth,batch]
 
-Trains small models on real text, with rates a factor of 2 apart, until the best one is between two others. Then it tries the
-two rates halfway to its neighbors. Parts: "depth" scales depth and width together, with three seeds; "batch" the batch; others
-the architecture. "tokens" varies the batch at an equal number of tokens. "length" trains for as long as the dial says, with its
-batch, warmup and weight decay. "text" repeats "depth" with one seed on other --tokens, which need a separate --runs.
+Trains small models on real text, with rates a factor of 2 apart, until the best one lies between two others. Then it tries the
+two rates halfway to its neighbors. Parts: "depth" scales depth and width together, with three seeds. "batch" varies the batch,
+and "tokens" varies it at an equal number of tokens. "length" trains for as long as the dial says, with its batch, warmup and
+weight decay. "text" repeats "depth" with one seed on other --tokens, which need a separate --runs. "architecture" varies that.
 
-Every run is an ordinary run of train.py in --runs. Runs are kept: the same command continues, without repeating finished ones.
+Every run is an ordinary run of train.py in --runs. Repeating the command continues, and skips finished runs.
 Writes dial.json, or dial_PARTS.json for other --parts. "depth" and "text" also get a .png: loss over rate relative to the
 dial's, one curve per depth.
 """
@@ -79,7 +79,7 @@ PARTS = {
 @dataclass(frozen=True)
 class DialConfig(machine.Options):
     parts: str = "depth,batch,architecture"
-    """Which curves."""
+    """Which curves to measure."""
     runs: str = "runs/dial"
     """Directory of the runs."""
     jobs: int = 2
@@ -107,7 +107,7 @@ def main(config: DialConfig) -> None:
 
 
 def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
-    """Add rates until the best is inside. Returns losses by rate, the best rate, and the losses there and at the dial's."""
+    """Try rates until the best is not at an end. Returns losses by rate, the best rate, and its loss and the dial's."""
     flags = curve.flags(vocab_size)
     middle = 1e-3 * 2 ** round(math.log2(flags["lr"] / 1e-3))
     losses = {}
@@ -144,7 +144,7 @@ def train(config: DialConfig, curve: Curve, flags: dict) -> float:
 
 
 def factors_of(rows: list[dict]) -> dict:
-    """The spread of the best rates over the depths, as a factor: absolute, relative to the dial's, and to nanochat's."""
+    """How far the best rates spread over depths, as a factor: absolute, relative to the dial's, and to nanochat's."""
     ratios = {rule: [row["best_rate"] / row.get(rule, 1.0) for row in rows] for rule in ("constant", "dial", "nanochat")}
     return {rule: round(max(values) / min(values), 3) for rule, values in ratios.items()}
 

@@ -2,8 +2,8 @@
 
 `Disk` intercepts Python's own calls (open, fsync, rename, ...) for one directory. From the record it derives what a power cut
 may leave, as ALICE does (Pillai et al., OSDI 2014). Recovery then runs from each such state, as in CrashMonkey (Mohan et al.,
-OSDI 2018). The assumed file system is the weakest that POSIX allows: content survives once its file is flushed, a name once its
-directory is. Until then either may exist without the other, in any order.
+OSDI 2018). The assumed file system is the weakest that POSIX allows. Content survives once its file is flushed, and a name once
+its directory is flushed. Until then, either may exist without the other.
 """
 
 import builtins
@@ -24,7 +24,7 @@ Tree = dict | bytes | str  # a directory by name, the content of a file, or the 
 CALLS = {"open": "open", "fsync": "flush", "rename": "rename", "replace": "rename", "unlink": "unlink", "rmdir": "unlink"}
 CALLS |= {"mkdir": "mkdir", "symlink": "link", "stat": "stat", "lstat": "stat", "scandir": "list", "listdir": "list"}
 CHANGES = {"create", "write", "flush", "rename", "unlink", "link", "mkdir"}
-# How an operation may fail: with an error, as a write that stops halfway, or on a disk that is read-only from here on.
+# How an operation may fail, and which kinds of operations can. A disk may also be read-only from an operation on.
 FAULTS = {
     "EIO": {*CALLS.values(), "create", "write"},
     "ENOSPC": {"create", "write", "mkdir", "link"},
@@ -40,16 +40,16 @@ class Fault(NamedTuple):
 
 class Entry(NamedTuple):
     directory: int
-    names: dict[str, int | None]  # names that it gains (their node) or loses (None), all at once
+    names: dict[str, int | None]  # names that the directory gains (their node) or loses (None), all at once
 
 
 class Data(NamedTuple):
     node: int
-    content: bytes  # of the file from here on
+    content: bytes  # new content of the file
 
 
 class Flush(NamedTuple):
-    node: int  # a file or directory that is on disk as it is now
+    node: int  # the file or directory whose current state is on disk
 
 
 class Disk(contextlib.ExitStack):
@@ -63,10 +63,10 @@ class Disk(contextlib.ExitStack):
         self.root, self.fault, self.kinds, self.ops = os.path.abspath(root), fault, [], []
         self.is_looking, self.new_nodes = False, itertools.count()
         self.nodes = {}  # node numbers of existing inodes
-        self.names, self.content = {}, {}  # of each directory; of each file or link
-        self.promises = {}  # what the program has announced as saved, by the number of operations before it
+        self.names, self.content = {}, {}  # names in each directory; content of each file or link
+        self.promises = {}  # what the program has announced as saved, by the number of operations before that
         self.record()
-        self.before = len(self.ops)  # whatever was there already survives
+        self.before = len(self.ops)  # what existed before always survives
 
     def __enter__(self):
         """Intercept the calls of this process."""
@@ -90,7 +90,7 @@ class Disk(contextlib.ExitStack):
         self.promises[len(self.ops)] = value
 
     def _stand_in(self, real, kind: str):
-        """A replacement for one of Python's calls. `real` does the work."""
+        """A replacement for `real`, one of Python's calls, that counts it before calling `real`."""
 
         def call(*args, **more):
             path = self._path(args[kind == "link"] if args else ".", more.get("dir_fd"))
@@ -98,7 +98,7 @@ class Disk(contextlib.ExitStack):
                 return real(*args, **more)
             how = (*args[1:], more.get("mode", "r"))[0] if kind == "open" else "r"
             creates = how & os.O_CREAT if isinstance(how, int) else set(how) & set("wax+")
-            if kind == "flush" and fcntl.fcntl(args[0], fcntl.F_GETFL) & os.O_ACCMODE:  # what was written by this descriptor
+            if kind == "flush" and fcntl.fcntl(args[0], fcntl.F_GETFL) & os.O_ACCMODE:  # flushes what this descriptor wrote
                 self._count("write", path)
             self._count("create" if creates else kind, path)
             result = real(*args, **more)
@@ -168,10 +168,10 @@ class Disk(contextlib.ExitStack):
 
 
 def crash_states(disk: Disk) -> Iterator[tuple[str, int, Tree, object]]:
-    """What a power cut may leave. Yields how, after how many operations, the tree, and the last promise made by then.
+    """What a power cut may leave. Yields the kind of loss, the operations done, the tree, and the last promise by then.
 
-    Of the operations that are not flushed yet, these may survive: all, the first few in order, none, all but one, or only one.
-    Or all survive, with one file torn in half or full of zeros.
+    Of the operations that are not flushed yet, all may survive, the first few, none, all but one, or only one. Or all survive,
+    but one file is torn in half or full of zeros.
     """
     disk.record()
     promised = None
@@ -196,7 +196,7 @@ def crash_states(disk: Disk) -> Iterator[tuple[str, int, Tree, object]]:
 
 
 def _tree(disk: Disk, indices: Iterable[int], torn: dict[int, bytes]) -> Tree:
-    """The directory after only these operations."""
+    """The directory tree after only these operations."""
     names, content = {}, {}
     for i in indices:
         op = disk.ops[i]

@@ -29,7 +29,7 @@ ATTEND = ("window", "document")
 @dataclass(frozen=True)
 class LossConfig(machine.Out):
     wikitext: str = ""
-    """A WikiText file whose articles and paragraphs are used too."""
+    """A WikiText file. Its articles and paragraphs are used too."""
 
 
 @dataclass(frozen=True)

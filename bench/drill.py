@@ -1,4 +1,4 @@
-"""Kill and resume runs again and again: what is left each time, and does the run end with the same bits?
+"""Kill and resume runs again and again: what does each kill leave, and does the run end with the same bits?
 
 python bench/drill.py kills|resume [--flag=value ...]
 """
@@ -24,13 +24,13 @@ from settings import ParallelConfig
 
 STRATEGIES = get_args(cli.flat_fields(ParallelConfig)["strategy"].type)
 CHECKPOINTS_PER_ATTEMPT = 4  # at most; this limits the steps of the whole run
-# A step of a tiny model is shorter than a save, so that many kills hit a save. 6 micro-batches, which 1, 2, 3 and 6 ranks share
-# equally, and an optimizer that every strategy supports.
+# A step of a tiny model is shorter than a save, so many kills hit a save. 1, 2, 3 and 6 ranks can share the 6 micro-batches
+# equally, and every strategy supports the optimizer.
 KILLS = machine.TINY | dict(dropout=0.1, tokens_per_update=192, optimizer="adamw", lr=1e-3, save_every=1)
 KILLS |= dict(eval_every=100, eval_tokens=2048)
-# 120 micro-batches, which 3, 4, 5 and 8 ranks can share equally.
+# 3, 4, 5 and 8 ranks can share the 120 micro-batches equally.
 RESUME = machine.TINY_RUN | dict(tokens_per_update=16 * 120, micro_batch_size=1)
-# RESUME has all gradients in DDP's first bucket of 1 MB; 9 million parameters fill buckets of 1, 25 and 10 MB.
+# RESUME's gradients all fit in DDP's first bucket of 1 MB. 9 million parameters fill buckets of 1, 25 and 10 MB.
 SEVERAL_BUCKETS = dict(architecture="llama", n_layer=10, n_embd=256, vocab_size=4608, micro_batch_size=5)
 VARIANTS = {"bfloat16": dict(dtype="bfloat16"), "several buckets": SEVERAL_BUCKETS, "compiled": dict(compile="on")}
 OF_DDP = {"several buckets, compiled": SEVERAL_BUCKETS | dict(compile="on")}
@@ -38,7 +38,7 @@ OF_DDP |= {"several buckets, Muon, bfloat16": SEVERAL_BUCKETS | dict(optimizer="
 
 
 def train(ranks: int, run: Path, flags: dict, **limits) -> list[int]:
-    """Train in forks of this process, which import nothing. `run` is the run's directory.
+    """Train in forks of this process, which need not import anything. `run` is the run's directory.
 
     Returns their wait statuses (see `forks.run_forks`). Their output is in RUN.out and RUN.err.
     """
@@ -64,21 +64,21 @@ class KillsConfig(machine.Options):
     kills: int = 200
     strategy: Literal[STRATEGIES] = "ddp"
     ranks: int = 1
-    """Under exact the most ranks: each attempt has a random number of them."""
+    """Ranks. Under exact, each attempt has a random number of ranks up to this."""
     max_shard_bytes: int = 10**9
-    """With 20000, tensors are split over 28 files, which the ranks write together under fsdp."""
+    """Largest file of tensors. 20000 splits them over 28 files, which the ranks write together under fsdp."""
     mirror: str = ""
-    """An empty store. Every other kill then also loses the disk."""
+    """URL of an empty store. Every other kill then also loses the disk."""
 
 
 def kills(config: KillsConfig) -> int:
-    """Kill a run hundreds of times, at random instants, and examine what is left each time.
+    """Kill a run hundreds of times, at random instants, and examine what each kill leaves.
 
     python bench/drill.py kills --kills=125 --strategy=fsdp --ranks=3
 
     After each kill, every published checkpoint is compared with its manifest, and the run is started again. The last attempt,
-    an ordinary `python train.py`, runs to the end, and its files are compared with an undisturbed run. Writes hard_kills.json,
-    or hard_kills_STRATEGY[_sharded]_RANKS.json. The exit status is 0 only if every state was usable and both runs are the same.
+    an ordinary `python train.py`, runs to the end. Its files are compared with an undisturbed run's. Writes hard_kills.json, or
+    hard_kills_STRATEGY[_sharded]_RANKS.json. The exit status is 0 only if every state was usable and both runs are the same.
     Takes about ten minutes for 200 kills on two cores.
     """
     if min(config.kills, config.ranks) < 1:
@@ -119,7 +119,7 @@ def kill_again_and_again(config: KillsConfig, flags: dict, run: Path) -> dict:
 
 
 def random_instant(checkpoints: Path, before: int, chance: random.Random):
-    """A function that turns true at a random instant of an attempt from step `before`: while it starts, steps or saves."""
+    """A function that returns true from a random instant of an attempt on: while it starts, steps or saves."""
     count = chance.randrange(CHECKPOINTS_PER_ATTEMPT)  # 0: while it starts
     delay, due = chance.random() * (0.1 if count else 0.7), float("inf")
 
@@ -133,14 +133,14 @@ def random_instant(checkpoints: Path, before: int, chance: random.Random):
 
 
 def newest_step(checkpoints: Path) -> int:
-    """The step of the newest published checkpoint, by its name."""
+    """The step in the name of the newest published checkpoint."""
     from checkpoints import retention
 
     return max(map(retention.step_of, retention.published(checkpoints)), default=0)
 
 
 def killed_while(checkpoints: Path) -> str:
-    """What the run was doing to its checkpoints when it was killed, judging by what it left."""
+    """What the run was doing to its checkpoints when it was killed, judging by the files."""
     names = os.listdir(checkpoints) if checkpoints.exists() else []
     newest, latest = newest_step(checkpoints), checkpoints / "latest"
     if any(name.startswith(".step-") and not name.endswith(".old.tmp") for name in names):
@@ -166,7 +166,7 @@ def examine(checkpoints: Path, step_before: int) -> list[str]:
 
 
 def compare(a: Path, b: Path) -> dict[str, bool]:
-    """Whether each file is the same in two runs, bit for bit (metrics without times)."""
+    """Whether each file is the same in two runs, bit for bit, ignoring times in the metrics."""
     files = [machine.digests(run) | {"metrics.jsonl": machine.unmeasured(machine.metrics(run))} for run in (a, b)]
     return {name: files[0][name] == files[1].get(name) for name in files[0]}
 
@@ -186,7 +186,7 @@ def report_kills(result: dict) -> int:
 @dataclass(frozen=True)
 class ResumeConfig(machine.Options):
     only: str = ""
-    """Only the cases whose name contains this, such as "ddp on 3"."""
+    """Run only the cases whose name contains this, such as "ddp on 3"."""
     steps: int = 6
 
 

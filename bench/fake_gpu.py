@@ -1,10 +1,10 @@
-"""What a GPU would do, as far as a CPU can tell: whole updates on tensors that say `cuda` and have no memory.
+"""What would a GPU do, as far as a CPU can tell? Runs whole updates on tensors that claim to be on `cuda` and have no memory.
 
-`python bench/fake_gpu.py` builds each preset by train.build on rank 0 of a fake process group and runs train.update twice, in
-torch's FakeTensorMode: shapes, dtypes and lifetimes are those of a GPU, no number is computed. It compares the highest sum of
-live bytes with hardware/footprint.py, and lists what would make the host wait. A rank has two micro-batches of the size that
-fits one rank into 80 GB. Not seen: the kernels' own workspaces, what fragments the memory, and compiled code. Needs a C++
-compiler, and five minutes of four cores. Writes fake_gpu.json.
+`python bench/fake_gpu.py` builds each preset with train.build, on rank 0 of a fake process group, and runs train.update twice.
+In torch's FakeTensorMode, shapes, dtypes and lifetimes are as on a GPU, but nothing is computed. It compares the peak of live
+bytes with hardware/footprint.py, and lists what would make the host wait. A rank has two micro-batches of the largest size with
+which one rank fits in 80 GB. Not covered: workspaces of kernels, fragmentation, and compiled code. Needs a C++ compiler, and
+five minutes on four cores. Writes fake_gpu.json.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ import settings
 from hardware import footprint
 from hardware.host import cores
 
-MEMORY = 80e9  # of the GPU for which the micro-batch is chosen
-VOCAB = {"laptop": 4096, "shakespeare_char": 257}  # the others: GPT-2's
-# Autograd asks a device for its streams. A build for CPUs has nobody to answer for CUDA, so this library does.
+MEMORY = 80e9  # bytes of the GPU for which the micro-batch is chosen
+VOCAB = {"laptop": 4096, "shakespeare_char": 257}  # the others use GPT-2's vocabulary
+# Autograd asks a device for its streams. In a CPU build, nothing answers for CUDA, so this library does.
 ANSWERS = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -55,7 +55,7 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 """
-# Strategy, copies of the weights, ranks. AdamW takes all; Muon, whose share of the memory is small, some.
+# Strategy, copies of the weights, ranks. AdamW is measured in all of them; Muon, which adds little memory, only in some.
 WORLDS = [("ddp", 1, 1), ("ddp", 1, 8), ("ddp", 1, 512), ("fsdp", 1, 8), ("fsdp", 1, 64), ("fsdp", 1, 512)]
 WORLDS += [("fsdp", 2, 8), ("fsdp", 8, 64), ("fsdp", 64, 512)]
 LARGE = dict(vocab_size=128256, tie_embeddings=False, seq_len=8192, micro_batch_size=1)  # Llama 3's shapes
@@ -65,7 +65,7 @@ MUON = [("ddp", 1, 1), ("ddp", 1, 8), ("fsdp", 1, 8), ("fsdp", 8, 64)]
 
 
 def main(config: machine.Predictions) -> int:
-    """Run all settings. Returns 1 if a prediction is more than 10 % off."""
+    """Measure all settings. Returns 1 if a prediction is more than 10 % off."""
     chosen = [case for case in cases() if config.only in case[0]]
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
         found = pool.map(measure, *zip(*chosen, strict=True))
@@ -94,7 +94,7 @@ def cases():
 
 
 def resolved(preset: str, ranks: int, **flags):
-    """The `Config` of a preset as a GPU would have it, with two micro-batches for each rank."""
+    """The `Config` of a preset as resolved on a GPU, with two micro-batches for each rank."""
     changes = dict(device="cuda", dtype="bfloat16", compile="off", muon_dtype="bfloat16", threads=1) | flags
     config = settings.replace(settings.read_preset(machine.ROOT / "config" / f"{preset}.toml"), **changes)
     model = settings.resolve_model(config.model, VOCAB.get(preset, 50257))
@@ -107,7 +107,7 @@ def resolved(preset: str, ranks: int, **flags):
 
 
 def measure(setting: str, preset: str, ranks: int, flags: dict) -> dict:
-    """The bytes of rank 0 at the peak of two updates, those predicted, and what the host waited for in the second."""
+    """The peak bytes of rank 0 in two updates, the predicted ones, and what the host waited for in the second update."""
     if "torch" not in sys.modules:
         answer_for_cuda()
     config = resolved(preset, ranks, **flags)
@@ -118,7 +118,7 @@ def measure(setting: str, preset: str, ranks: int, flags: dict) -> dict:
 
 
 def answer_for_cuda() -> None:
-    """Load ANSWERS, before torch: its functions then go before torch's of the same names."""
+    """Load ANSWERS before torch, so that its functions take precedence over torch's."""
     assert "torch" not in sys.modules
     torch = Path(importlib.util.find_spec("torch").origin).parent
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +130,7 @@ def answer_for_cuda() -> None:
 
 
 def updates(config, ranks: int):
-    """Build the model on rank 0 of `ranks` and update it twice. Returns a `Watch` of both, with the second's waits."""
+    """Build the model on rank 0 of `ranks` and update it twice. Returns a `Watch` of both, with the waits of the second."""
     import torch
 
     import train
@@ -147,7 +147,7 @@ def updates(config, ranks: int):
         tokens = functools.partial(torch.zeros, 2, *shape, dtype=torch.long, device=world.device)
         if hasattr(run.engine.model, "reducer"):
             run.engine.model.register_comm_hook(None, all_reduce)
-            # It would lay its buckets out anew, in an order that rank 0 sends; a fake rank sends none. Its logger reads clocks.
+            # DDP would rebuild its buckets in rank 0's order, but a fake rank sends nothing. Its logger reads clocks.
             run.engine.model.reducer = mock.Mock(wraps=run.engine.model.reducer, _rebuild_buckets=lambda: False)
             run.engine.model.logger = mock.Mock()
         for _ in range(2):
@@ -157,7 +157,7 @@ def updates(config, ranks: int):
 
 
 def all_reduce(group, bucket):
-    """DDP's own hook, whose future has a result also where the process group's has none."""
+    """DDP's own hook, with a future that has a result. The fake process group's has none."""
     import torch
     import torch.distributed as dist
 
@@ -169,14 +169,14 @@ def all_reduce(group, bucket):
 
 @contextlib.contextmanager
 def fake_gpu(ranks: int):
-    """A context in which tensors on `cuda` are fake, on rank 0 of `ranks`, and the driver is not asked."""
+    """A context in which tensors on `cuda` are fake, on rank 0 of `ranks`, and nothing calls the driver."""
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils import _foreach_utils
 
-    # All streams are one, and nothing is under way. The events in them are mocks.
+    # There is one stream with nothing queued. Its events are mocks.
     answers = {name: mock.MagicMock() for name in ("Stream", "Event", "current_stream", "stream")}
     answers |= {"is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 8}
     answers |= {"current_device": lambda: 0, "set_device": lambda device: None, "get_device_capability": lambda *_: (9, 0)}
@@ -190,7 +190,7 @@ def fake_gpu(ranks: int):
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", flash))
         stack.enter_context(mock.patch("torch.nn.functional.rms_norm", fused_rms_norm(torch.nn.functional.rms_norm)))
         stack.enter_context(mock.patch("native.silu", fused_silu()))
-        for name in ("_verify_param_shape_across_processes", "_sync_module_states"):  # they read what ranks have sent
+        for name in ("_verify_param_shape_across_processes", "_sync_module_states"):  # they read data from other ranks
             stack.enter_context(mock.patch(f"torch.nn.parallel.distributed.{name}"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -199,14 +199,14 @@ def fake_gpu(ranks: int):
             stack.callback(dist.destroy_process_group)
         import parallel.sharded
 
-        real = unset_fake_temporarily()(parallel.sharded.init_device_mesh)  # it computes with ranks
+        real = unset_fake_temporarily()(parallel.sharded.init_device_mesh)  # it computes on real tensors of ranks
         stack.enter_context(mock.patch("parallel.sharded.init_device_mesh", real))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
 def flash(q, k, v, mask, dropout_p, is_causal, enable_gqa):
-    """The kernel that PyTorch takes on a GPU for 16-bit types. A build for CPUs would take another."""
+    """The kernel that PyTorch uses on a GPU for 16-bit types. A CPU build would use a different one."""
     import torch
 
     assert mask is None and q.dtype in (torch.bfloat16, torch.float16)
@@ -214,7 +214,7 @@ def flash(q, k, v, mask, dropout_p, is_causal, enable_gqa):
 
 
 def fused_rms_norm(composite):
-    """F.rms_norm that keeps what CUDA's kernel keeps. A build for CPUs has no such kernel and composes many operations."""
+    """F.rms_norm that keeps what CUDA's kernel keeps. A CPU build lacks this kernel and composes many operations instead."""
     import torch
 
     class Fused(torch.autograd.Function):
@@ -234,7 +234,7 @@ def fused_rms_norm(composite):
 
 
 def fused_silu():
-    """F.silu whose backward is one kernel, as on CUDA. For fake tensors torch composes it, with three more tensors alive."""
+    """F.silu whose backward is one kernel, as on CUDA. For fake tensors, torch composes it, and keeps three more tensors."""
     import torch
 
     class Fused(torch.autograd.Function):
@@ -251,7 +251,7 @@ def fused_silu():
 
 
 def move_buffers(module, device):
-    """Module.to, which cannot move fake parameters; they must be on `device` already, or operations would refuse them."""
+    """Module.to for buffers only: it cannot move fake parameters. These must be on `device` already, or operations fail."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))

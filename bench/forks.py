@@ -1,4 +1,4 @@
-"""Forks of this process, which import nothing again: ranks that train, and functions that return measurements.
+"""Forks of this process, which need not import anything again: ranks that train, and functions that return measurements.
 
 A fork can be killed, but lacks its parent's threads. So `prepare_to_fork` imports what training needs without starting threads.
 """
@@ -27,7 +27,7 @@ from hardware.host import prepare_torch
 
 
 def prepare_to_fork() -> None:
-    """Import what training needs, once for all forks, without starting a thread, which a fork would lack."""
+    """Import what training needs, once for all forks. Starts no thread, because forks would lack it."""
     prepare_torch()
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     import matplotlib.figure  # noqa: F401
@@ -36,7 +36,7 @@ def prepare_to_fork() -> None:
     import train  # noqa: F401
 
     tqdm.monitor_interval = 0
-    gc.freeze()  # a collection in a fork would touch everything imported, and so copy its pages
+    gc.freeze()  # otherwise a collection in a fork would touch, and so copy, the pages of everything imported
 
 
 def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:
@@ -80,9 +80,9 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
 
 
 def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = math.inf, enough=lambda: False) -> list[int]:
-    """Let `ranks` forks `work` until all have ended, `enough()` is true or `limit` seconds are over. Then kill the others.
+    """Let `ranks` forks `work` until all have ended, `enough()` is true or `limit` seconds are over. Then kill the rest.
 
-    Returns their wait statuses, signal.SIGKILL for those killed. Their output is appended to OUTPUT.out and OUTPUT.err.
+    Returns their wait statuses, signal.SIGKILL for killed ones. Their output is appended to OUTPUT.out and OUTPUT.err.
     """
 
     def work_quietly() -> int:
@@ -105,7 +105,7 @@ def run_forks(ranks: int, work: Callable[[], int], output: Path, limit: float = 
 
 
 def in_forks(function: Callable, *arguments, folder: Path, ranks: int = 1, limit: float = math.inf) -> list:
-    """What `function(*arguments)` returns in each of `ranks` forks, passed as JSON. Raises RunError."""
+    """What `function(*arguments)` returns in each of `ranks` forks, passed back as JSON. Raises RunError."""
 
     def work() -> int:
         (folder / f"returned{os.environ.get('RANK', 0)}").write_text(json.dumps(function(*arguments)))
@@ -117,7 +117,7 @@ def in_forks(function: Callable, *arguments, folder: Path, ranks: int = 1, limit
 
 
 def failure(output: Path, statuses: list[int], limit: float = math.inf) -> RunError:
-    """The error for forks that failed, with the last line they wrote."""
+    """The error for forks that failed, with the last line that they printed."""
     texts = [Path(f"{output}.{stream}") for stream in ("err", "out")]
     lines = [line for path in texts if path.exists() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     ended = "was not done" if all(status == signal.SIGKILL for status in statuses) else "failed"

@@ -1,12 +1,12 @@
-"""What is true on this GPU: questions about speed, memory and sameness, each answered in words and figures.
+"""Questions about a GPU's speed, memory and reproducibility, each answered in words and figures.
 
 python bench/gpu.py --minutes=9 --ask='exact|nanoGPT' --nanogpt=PATH
 
-A question takes about a minute. When the minutes are over, the same command goes on: what gpu.json has of the same GPUs, torch
-and code is not measured again. Needs no network; tyro and wandb may be missing. --tiny=true rehearses all questions on a CPU
-with models of thirty thousand parameters. It measures nothing, and writes nothing without --out.
+A question takes about a minute. When the minutes are over, repeat the command to continue. It does not repeat measurements that
+gpu.json has for the same GPUs, torch and code. Needs no network; tyro and wandb may be missing. --tiny=true rehearses all
+questions on a CPU, with models of thirty thousand parameters. Its figures mean nothing, and it writes them only with --out.
 
-Exit status: 0 all is answered and as it should be, 1 something is not, 2 no GPU, 75 questions are left.
+Exit status: 0 all questions passed, 1 some failed, 2 no GPU, 75 some are left.
 """
 
 import argparse
@@ -36,16 +36,16 @@ from common.errors import EX_TEMPFAIL, RunError, UserError
 from common.files import publish_text
 from hardware import footprint
 
-TOKENS_PER_UPDATE = 131072  # the presets' own would only repeat the same micro-batches
-UPDATES = 14  # of a run that is timed
-SECONDS = {"gpt2_124m": 100.0, "llama_1.3b": 210.0, "laptop": 90.0}  # of a run; a large model takes longer to compile
-OPERATION = 90.0  # seconds of a single operation
-COLD = 300.0  # seconds that the first run of a kind may take longer, while the compiler's cache is cold
+TOKENS_PER_UPDATE = 131072  # the presets' larger batches would only repeat the same micro-batches
+UPDATES = 14  # updates in a timed run
+SECONDS = {"gpt2_124m": 100.0, "llama_1.3b": 210.0, "laptop": 90.0}  # that a run takes; a large model takes longer to compile
+OPERATION = 90.0  # seconds for a single operation
+COLD = 300.0  # extra seconds for the first run of a kind, while the compiler's cache is cold
 SMALL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=256, tokens_per_update=16384, lr=1e-3)
 SMALL |= dict(threads=1, optimizer="adamw", micro_batch_size=2)
-# What --tiny makes of every model.
+# Settings of every model under --tiny.
 TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, d_ff=64, tokens_per_update=256, compile="off", threads=1)
-# What the speed of a model is tried with, beside the preset's own settings.
+# Settings to try for speed: the preset's, and these changes to it.
 WAYS = ({}, {"deterministic": False}, {"activation_checkpointing": True})
 
 
@@ -59,7 +59,7 @@ class Impossible(Exception):
 
 @dataclass
 class Bench:
-    """What the questions measure with. What was measured before is taken from the record."""
+    """How the questions measure. Earlier measurements are taken from the record."""
 
     record: dict
     folder: Path
@@ -71,10 +71,10 @@ class Bench:
     failures: dict[str, RunError] = field(default_factory=dict)  # not tried again before the next start
 
     def measure(self, name: str, run: Callable[[Path, float], object], seconds: float):
-        """The measurement `name`, unless the record has it: made by `run` in an empty folder, within so many seconds.
+        """The measurement `name`, from the record, or else made by `run` in an empty folder within a number of seconds.
 
-        seconds: what it takes with a warm compiler cache. It may take COLD more, if they are left. Raises OutOfTime if fewer
-        than `seconds` are left, RunError if it fails.
+        seconds: how long it takes with a warm compiler cache. If time is left, it may take COLD more. Raises OutOfTime if fewer
+        than `seconds` are left, and RunError if it fails.
         """
         if name in self.failures:
             raise self.failures[name]
@@ -91,7 +91,7 @@ class Bench:
         return known[name]
 
     def config(self, preset: str, **changes) -> settings.Config:
-        """A preset on this device and the made tokens."""
+        """A preset with this device and made-up tokens."""
         flags = {"tokens": str(self.folder.parent / "tokens"), "device": self.device, "log_every": 1, "resume": "auto"}
         flags |= {"tokens_per_update": TOKENS_PER_UPDATE, "schedule": "constant", "warmup_steps": 0}
         flags |= (SMALL if preset == "laptop" else {}) | (TINY if self.tiny else {}) | changes
@@ -102,16 +102,16 @@ class Bench:
         return settings.resolve_model(self.config(shape).model, 512 if self.tiny else 50257)
 
     def peak(self) -> float:
-        """FLOP/s of the fastest matrix product."""
+        """FLOP/s of the fastest matmul."""
         run = lambda at, limit: forks.in_forks(gpu_probe.matmul_peak, self.device, folder=at, limit=limit)[0]  # noqa: E731
         return self.measure("matrix product", run, OPERATION)
 
     def seconds(self, shape: str) -> float:
-        """What a run takes. A CPU takes longer."""
+        """How long a run takes. A CPU takes longer."""
         return (3 if self.tiny else 1) * SECONDS[shape]
 
     def train(self, shape: str, updates: int = UPDATES, turn: int = 1, ranks: int = 1, plain: str = "", **changes) -> dict:
-        """Updates of a preset, timed. See `gpu_probe.training`. turn: another one measures the same again."""
+        """Time updates of a preset. See `gpu_probe.training`. turn: a different number repeats the measurement."""
         config, updates = self.config(shape, **changes), 6 if self.tiny else updates
         kind = [f"{key}={value}" for key, value in changes.items()] + [f"W={ranks}"] * (ranks > 1) + [plain] * bool(plain)
         run = lambda at, limit: gpu_probe.training(config, at, limit, updates, ranks, plain)  # noqa: E731
@@ -125,18 +125,18 @@ class Bench:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The questions. Each says in words what follows from measurements, and raises RunError where a promise is broken.
+# The questions. Each says in words what follows from its measurements, and raises RunError if a promise is broken.
 
 
 def fastest_product(bench: Bench) -> str:
-    """What the hardware reaches, against which everything else is held."""
+    """The speed that the hardware reaches, with which everything else is compared."""
     peak, datasheet = bench.peak(), bench.record["datasheet_flops"]
     share = f"{peak / datasheet:.0%} of the datasheet's {datasheet / 1e12:.0f}" if datasheet else "no datasheet is known"
     return f"{peak / 1e12:.4g} TFLOP/s in bfloat16: {share}."
 
 
 def speed_of(bench: Bench, shape: str) -> str:
-    """Tokens/s and MFU, with the settings that are fastest."""
+    """Tokens/s and MFU, with the fastest settings."""
     runs = {}
     for way in WAYS:
         name = " ".join(f"--{key}={str(value).lower()}" for key, value in way.items()) or "as it is"
@@ -147,7 +147,7 @@ def speed_of(bench: Bench, shape: str) -> str:
     rates = {name: tokens_per_second(run) for name, run in runs.items()}
     best, datasheet = max(rates, key=rates.get), bench.record["datasheet_flops"]
     run, flops = runs[best], rates[best] * footprint.flops_per_token(bench.model(shape))
-    shares = f"{flops / bench.peak():.1%} of the fastest matrix product"
+    shares = f"{flops / bench.peak():.1%} of the fastest matmul"
     shares += f", {flops / datasheet:.1%} of the datasheet's peak" if datasheet else ""
     others = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
     more = f"micro-batches of {run['micro_batch_size']}, first update after {run['first_update_s']:.0f} s"
@@ -164,7 +164,7 @@ def exact_worlds(bench: Bench) -> str:
 
 def portable(bench: Bench) -> str:
     """Whether --numerics=portable gives a GPU the bits of a CPU."""
-    flags = dict(numerics="portable", strategy="exact", compile="off", tokens_per_update=2048)  # a CPU computes them, too
+    flags = dict(numerics="portable", strategy="exact", compile="off", tokens_per_update=2048)  # a CPU also computes them
     runs = {place: bench.digests(f"portable, {place}", device=place, **flags)["sha256"] for place in ("cpu", bench.device)}
     if runs["cpu"] != runs[bench.device]:
         raise RunError(f"different bits: {runs}")
@@ -215,7 +215,7 @@ def nanogpt_steps(checkout: Path, flags: list[str]) -> list[float]:
 
 
 def change(bench: Bench, shape: str, **changes) -> str:
-    """What other settings cost or gain on one rank, with the same micro-batches."""
+    """The cost or gain of other settings on one rank, with the same micro-batches."""
     if changes.get("fp8") and not (bench.device == "cuda" and importlib.util.find_spec("torchao")):
         raise Impossible("it needs a GPU and torchao")
     base = bench.train(shape)
@@ -226,7 +226,7 @@ def change(bench: Bench, shape: str, **changes) -> str:
 
 
 def overlapped(bench: Bench, shape: str) -> str:
-    """What it gains that the ranks send Muon's matrices of one shape while they compute those of the next."""
+    """The gain from sending Muon's matrices of one shape while computing the next shape."""
     ranks = 2 if bench.tiny else len(bench.record["gpus"])
     if ranks < 2:
         raise Impossible("it needs two GPUs")
@@ -249,10 +249,10 @@ def learns_as_on_a_cpu(bench: Bench) -> str:
 
 
 def memory(bench: Bench, shape: str) -> str:
-    """Peak memory (on a CPU that of the whole process) against the estimate by which --micro_batch_size=auto chooses."""
+    """Peak memory (on a CPU, of the whole process) compared with the estimate that --micro_batch_size=auto uses."""
     run = bench.train(shape)
     estimate, held = run["estimated_gb"], run["memory_gb"]
-    return f"{held:.3g} GB were held and {estimate:.3g} GB estimated, {estimate / held - 1:+.1%}."
+    return f"The peak was {held:.3g} GB, and the estimate {estimate:.3g} GB, {estimate / held - 1:+.1%}."
 
 
 def questions() -> Iterator[tuple[str, Callable[[Bench], str]]]:
@@ -262,22 +262,22 @@ def questions() -> Iterator[tuple[str, Callable[[Bench], str]]]:
         for shape in ("gpt2_124m", "llama_1.3b"):
             yield f"{shape}: {title}", functools.partial(ask, shape=shape, **changes)
 
-    yield "How fast is the fastest matrix product?", fastest_product
+    yield "How fast is the fastest matmul?", fastest_product
     yield from of_each("how fast does it train at its best settings?", speed_of)
-    yield "Is --strategy=exact one sha256 on 1 to 4 processes?", exact_worlds
-    yield "Is --numerics=portable one sha256 here and on a CPU?", portable
+    yield "Does --strategy=exact give one sha256 on 1 to 4 processes?", exact_worlds
+    yield "Does --numerics=portable give one sha256 here and on a CPU?", portable
     yield "Is a killed and resumed run the same?", resume
     yield "gpt2_124m: how fast is it beside nanoGPT?", against_nanogpt
     yield from of_each("what does --strategy=exact cost?", change, strategy="exact")
     yield from of_each("what does --compile=off cost?", change, compile="off")
     yield "Does a small model learn in float32 as on a CPU?", learns_as_on_a_cpu
     yield from of_each("what does --fp8=true gain?", change, fp8=True)
-    yield from of_each("what does it gain to overlap Muon's exchanges with its products?", overlapped)
-    yield from of_each("is the memory what was estimated?", memory)
+    yield from of_each("what does overlapping Muon's exchanges with its matmuls gain?", overlapped)
+    yield from of_each("does it take the estimated memory?", memory)
 
 
 def tokens_per_second(run: dict) -> float:
-    """Of a timed run, by its median update."""
+    """The speed of a timed run, from its median update."""
     return 1000 * run["tokens_per_update"] / statistics.median(run["update_ms"])
 
 
@@ -286,13 +286,13 @@ def main(args: list[str]) -> int:
     options = parse(args)
     tiny = options.tiny == "true"
     for name in gpu_probe.import_trainer():
-        print(f"{name} is not installed: going on without it", flush=True)
+        print(f"{name} is not installed; continuing without it", flush=True)
     with machine.workspace() as folder:
         work = folder / "work"
         work.mkdir()
         facts = forks.in_forks(gpu_probe.facts, folder=folder, limit=OPERATION)[0]
         if not facts["gpus"] and not tiny:
-            raise UserError("no CUDA device: these questions need a GPU and its torch; --tiny=true tries them on a CPU")
+            raise UserError("no CUDA device: these questions need a GPU and a torch for it; --tiny=true tries them on a CPU")
         out = Path(options.out or (work if tiny else machine.RESULTS), "gpu.json")
         records = json.loads(out.read_text()) if out.is_file() else {}
         key = f"{'a CPU' if tiny else ' and '.join(facts['gpus'])}, torch {facts['torch']}, code {code_digest()}"
@@ -310,17 +310,17 @@ def main(args: list[str]) -> int:
         left = ask_all(bench, listed)
     print(f"{len(listed) - left} of {len(listed)} questions are answered{'' if tiny else f', in {out}'}")
     if left:
-        print("the same command goes on")
+        print("repeat the command to continue")
         return EX_TEMPFAIL
     return 0 if all(record["answers"][title]["passed"] for title in listed) else 1
 
 
 def parse(args: list[str]) -> argparse.Namespace:
-    """The flags. By argparse, because tyro may be missing."""
+    """Parse the flags, with argparse because tyro may be missing."""
     style = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser = argparse.ArgumentParser(description=__doc__, **style)
     parser.add_argument("--minutes", type=float, default=60.0, help="start no measurement that may take longer than this")
-    parser.add_argument("--ask", default="", metavar="REGEX", help="only the questions whose title has this in it")
+    parser.add_argument("--ask", default="", metavar="REGEX", help="only the questions whose title matches")
     parser.add_argument("--tiny", choices=("true", "false"), default="false", help="try all questions on a CPU")
     parser.add_argument("--nanogpt", default="", metavar="PATH", help="a checkout of nanoGPT, to compare with")
     parser.add_argument("--out", default="", help="directory of gpu.json (runs/bench)")
@@ -328,7 +328,7 @@ def parse(args: list[str]) -> argparse.Namespace:
 
 
 def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], str]]) -> int:
-    """Ask all of them. What is known costs no time. Returns how many questions are left for want of time."""
+    """Ask all questions; recorded measurements cost no time. Returns how many are left because time ran out."""
     left = 0
     for title, ask in listed.items():
         passed = True
@@ -339,7 +339,7 @@ def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], str]]) -> int:
             continue
         except Impossible as reason:
             verdict = f"Impossible here: {reason}."
-        except Exception as error:  # one question must not take the others with it
+        except Exception as error:  # one question must not stop the others
             if not isinstance(error, RunError):
                 traceback.print_exc()
             verdict, passed = f"FAILED: {error}", False
@@ -350,7 +350,7 @@ def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], str]]) -> int:
 
 
 def code_digest() -> str:
-    """Eight digits that change with the trainer."""
+    """Eight digits that change with the trainer's code."""
     folders = ("checkpoints", "config", "hardware", "parallel")
     files = [*machine.ROOT.glob("*.py"), *(path for folder in folders for path in (machine.ROOT / folder).glob("*.[pt]*"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:8]

@@ -1,6 +1,6 @@
-"""What bench/gpu.py measures, each in a fork, which can be killed: training by the trainer itself, and the fastest product.
+"""What bench/gpu.py measures: training by the trainer itself, and the fastest matmul. Each runs in a fork that can be killed.
 
-The forks are of a process that has imported torch but not touched a GPU.
+The forked process has imported torch but not touched a GPU.
 """
 
 import importlib.util
@@ -20,14 +20,14 @@ from common import errors
 from hardware import footprint
 from settings import Config
 
-UNTIMED = 2  # updates in which memory is allocated, and clocks rise
-FEWEST, SECONDS = 4, 20.0  # the updates that a run is timed for at least, and those of so many seconds
+UNTIMED = 2  # updates during which memory is allocated and clocks rise
+FEWEST, SECONDS = 4, 20.0  # a timed run has at least this many updates, and lasts at least this long
 
 
 def import_trainer() -> list[str]:
-    """Import the trainer, for all forks. Returns which of the packages it can do without are missing."""
+    """Import the trainer, for all forks. Returns the names of missing packages that it can do without."""
     missing = [name for name in ("tyro", "wandb") if importlib.util.find_spec(name) is None]
-    if "tyro" in missing:  # it parses command lines, which are not used here; two modules name this type as they are imported
+    if "tyro" in missing:  # it parses command lines, which we do not; but two modules use this name when imported
         sys.modules["tyro"] = types.ModuleType("tyro")
         sys.modules["tyro"].conf = types.SimpleNamespace(Positional=list)
     forks.prepare_to_fork()
@@ -35,9 +35,9 @@ def import_trainer() -> list[str]:
 
 
 def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False, plain: str = ""):
-    """Run the trainer as FOLDER/run until `enough(the records of its updates)`, or for `limit` seconds; then kill it.
+    """Run the trainer in FOLDER/run until `enough(the records of its updates)`, or for `limit` seconds; then kill it.
 
-    plain: a way to be fast that it goes without; waiting: Muon waits for each exchange. Returns the records and wait statuses.
+    plain: "waiting" makes Muon wait for each exchange. Returns the records and wait statuses.
     """
     own = dict(out_dir=str(folder), name="run", async_save=False, eval_every=0, eval_tokens=config.model.seq_len)
     config = settings.replace(config, **own)
@@ -66,7 +66,7 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
 def training(config: Config, folder: Path, limit: float, updates: int, ranks: int = 1, plain: str = "") -> dict:
     """Train for `updates`, or at least FEWEST of them and SECONDS after the first. Saves nothing.
 
-    Returns the milliseconds of each update, the seconds until the first, memory, losses and what was chosen.
+    Returns the milliseconds of each update, the seconds until the first, memory, losses and the chosen batch.
     """
 
     def enough(records: list[dict]) -> bool:
@@ -103,7 +103,7 @@ def digests(config: Config, ranks: int, folder: Path, limit: float, kill_after: 
 
 
 def facts() -> dict:
-    """The GPUs, the FLOP/s that their datasheet says, and the versions that matter to speed."""
+    """The GPUs, the FLOP/s in their datasheet, and the versions that matter for speed."""
     import torch
 
     from hardware import device
@@ -114,7 +114,7 @@ def facts() -> dict:
 
 
 def matmul_peak(device_name: str) -> float:
-    """FLOP/s of products of two square bfloat16 matrices of the best size, sustained for a second, as training must."""
+    """FLOP/s of a matmul of square bfloat16 matrices of the best size, sustained for a second, as in training."""
     import torch
     from torch.utils.benchmark import Timer
 

@@ -1,9 +1,8 @@
 """What does it cost to keep the ranks in step? `python bench/grad_sync.py`
 
-Measures updates of the same global batch for each strategy on 1, 2 and 4 local processes, in turns: their time, and how much of
-it communication adds (compared with the same updates without syncing; 0 where noise is larger than the difference); the bytes
-that a rank sends, and the memory of weights and optimizer state; the distance of the final weights from those of one process.
-Prints a table and writes grad_sync.json.
+Measures updates of the same global batch for each strategy on 1, 2 and 4 local processes, in turns. Prints a table of the time,
+and how much communication adds to it (0 if noise is larger). It also has the bytes that a rank sends, the memory of weights and
+optimizer state, and how far the final weights are from a single process's. Writes grad_sync.json.
 """
 
 import functools
@@ -31,15 +30,15 @@ class StrategiesConfig(machine.Out):
     rounds: int = 3
     """How often each strategy is measured, in turns. The table shows the median."""
     updates: int = 8
-    """Timed updates of a round. Two untimed ones come first."""
+    """Timed updates per round. Two untimed ones come first."""
     micro_batches: int = 8
-    """Micro-batches of an update, over all ranks."""
+    """Micro-batches per update, over all ranks."""
     compile: Literal["off", "on"] = "off"
     name: str = "grad_sync"
 
 
 def main(config: StrategiesConfig) -> None:
-    """Measure all; print, write."""
+    """Measure all strategies, then print and write the results."""
     from safetensors.torch import load_file
 
     forks.prepare_to_fork()
@@ -63,7 +62,7 @@ def main(config: StrategiesConfig) -> None:
 
 
 def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
-    """In each rank: run updates with and without syncing. Rank 0 writes the weights."""
+    """Run updates with and without syncing on each rank. Rank 0 writes the weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -99,7 +98,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
         engine.zero_grad()
 
     def timed(*works) -> list[float]:
-        """Milliseconds of each of `works`, one after the other."""
+        """Run each of `works` in turn. Returns their milliseconds."""
         if world.size > 1:
             torch.distributed.barrier()
         times = [time.perf_counter()]
@@ -130,7 +129,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
 
 
 def loopback_bytes() -> int:
-    """Bytes sent so far over the loopback device of Linux, through which gloo's ranks on one machine communicate."""
+    """Bytes sent so far over Linux's loopback device, which gloo's ranks on one machine use."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 

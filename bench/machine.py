@@ -1,5 +1,5 @@
-"""The frame of all benchmarks, and what the tests share with them: starting and killing train.py, reading what a run has left,
-measuring contenders in turns, and writing results together with the machine they are from."""
+"""Shared by all benchmarks and some tests. Start and kill train.py, read a run's files, measure contenders in turns, and write
+results together with a description of the machine."""
 
 import contextlib
 import importlib.metadata
@@ -32,13 +32,13 @@ ROOT = Path(__file__).parent.parent
 RESULTS = str(ROOT / "runs" / "bench")  # not bench/results, which is tracked: that needs --out
 # Metrics that differ between equal runs.
 MEASURED = {"time", "tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
-# What holds a processor to fewer instructions, so that it does as an older one: in torch, in oneDNN and in Intel's MKL.
+# Limit torch, oneDNN and Intel's MKL to older instructions, so that a processor acts as an older one.
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 Processor = Literal["native", "avx2"]
-# A model of 30 thousand parameters that still has every part, trained alike on every machine.
+# A model of 30 thousand parameters with every part of a large one, trained in the same way on every machine.
 TINY = dict(architecture="qwen3", n_layer=2, n_head=2, n_embd=32, seq_len=16, micro_batch_size=2, log_every=1)
 TINY |= dict(dtype="float32", compile="off", device="cpu", threads=1)
-# And a run of it without evaluations and checkpoints but the last, whose learning rate does not depend on its length.
+# A run of it that evaluates and saves only at the end. Its learning rate does not depend on its length.
 TINY_RUN = TINY | dict(optimizer="adamw", lr=1e-2, warmup_steps=2, schedule="constant")
 TINY_RUN |= dict(eval_every=0, eval_tokens=640, save_every=0)
 
@@ -56,37 +56,37 @@ class Options(Out):
     """The flags of most benchmarks."""
 
     tokens: str = "tokens/python"
-    """Dataset; the embedded corpus is prepared if it is not there."""
+    """Dataset directory. If it does not exist, the embedded corpus is prepared there."""
 
 
 @dataclass(frozen=True)
 class Predictions(Out):
-    """The flags of a benchmark that holds predictions against measurements, in many settings."""
+    """The flags of a benchmark that compares predictions with measurements, in many settings."""
 
     only: str = ""
-    """Only the settings whose name contains this. Nothing is written."""
+    """Measure only the settings whose name contains this, and write nothing."""
 
 
 def command_line(description: str, options: type, main: Callable, arguments: list[str] | None = None) -> NoReturn:
-    """End with the status of `main` on the `options` that the command line gives."""
+    """Run `main` on the `options` from the command line, and exit with its status."""
     with errors.user_errors():
         sys.exit(main(cli.parse(options, sys.argv[1:] if arguments is None else arguments, description)))
 
 
 def choose(description: str, **cases: tuple[type, Callable]) -> NoReturn:
-    """`command_line` for the one of `cases` (its options, its main) that the first argument names."""
+    """`command_line` for the case that the first argument names. cases: the options and main of each."""
     name, *arguments = sys.argv[1:] or [""]
     if name in cases:
         command_line(cases[name][1].__doc__, *cases[name], arguments)
     with errors.user_errors():
         if name != "--help":
             raise UserError(f"name the case first: python bench/{Path(sys.argv[0]).name} {'|'.join(cases)} [--flag=value ...]")
-        print(f"{description}\nThe cases are {', '.join(cases)}; each has a --help of its own.")
+        print(f"{description}\nThe cases are {', '.join(cases)}; each has its own --help.")
         sys.exit(0)
 
 
 def arguments(script: str | Path = "train.py", preset: str = "", **flags) -> list[str]:
-    """A script, its preset if it has one, and its flags, as on a command line."""
+    """A script, its preset if any, and its flags, as on a command line."""
     return [str(script), *([preset] if preset else []), *(f"--{name}={value}" for name, value in flags.items())]
 
 
@@ -102,13 +102,13 @@ def command(ranks: int = 1, **flags) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment variables and `more`, without those of a torchrun that started this process."""
+    """This process's environment variables and `more`, except any that torchrun set for this process."""
     of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in of_a_rank} | more
 
 
 def start(ranks: int = 1, **flags) -> subprocess.Popen:
-    """Start train.py in the background. What it prints is in its train.log."""
+    """Start train.py in the background. Its train.log has what it prints."""
     env, quiet = environment(OMP_NUM_THREADS="1"), subprocess.DEVNULL
     return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=env, stdout=quiet, stderr=quiet)
 
@@ -119,7 +119,7 @@ def run(ranks: int = 1, **flags) -> None:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Send SIGKILL to a process and all its descendants. torchrun's ranks are in sessions of their own and would go on."""
+    """Send SIGKILL to a process and all its descendants. torchrun's ranks have separate sessions and would survive."""
     if process.poll() is None:
         listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
         parents = dict(map(int, line.split()) for line in listed.splitlines())
@@ -189,7 +189,7 @@ def ready(config, steps: int) -> tuple:
 
 
 def metrics(run: Path) -> list[dict]:
-    """The records of a run's metrics.jsonl, none where there is none yet, without a last line that is not complete."""
+    """The records of a run's metrics.jsonl, without an incomplete last line. Empty if the file does not exist yet."""
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
@@ -206,7 +206,7 @@ def damage(path: Path) -> None:
 
 
 def unmeasured(records: list[dict]) -> list[dict]:
-    """`records` without times and memory, as two equal runs have them."""
+    """`records` without times and memory, which differ between equal runs."""
     return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 
 
@@ -224,7 +224,7 @@ def prepare_tokens(directory: str) -> None:
 
 @contextlib.contextmanager
 def workspace():
-    """A directory for runs in runs/ (a system may hold /tmp in memory). It is removed at the end, also after SIGTERM."""
+    """A directory for runs in runs/ (/tmp may be in memory). It is removed at the end, also after SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     (ROOT / "runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=ROOT / "runs") as directory:
@@ -232,7 +232,7 @@ def workspace():
 
 
 def act_as(processor: Processor) -> None:
-    """Hold this process, before it imports torch, and those that it starts to the instructions of `processor`."""
+    """Limit this process and its children to the instructions of `processor`. Call this before importing torch."""
     if processor == "avx2":  # the compiler's cache does not tell processors apart
         os.environ.update(AVX2, TORCHINDUCTOR_CACHE_DIR=str(Path(tempfile.gettempdir(), "torchinductor_as_avx2")))
 
@@ -243,7 +243,7 @@ def acted_as() -> Processor:
 
 
 def describe() -> dict:
-    """This machine, its load, and the versions of what runs on it."""
+    """This machine, its load, and the versions of its software."""
     host = {"cpu": cpu_name(), "instructions": acted_as(), "cores": cores(), "memory_gib": round(memory_bytes() / 2**30, 1)}
     host |= {"gpus": output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()}
     versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
@@ -253,12 +253,12 @@ def describe() -> dict:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, or nothing if it is not installed."""
+    """What a command prints; empty if it is not installed."""
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
 
 
 def write(name: str, result: dict, out: str = RESULTS) -> Path:
-    """Publish `result` and the machine as OUT/NAME.json, NAME_avx2.json where it acted as avx2. Returns the path."""
+    """Publish `result` and the machine as OUT/NAME.json, or NAME_avx2.json under `act_as("avx2")`. Returns the path."""
     path = Path(out, f"{name}{'' if acted_as() == 'native' else '_' + acted_as()}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     shown = [re.sub("=/.*/", "=", argument) for argument in sys.argv[1:]]  # without the paths of this machine
@@ -268,9 +268,9 @@ def write(name: str, result: dict, out: str = RESULTS) -> Path:
 
 
 def hold_against(name: str, rows: Iterable[dict], config: Predictions, most: float) -> int:
-    """Show each of `rows` (a setting, what was measured, what was predicted) as it comes, and publish all as NAME.json.
+    """Print each of `rows` (a setting, the measured and the predicted value) as it arrives, and publish all as NAME.json.
 
-    Returns 1 if a prediction is off by more than the share `most`.
+    Returns 1 if a prediction is off by more than the fraction `most`.
     """
     found = []
     for row in rows:
@@ -285,7 +285,7 @@ def hold_against(name: str, rows: Iterable[dict], config: Predictions, most: flo
 
 
 def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
-    """Shards in llm.c's naming of ids that fall off as 1 / rank, as words do: there is something to learn, but not much."""
+    """Write shards, named as in llm.c, of ids with frequencies of 1 / rank, like words: little to learn, but something."""
     import numpy as np
 
     from dataset.tokens import write_shard
@@ -297,7 +297,7 @@ def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
 
 
 def in_turns(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Measure all contenders one after the other, `rounds` times, so that other load on the machine hits them equally."""
+    """Measure all contenders one after the other, `rounds` times, so that other load on the machine affects them equally."""
     measured = {name: [] for name in contenders}
     for number in range(1, rounds + 1):
         for name, measure in contenders.items():
@@ -317,7 +317,7 @@ def ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """The rows as text in columns, numbers to four digits. The first column is flush left, the others flush right."""
+    """The rows as aligned text, with four digits per number. The first column is flush left, the others flush right."""
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]

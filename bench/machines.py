@@ -1,11 +1,11 @@
-"""Is it the same run on every kind of machine that we can imitate here?
+"""Is it the same run on every kind of machine that we can emulate here?
 
 python bench/machines.py --python=../torch-2.11/bin/python,"qemu-aarch64-static -L arm arm/usr/bin/python3.11"
 
-Repeats the run of `make same`: unchanged, limited to AVX2 and to SSE, with 1, 2 and 3 threads, on 1, 2 and 3 ranks, killed six
-times, and with other Pythons. Each "machine" prepares its own tokens, and also trains a GPT-2 and a Qwen3 briefly. Prints the
-sha256 of each Llama and writes machines.json. The exit status is 0 only if all tokens, weights, optimizer states and metrics
-are the same.
+Repeats the run of `make same` unchanged, limited to AVX2 and to SSE, with 1, 2 and 3 threads, and on 1, 2 and 3 ranks. It is
+also killed six times, and repeated with other Pythons. Each "machine" prepares its own tokens, and also trains a GPT-2 and a
+Qwen3 briefly. Prints the sha256 of each Llama and writes machines.json. The exit status is 0 only if all tokens, weights,
+optimizer states and metrics are the same.
 """
 
 import hashlib
@@ -78,13 +78,13 @@ def machines(pythons: list[str]) -> list[Machine]:
 
 
 def measure(one: Machine, folder: Path) -> dict:
-    """A description of a machine, and the sha256 of what it makes."""
+    """A description of a machine, and the sha256 of the files that it makes."""
     folder.mkdir()
     text, tokens = folder / "text.txt", folder / "tokens"
     text.write_bytes(same.text().encode())
     run(one, machine.arguments("prepare_data.py", str(text), out=tokens, tokenizer="bytes"))
     found = {"tokens": {path.name: machine.sha256(path) for path in sorted(tokens.glob("*.bin"))}}
-    for model in ["llama"] if one.kills else MODELS:  # the others are too short for kills
+    for model in ["llama"] if one.kills else MODELS:  # the other models' runs are too short for kills
         found[model] = train(one, model, folder)
     print(f"{one.how}: {found['llama']['model.safetensors']}", flush=True)
     return {"how": one.how, "where": run(one, ["-c", WHERE]), "variables": one.variables, "found": found}
@@ -101,7 +101,7 @@ def run(one: Machine, arguments: list, ranks: int = 1) -> str:
 
 
 def train(one: Machine, model: str, folder: Path) -> dict[str, str]:
-    """Train a model in an empty folder. Returns the sha256 of its tensors' files, and of its metrics."""
+    """Train a model in an empty folder. Returns the sha256 of its tensor files and of its metrics."""
     flags = MODELS[model] | dict(name=model, out_dir=folder, tokens=folder / "tokens", threads=one.threads)
     if one.kills:
         plan = same_run.SameRunConfig(steps=flags["steps"], max_ranks=3, kills=one.kills)
@@ -113,7 +113,7 @@ def train(one: Machine, model: str, folder: Path) -> dict[str, str]:
 
 
 def digits(row: dict) -> str:
-    """The sha256 of the weights of the run of `make same`."""
+    """The sha256 of the weights from the run of `make same`."""
     return row["found"]["llama"]["model.safetensors"]
 
 

@@ -1,8 +1,8 @@
-"""Is the memory that is predicted for a rank the memory that training takes? `python bench/memory.py [--only=TEXT]`
+"""Does training take the memory that is predicted for a rank? `python bench/memory.py [--only=TEXT]`
 
-Trains settings of every kind for two updates on gloo ranks, each a process of its own, by the functions of train.py. A dispatch
-mode adds up the bytes of the tensors that are alive: what `max_memory_allocated` is on a GPU. Prints bytes of the rank with the
-highest peak and writes memory.json. Ends with 1 if a prediction is more than 10 % off. Two minutes on two cores.
+Trains settings of every kind for two updates with the functions of train.py, on gloo ranks in separate processes. A dispatch
+mode adds up the bytes of live tensors, as `max_memory_allocated` does on a GPU. Prints the bytes of the rank with the highest
+peak, and writes memory.json. Exits with 1 if a prediction is more than 10 % off. Takes two minutes on two cores.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def main(config: machine.Predictions) -> int:
     """The command."""
     forks.prepare_to_fork()
     with machine.workspace() as folder:
-        bytes_and_end = tokenizer.resolve("bytes")  # whose end-of-text --attend=document needs
+        bytes_and_end = tokenizer.resolve("bytes")  # --attend=document needs its end-of-text
         machine.make_tokens(folder / "tokens", 200_000, bytes_and_end.vocab_size)
         bytes_and_end.save(folder / "tokens" / "tokenizer.json")
         return machine.hold_against("memory", measured(config.only, folder), config, most=0.1)
@@ -73,7 +73,7 @@ def measured(only: str, folder: Path) -> Iterator[dict]:
 
 
 def two_updates(config: settings.Config) -> dict:
-    """The bytes that were alive at the peak of two updates of this rank, and those predicted."""
+    """The peak bytes of live tensors in two updates of this rank, and the predicted bytes."""
     import train
     from watch import Watch
 

@@ -1,10 +1,10 @@
-"""Does one stable trunk with short decays reach what cosine runs of each length reach?
+"""Does one stable trunk with short decays reach the losses of cosine runs of each length?
 
 python bench/phases.py
 
-Trains a trunk, a decay from three of its checkpoints (from the last one also on another mixture), a cosine run of each length,
-and the longest decay once more as a single run of wsd. Draws them into phases.png. The exit status is 0 only if that single run
-has the bits of the decay. About ten minutes on two cores.
+Trains a trunk, and a decay from each of three checkpoints; from the last one, also a decay on another mixture. Also trains a
+cosine run of each length, and repeats the longest decay as a single wsd run. Draws all in phases.png. The exit status is 0 only
+if that single run has the bits of the decay. Takes about ten minutes on two cores.
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 from reports import curves
 
-# The laptop preset, smaller. Bits depend on the warmup, so it must not follow from the length.
+# A smaller laptop preset. Bits depend on the warmup, so it must not depend on the length.
 SMALL = dict(n_layer=3, n_embd=96, seq_len=128, tokens_per_update=2048, warmup_steps=20, min_lr=0.0, compile="off")
 SMALL |= dict(eval_every=20, eval_tokens=32768, log_every=1)
 PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "bench/LOG.md"]  # for the other mixture
@@ -25,7 +25,7 @@ DECAY = 5  # a decay takes a fifth of its run
 @dataclass(frozen=True)
 class PhasesConfig(machine.Options):
     steps: int = 400
-    """Of the longest runs; others have a half and a quarter of them."""
+    """Steps of the longest runs; others have half or a quarter as many."""
 
 
 def main(config: PhasesConfig) -> int:
@@ -41,12 +41,12 @@ def main(config: PhasesConfig) -> int:
         path = machine.write("phases", {"flags": SMALL, "runs": rows, "same": same}, config.out)
         draw(runs, lengths(config), path.with_suffix(".png"))
     print(machine.table(["run", "steps", "trained", "code", "prose"], [list(row.values()) for row in rows]))
-    print(f"{path}\nthe longest decay and the single run of wsd: {'one sha256' if same else 'DIFFERENT'}")
+    print(f"{path}\nthe longest decay and the single wsd run: {'one sha256' if same else 'DIFFERENT'}")
     return int(not same)
 
 
 def lengths(config: PhasesConfig) -> list[int]:
-    """The steps of the runs that end."""
+    """The lengths, in steps, of the runs that decay."""
     return [config.steps // 4, config.steps // 2, config.steps]
 
 
@@ -69,7 +69,7 @@ def train(config: PhasesConfig, runs: Path) -> list[dict]:
 
 
 def finish(runs: Path, flags: dict, begin: int) -> dict:
-    """Train a run that begins after `begin` steps. Returns its losses on both datasets."""
+    """Train a run that starts from step `begin`. Returns its losses on both datasets."""
     machine.run(**flags)
     run = runs / flags["name"]
     last = machine.metrics(run)[-1]
@@ -81,7 +81,7 @@ def finish(runs: Path, flags: dict, begin: int) -> dict:
 
 
 def draw(runs: Path, lengths: list[int], out: Path) -> None:
-    """Draw the learning rate and, below it, the validation loss: large letters, for a page that a phone shows, too."""
+    """Draw the learning rate and, below it, the validation loss, in large letters that are readable on a phone."""
     from matplotlib.figure import Figure
 
     blue, orange, green, pink, *_ = curves.COLORS

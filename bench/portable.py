@@ -32,10 +32,10 @@ class SpeedConfig(machine.Options):
 
 
 def speed(config: SpeedConfig) -> None:
-    """Compare the processor time of an update with native float32, on one rank and one thread, in turns.
+    """Compare the CPU time of an update with native float32, on one rank and one thread, in turns.
 
-    Uses the laptop preset, and nanoGPT's 10.65 M model with 16 sequences per update. Processor time counts only this process,
-    but other programs still slow it down by sharing memory and caches. Writes portable_speed.json.
+    Uses the laptop preset, and nanoGPT's 10.65 M model with 16 sequences per update. CPU time counts only this process, but
+    other programs still slow it down by sharing memory and caches. Writes portable_speed.json.
     """
     machine.prepare_tokens(config.tokens)
     host.prepare_torch()
@@ -49,12 +49,12 @@ def speed(config: SpeedConfig) -> None:
             native, portable = (seconds[numerics][1:] for numerics in NUMERICS)  # the first allocates memory
             result[name] = dict(native=machine.spread(native), portable=machine.spread(portable))
             result[name] |= dict(ratio=machine.ratio(portable, native), ratio_of_least=min(portable) / min(native))
-            print(f"{name}: portable takes {result[name]['ratio']:.2f} times native's processor time")
+            print(f"{name}: portable takes {result[name]['ratio']:.2f} times native's CPU time")
     print(machine.write("portable_speed", result, config.out))
 
 
 def updater(flags: dict, numerics: str, folder: Path, rounds: int):
-    """A function that makes a run's next update and returns its processor time in seconds."""
+    """A function that makes a run's next update and returns its CPU time in seconds."""
     import settings
     import train
 
@@ -98,15 +98,15 @@ def loss(config: LossConfig) -> None:
 @dataclass(frozen=True)
 class MutationsConfig(machine.Out):
     other: str = ""
-    """Pythons of other environments, separated by commas: of another torch, or, under qemu, of another processor."""
+    """Other Pythons, separated by commas: with another torch, or under qemu, for another processor."""
 
 
 def mutations(config: MutationsConfig) -> int:
     """Is each method needed? Replaces one at a time with torch's own operation, and shows where the bits change.
 
-    Trains three small models for three updates: with all instructions of this processor, with AVX2, with SSE, with two threads,
-    with --micro_batch_size=2, and (--other) with other Pythons. Returns 1 if the bits change without any replacement. Writes
-    portable_mutations.json.
+    Trains three small models for three updates: with all instructions of this processor, AVX2, SSE, two threads, and
+    --micro_batch_size=2. With --other, also trains them with other Pythons. Returns 1 if the bits change without any
+    replacement. Writes portable_mutations.json.
     """
     places = {"here": {}, "AVX2": machine.AVX2, "SSE": SSE, "2 threads": {"THREADS": "2"}, "batch of 2": {"TOGETHER": "2"}}
     others = {f"other {number}": command for number, command in enumerate(filter(None, config.other.split(",")), 1)}
@@ -124,7 +124,7 @@ def mutations(config: MutationsConfig) -> int:
 
 
 def digests_in(python: str, variables: dict[str, str]) -> dict[str, str]:
-    """What `digests` prints in a process of this Python with these environment variables."""
+    """The output of `digests` in a process of this Python with these environment variables."""
     command = [*shlex.split(python), __file__, "digests"]
     env = machine.environment(OMP_WAIT_POLICY="PASSIVE") | variables
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -140,7 +140,7 @@ class DigestsConfig:
 
 def digests(config: DigestsConfig) -> None:
     """Print the digest of each mutation as JSON, and where it was computed."""
-    import portable  # noqa: F401  once, for all forks
+    import portable  # noqa: F401  imported once, for all forks
     import same
 
     print(json.dumps({name: in_fork(name) for name in ["none", *MUTATIONS]} | {"where": same.where()}))
@@ -210,7 +210,7 @@ def digest(mutation: str) -> str:
 
 
 def replace(**functions):
-    """A replacement for functions of `portable`, each built from torch by the function given."""
+    """A replacement for functions of `portable`. The given functions build the new ones from torch."""
 
     def change(portable, torch):
         for name, make in functions.items():
@@ -220,12 +220,12 @@ def replace(**functions):
 
 
 def products(portable, torch) -> None:
-    """Products in float32."""
+    """Matmuls in float32."""
     portable.factor = lambda x, dim: x
 
 
 def products_in_float64(portable, torch) -> None:
-    """Products in float64, without rounding to a grid."""
+    """Matmuls in float64, without rounding to a grid."""
     portable.factor = lambda x, dim: x.double()
 
 

@@ -2,10 +2,10 @@
 
 Saves, prunes and resumes the checkpoints of a tiny model, prepares a dataset and exports a model. They work on a disk (disk.py)
 where each operation in turn fails in every possible way. Then the power is cut after each operation, and everything restarts
-from each state that the disk may hold. After each case:
+from each state that the disk may be in. After each case:
 
 - checkpoints: one is intact and at least as new as the last one announced as saved. The run continues and saves.
-- a dataset: the same command makes it, byte for byte.
+- a dataset: repeating the command makes it, byte for byte.
 - an export: it is complete or absent, and complete if it was announced.
 
 The exit status is 0 only if this holds in every case.
@@ -82,7 +82,7 @@ class Miniature:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Scenarios: `prepare` makes a directory, `act` works there and reports what is saved, `problems` judges what is left.
+# Scenarios: `prepare` makes a directory, `act` works there and reports what is saved, and `problems` judges the outcome.
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ class Command:
 
     def problems(self, root: Path, promised: bool) -> list[str]:
         if promised and not (root / "made").exists():
-            return [f"the directory of {self.name} was saved, and is not there"]
-        with contextlib.suppress(UserError):  # an existing export is not made again
+            return [f"the directory of {self.name} was saved, but does not exist"]
+        with contextlib.suppress(UserError):  # an existing export is not replaced
             self.make(root, "made")
-        return [] if content(root / "made") == content(root / "expected") else [f"{self.name} is another one"]
+        return [] if content(root / "made") == content(root / "expected") else [f"{self.name} differs from the expected one"]
 
 
 def write_text(root: Path) -> None:
@@ -193,7 +193,7 @@ SCENARIOS = [
 
 
 class Cases:
-    """Runs a scenario again and again in one directory."""
+    """Runs a scenario many times in one directory."""
 
     def __init__(self, scenario, root: Path):
         self.scenario, self.root, self.start = scenario, root, root.with_name("start")
@@ -204,7 +204,7 @@ class Cases:
         root.rename(self.start)
 
     def act(self, fault: Fault | None = None) -> tuple[Disk, object, str]:
-        """Run the scenario once from its start. Returns the record, the last promise and the traceback, if any."""
+        """Run the scenario once. Returns the disk's record, the last promise and the traceback, if any."""
         shutil.rmtree(self.root, ignore_errors=True)
         shutil.copytree(self.start, self.root, symlinks=True)
         traceback = ""
@@ -218,7 +218,7 @@ class Cases:
         return record, [None, *record.promises.values()][-1], traceback
 
     def judge(self, case: str, promised) -> None:
-        """Count a case, and note it if something is lost."""
+        """Count a case, and record it if something is lost."""
         self.count["cases"] += 1
         try:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -243,7 +243,7 @@ class Cases:
                 self.judge(case, promised)
 
     def cut_each(self, every: int = 1) -> None:
-        """Cut the power after every operation, and continue from each different state (or one in `every`) that may be left."""
+        """Cut the power after every operation, and continue from each distinct state (or one in `every`) that may result."""
         whole, _, _ = self.act()
         seen = set()
         for how, end, tree, promised in disk.crash_states(whole):

@@ -1,9 +1,9 @@
 """How fast is prepare_data.py? `python bench/prepare.py [--build_nanogpt=PATH]`
 
-Measures it from the command to the finished dataset, beside tiktoken alone, on all cores and with the text in memory already,
-and beside build-nanogpt's process pool (fineweb.py). All take turns, use one tokenizer and read one parquet file: the files of
-the embedded corpus, shuffled and repeated. Each is measured in seconds, and in seconds of processor time, which other programs
-disturb less. Also measures the processor time of each part of the work. Writes prepare.json.
+Measures the time from the command to the finished dataset. Compares it with tiktoken alone, on all cores with the text already
+in memory, and with build-nanogpt's process pool (fineweb.py). All take turns, use one tokenizer and read one parquet file: the
+embedded corpus, shuffled and repeated. Also measures CPU time, which other programs disturb less, in total and for each part of
+the work. Writes prepare.json.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ class PrepareConfig(machine.Out):
 
 
 def main(config: PrepareConfig) -> None:
-    """Measure all in turns. Print and write MB of text a second."""
+    """Measure all in turns. Print and write MB of text per second."""
     script = Path(config.build_nanogpt).resolve() / "fineweb.py"
     if config.build_nanogpt and not script.exists():
         raise UserError(f"--build_nanogpt={config.build_nanogpt} is not a checkout of build-nanogpt")
-    processor = {}  # seconds of processor time of each contender
+    processor = {}  # CPU seconds of each contender
 
     def taking(name: str, measure: Callable[[], tuple[float, float]]) -> Callable[[], float]:
         def measured() -> float:
@@ -63,7 +63,7 @@ def main(config: PrepareConfig) -> None:
             return seconds, of_children() - before
 
         contenders = {"ours": taking("ours", lambda: ours(text))}
-        for method in ("encode_ordinary_batch", "encode_to_numpy"):  # in its own threads; in ours
+        for method in ("encode_ordinary_batch", "encode_to_numpy"):  # the first in its own threads, the second in ours
             measure = functools.partial(in_fresh_process, tiktoken_seconds, method, text, tokenizer)
             contenders[f"tiktoken {method}"] = taking(f"tiktoken {method}", measure)
         if config.build_nanogpt:
@@ -85,13 +85,13 @@ def main(config: PrepareConfig) -> None:
 
 
 def of_children() -> float:
-    """Seconds of processor time of the processes that this one has started and that have ended."""
+    """CPU seconds of this process's children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def make_text(path: Path, megabytes: int) -> int:
-    """Write the embedded corpus as a column of texts, repeated in different orders. Returns its size in bytes."""
+    """Write a column of texts: the embedded corpus, repeated in different orders. Returns its size in bytes."""
     import pyarrow
     import pyarrow.parquet
 
@@ -117,7 +117,7 @@ def read(path: Path, tokenizer: Path) -> tuple[list[str], object]:
 
 
 def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> tuple[float, float]:
-    """Seconds, and of processor time, that tiktoken takes to encode the texts on all cores. They are in memory already."""
+    """Seconds and CPU seconds that tiktoken takes to encode the texts, already in memory, on all cores."""
     documents, encoding = read(path, tokenizer)
     began, began_processor = time.perf_counter(), time.process_time()
     if method == "encode_ordinary_batch":
@@ -130,7 +130,7 @@ def tiktoken_seconds(method: str, path: Path, tokenizer: Path) -> tuple[float, f
 
 
 def parts_of_the_work(path: Path, tokenizer: Path) -> dict[str, float]:
-    """Seconds of processor time of each part of the work that prepare_data.py does, one after the other on one thread."""
+    """CPU seconds of each part of prepare_data.py's work, done one after the other on one thread."""
     import numpy as np
 
     from dataset.encode import split_hash
@@ -163,7 +163,7 @@ def parts_of_the_work(path: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> tuple[float, float]:
-    """Seconds that build-nanogpt's fineweb.py takes, unchanged, with these texts and this tokenizer in place of its own."""
+    """Seconds and CPU seconds of build-nanogpt's unchanged fineweb.py, with our texts and tokenizer in place of its own."""
     import multiprocessing
 
     import tiktoken
@@ -176,7 +176,7 @@ def build_nanogpt_seconds(script: Path, path: Path, tokenizer: Path) -> tuple[fl
     tiktoken.get_encoding = lambda _: encoding
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         here = Path(folder) / script.name
-        here.symlink_to(script)  # it writes into its own directory
+        here.symlink_to(script)  # it writes to its own directory
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
             began, before = time.perf_counter(), time.process_time() + of_children()
             runpy.run_path(str(here), run_name="__main__")

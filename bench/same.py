@@ -1,9 +1,9 @@
-"""Is a run the same on this machine as on every other? `make same`, or `python bench/same.py`: a minute on two cores.
+"""Is a run on this machine the same as on every other? `make same`, or `python bench/same.py`: a minute on two cores.
 
 Writes a text, prepares its tokens, and trains a small Llama with --numerics=portable, on two ranks and then on one. The sha256
-of the weights must be the expected one, whatever the processor, the number of threads and the versions. bench/same.sha256 lists
-it after the files made on the way, so that the first difference is named. After this command, `sha256sum --check
-bench/same.sha256` checks the same files. Exit status: 0 if they are the same, else 1.
+of the weights must be the expected one, whatever the processor, the number of threads and the versions. bench/same.sha256 also
+lists the files made before, so the first difference is reported. After this command, `sha256sum --check bench/same.sha256`
+checks the same files. Exit status: 0 if they are the same, else 1.
 """
 
 import platform
@@ -27,7 +27,7 @@ WORDS = [
     ["cats", "geese", "foxes", "horses", "rabbits", "owls", "sheep", "mice", "bears", "ducks", "goats"],
     ["sleep", "sing", "dance", "wait", "hide", "talk", "eat", "run", "play", "rest", "dream", "swim", "laugh"],
 ]
-# Every part of a large Llama, and dropout. Ranks share the 24 sequences of an update: 1, 2, 3 and 4 take equal shares.
+# Every part of a large Llama, plus dropout. 1, 2, 3 or 4 ranks can share the 24 sequences of an update equally.
 FLAGS = dict(numerics="portable", strategy="exact", device="cpu")
 FLAGS |= dict(architecture="llama", n_layer=2, n_head=4, n_kv_head=2, n_embd=64, seq_len=64, dropout=0.1)
 FLAGS |= dict(steps=48, tokens_per_update=1536, optimizer="adamw", lr=8e-3, schedule="cosine", grad_clip=1.0)
@@ -54,7 +54,7 @@ def text() -> str:
 
 
 def start(makes: str, command: list[str]) -> None:
-    """Run `python COMMAND`, which makes a directory, from the start. Raises RunError if it fails."""
+    """Run `python COMMAND` to make a directory, after removing the old one. Raises RunError if it fails."""
     shutil.rmtree(machine.ROOT / makes, ignore_errors=True)
     variables = machine.environment(OMP_NUM_THREADS="1")  # torchrun would set it with a warning; a run sets its own threads
     if status := subprocess.run([sys.executable, *command], cwd=machine.ROOT, env=variables).returncode:

@@ -30,7 +30,7 @@ class SameRunConfig(machine.Options):
     steps: int = 200
     max_ranks: int = 4
     kills: int = 6
-    """How often the disturbed run is killed. Each time it continues on a different number of ranks."""
+    """How often to kill the last run. It continues on a different number of ranks each time."""
 
 
 def main(config: SameRunConfig) -> int:
@@ -96,12 +96,12 @@ def losses(row: dict) -> list[float]:
 
 
 def drift(row: dict, alone: dict) -> list[float]:
-    """The distance of each loss from the loss on one rank."""
+    """How far each loss is from the loss on one rank."""
     return [abs(a - b) for a, b in zip(losses(row), losses(alone), strict=True)]
 
 
 def draw(groups: dict[str, list[dict]], out: Path) -> None:
-    """Draw a column per strategy: the losses of all runs, and below, their distance from the run on one rank."""
+    """Draw a column per strategy: the losses of all runs, and below, how far they are from the run on one rank."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(groups), 5.6), dpi=160, layout="constrained")
@@ -127,7 +127,7 @@ def draw(groups: dict[str, list[dict]], out: Path) -> None:
 
 
 def verdict(rows: list[dict]) -> str:
-    """How many different weights the runs of a strategy end with."""
+    """The number of different final weights among the runs of a strategy."""
     different = len({row[FILES[0]] for row in rows})
     return f"{len(rows)} runs, " + ("one sha256" if all_the_same(rows) else f"{different} different sha256")
 

@@ -22,7 +22,7 @@ LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
 
 
 def main(config: machine.Out) -> None:
-    """Time and shares of the sampler on many ranks."""
+    """Time the sampler and check its shares on many ranks."""
     rows = []
     with machine.workspace() as folder:
         for tokens, sizes in [(TOKENS // 1000, [8]), (TOKENS, [8, 1024, 16384])]:
@@ -30,7 +30,7 @@ def main(config: machine.Out) -> None:
             began = time.perf_counter()
             mixture = data.open_mixture(DataConfig(str(folder / str(tokens))))
             opened = time.perf_counter() - began
-            # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens an update.
+            # A sequence of 8,192 tokens for each of 16,384 ranks is 134 million tokens per update.
             batches = data.Batches(mixture.streams("train"), mixture.phases, 8192, 16384, 1, seed=1)
             in_epoch = batches.streams[0].num_windows(batches.seq_len) // batches.sequences_per_update
             for ranks in sizes:
@@ -71,7 +71,7 @@ def shares_are_right(batches, size: int, step: int) -> bool:
 
 
 def microseconds(batches, size: int, in_epoch: int) -> dict:
-    """Time to compute a rank's micro-batch: the first at a new place in the run, and a later one there."""
+    """Microseconds to compute a rank's micro-batch: the first at a new place in the run, and a later one there."""
     new, again = [], []
     for step in np.random.default_rng(0).integers(in_epoch, size=50).tolist():
         data.permuted_block.cache_clear()

@@ -35,7 +35,7 @@ from machine import arguments, in_turns, ratio, run_until, spread, timed
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH = 256, 8
 KNOWN_LOSS = 1.4697
-# Ours by the flags that they add: with no flag tuned to this text or loss, and with a preset that is.
+# Our recipes, as flags: one without flags tuned to this text or loss, and a tuned preset.
 RECIPES = {"the default recipe": ["config/laptop.toml", *arguments(n_layer=4, n_head=4, n_embd=128, seq_len=64)[1:]]}
 RECIPES["the default recipe"] += arguments(steps=188, eval_every=0, eval_tokens=0, save_every=0)[1:]
 RECIPES["a recipe tuned to this loss"] = ["config/shakespeare_char.toml"]
@@ -52,11 +52,11 @@ class Comparison(machine.Out):
     """A checkout of nanoGPT."""
     rounds: int = 5
     processor: machine.Processor = "native"
-    """Hold the processor to the instructions of an older one."""
+    """Limit the processor to the instructions of an older one."""
 
 
 def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
-    """Copy a checkout to `folder` and let its data/shakespeare_char/prepare.py prepare `text` there."""
+    """Copy a checkout to `folder`, and prepare `text` there with its data/shakespeare_char/prepare.py."""
     if not (Path(checkout) / "data/shakespeare_char/prepare.py").exists():
         raise UserError(f"--nanogpt={checkout} is not a checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
     shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
@@ -71,29 +71,28 @@ class StepsConfig(Comparison):
     litgpt: str = ""
     """A checkout of litgpt."""
     litgpt_python: str = sys.executable
-    """An interpreter that has what litgpt needs."""
+    """A Python interpreter with litgpt's dependencies."""
     nanochat: str = ""
     """A checkout of nanochat."""
     nanochat_python: str = sys.executable
-    """An interpreter that has what nanochat needs."""
+    """A Python interpreter with nanochat's dependencies."""
     trainer: bool = True
-    """Whether transformers' Trainer takes part."""
+    """Whether to include transformers' Trainer."""
     steps: int = 30
-    """Updates of each run, the first ten of which do not count."""
+    """Updates per run. The first ten do not count."""
     dtypes: str = "float32,bfloat16"
     modes: str = "on,off"
-    """Compiled, not compiled, or both."""
+    """Run compiled, eager, or both."""
 
 
 def steps(config: StepsConfig) -> int:
     """How fast is an update, compared with other trainers and with the machine? python bench/speed.py steps --nanogpt=PATH ...
 
-    Each contender trains by its own command, in turns: 6 layers, 6 heads, 384 wide, 256 tokens of context, 8 sequences an
-    update, AdamW, no dropout, on as many threads as there are cores. Ours, nanoGPT and the Trainer train a GPT-2 with 256
-    tokens. litgpt's model has rotary positions and an output layer of its own, and nanochat's has squared ReLUs, value
-    embeddings, 384 tokens and Muon. All have the same 10.6 million weights in their blocks. The milliseconds of an update are
-    those that each program prints. nanoGPT has no bfloat16 on a CPU. Also measures the matrix products of an update alone.
-    Writes tokens_per_second.json.
+    Each contender trains with its own command, in turns. Models have 6 layers, 6 heads, a width of 384 and a context of 256. An
+    update has 8 sequences, with AdamW and without dropout, and uses one thread per core. Ours, nanoGPT and the Trainer train a
+    GPT-2 with 256 tokens. litgpt's model has rotary positions and an untied output layer. nanochat's has squared ReLUs, value
+    embeddings, 384 tokens and Muon. All have the same 10.6 million weights in their blocks. Each program prints the time of its
+    updates. nanoGPT does not support bfloat16 on a CPU. Also measures an update's matmuls alone. Writes tokens_per_second.json.
     """
     machine.act_as(config.processor)
     os.environ["OMP_NUM_THREADS"] = str(host.cores())
@@ -127,7 +126,7 @@ def steps(config: StepsConfig) -> int:
         ours = f"ours, {dtype}, {(mode or ['compiled'])[0]}"
         if not name.startswith("ours") and ours in measured:
             ratios[f"{ours} / {name}"] = ratio(measured[ours], measured[name])
-    ratios = dict(sorted(ratios.items(), key=lambda pair: pair[1]))  # where we are slower comes first
+    ratios = dict(sorted(ratios.items(), key=lambda pair: pair[1]))  # the comparisons that we lose come first
     result = {"tokens/s": {name: spread(values) for name, values in measured.items()}, "ratios": ratios, "others": versions}
     print(machine.write("tokens_per_second", result, config.out))
     print(*(f"{value:.2f}  {name}" for name, value in ratios.items()), sep="\n")
@@ -160,12 +159,12 @@ def peer_speed(peer: Trainer) -> float:
 
 
 def tokens_per_second(milliseconds: list[float]) -> float:
-    """Of the updates after the first ten."""
+    """The speed of the updates after the first ten."""
     return 1000 * BATCH * SEQ_LEN / statistics.median(milliseconds[10:])
 
 
 def products_alone(dtype: str) -> float:
-    """Tokens/s of a step's products with the weights alone: outputs, gradients of inputs and of weights."""
+    """Tokens/s of a step's matmuls with the weights alone: outputs, gradients of inputs and gradients of weights."""
     host.prepare_torch()
     import torch
 
@@ -183,16 +182,16 @@ def products_alone(dtype: str) -> float:
 @dataclass(frozen=True)
 class LossConfig(Comparison):
     text: str = "input.txt"
-    """tiny Shakespeare's input.txt, or another ASCII text."""
+    """The input.txt of tiny Shakespeare, or another ASCII text."""
 
 
 def loss(config: LossConfig) -> int:
     """How fast does training reach a loss? python bench/speed.py loss --nanogpt=PATH --text=input.txt
 
-    Times nanoGPT's README run for a CPU and two recipes of ours in turns, on the same text, from the command to the end:
-    config/laptop.toml with the shape, the context and the number of tokens of nanoGPT's run, and config/shakespeare_char.toml,
-    which is tuned to this text and loss. Then compares their losses in nats a character on the whole validation split, which is
-    the last tenth of the text. Writes time_to_loss.json.
+    Times nanoGPT's README run for a CPU and two of our recipes in turns, on the same text, from the command to the end. One is
+    config/laptop.toml with the shape, context and number of tokens of nanoGPT's run. The other is config/shakespeare_char.toml,
+    which is tuned to this text and loss. Then compares their losses in nats per character on the whole validation split, the
+    last tenth of the text. Writes time_to_loss.json.
     """
     machine.act_as(config.processor)
     with machine.workspace() as folder:
@@ -213,13 +212,13 @@ def loss(config: LossConfig) -> int:
 
 
 def prepared(text: str, folder: Path) -> Path:
-    """The bytes of a text as a dataset in `folder`."""
+    """Prepare a text as a dataset of bytes in `folder`."""
     timed(["prepare_data.py", Path(text).resolve(), f"--out={folder / 'tokens'}", "--tokenizer=bytes"])
     return folder / "tokens"
 
 
 def our_seconds(tokens: Path, folder: Path, preset: str, *flags: str) -> float:
-    """Seconds of a run of ours, from the command to its end."""
+    """Seconds that our run takes, from the command to its end."""
     shutil.rmtree(folder, ignore_errors=True)
     return timed(["train.py", preset, f"--tokens={tokens}", f"--out_dir={folder}", "--name=run", *flags])
 
@@ -230,15 +229,15 @@ class KnownConfig(machine.Out):
     """tiny Shakespeare's input.txt."""
     seeds: str = "0,1,2"
     flags: str = ""
-    """More flags of train.py, such as --steps=20 for a trial."""
+    """More flags for train.py, such as --steps=20 for a trial."""
 
 
 def known(config: KnownConfig) -> int:
     """When does training reach nanoGPT's 1.4697 on tiny Shakespeare? python bench/speed.py known --text=input.txt
 
     1.4697 is the best validation loss that nanoGPT's README gives for its GPT of 10.65 M parameters, after minutes on a GPU.
-    Trains config/shakespeare_10m.toml with each seed. The loss is over the whole validation split, and the time is that since
-    the command. Writes known_loss.json and known_loss.png.
+    Trains config/shakespeare_10m.toml with each seed. The loss is over the whole validation split, and the time counts from the
+    command. Writes known_loss.json and known_loss.png.
     """
     from matplotlib.figure import Figure
 
@@ -260,7 +259,7 @@ def known(config: KnownConfig) -> int:
         axis.plot(minutes, losses, label=f"seed {row['seed']}")
     axis.axhline(KNOWN_LOSS, color="0.5", linestyle="--", label="nanoGPT on a GPU, 1.4697")
     axis.set(
-        xlabel=f"minutes on {host.cores()} cores of {host.cpu_name()}", ylabel="validation loss a character", ylim=(None, 2.2)
+        xlabel=f"minutes on {host.cores()} cores of {host.cpu_name()}", ylabel="validation loss per character", ylim=(None, 2.2)
     )
     axis.legend(frameon=False)
     path = machine.write("known_loss", {"rows": rows, "known": KNOWN_LOSS}, config.out)
@@ -270,7 +269,7 @@ def known(config: KnownConfig) -> int:
 
 
 def nanogpt_loss(checkout: Path) -> float:
-    """The loss of nanoGPT's checkpoint over all windows of 64 characters of val.bin. nanoGPT itself loads it."""
+    """The loss of nanoGPT's checkpoint over all windows of 64 characters in val.bin, computed by nanoGPT's own model."""
     import torch
 
     os.chdir(checkout)

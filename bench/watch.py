@@ -11,15 +11,15 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}  # their results' sizes are numbers
+WAITING = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}  # the host reads their results' sizes
 
 
 class Watch(TorchDispatchMode):
-    """A context that counts operations by `names`, and the bytes `alive` on devices of one type, with their `peak`.
+    """A context that counts operations by name in `names`, and the bytes `alive` on devices of one type, with their `peak`.
 
-    `waits` lists operations that the host waits for: copies, and operations on fake tensors that return a number, which is then
-    1. `names`, `peak` and `waits` may be reset at any time. fake: also count fake tensors, except the whole ones that DTensor
-    makes to learn shapes: they have no memory on a GPU either.
+    `waits` lists operations that the host waits for: copies, and operations on fake tensors that return a number (then 1).
+    `names`, `peak` and `waits` may be reset at any time. fake: also count fake tensors, except the whole ones that DTensor
+    makes to learn shapes: they do not use memory on a GPU either.
     """
 
     def __init__(self, device: str, fake: bool = False):
@@ -29,7 +29,7 @@ class Watch(TorchDispatchMode):
         self.names, self.waits, self.learning = Counter(), [], False
 
     def __enter__(self):
-        self.resize = torch.UntypedStorage.resize_  # how fsdp frees what it has gathered
+        self.resize = torch.UntypedStorage.resize_  # fsdp frees gathered tensors with it
         torch.UntypedStorage.resize_ = lambda storage, size: (self.resize(storage, size), self.note(storage))[0]
         self.learn = ShardingPropagator._propagate_tensor_meta_non_cached
         ShardingPropagator._propagate_tensor_meta_non_cached = lambda *args: self.learn_shapes(*args)
@@ -41,7 +41,7 @@ class Watch(TorchDispatchMode):
         return super().__exit__(*exception)
 
     def learn_shapes(self, *args):
-        """DTensor's own function, whose operations are not counted."""
+        """DTensor's own function, without counting its operations."""
         self.learning = True
         try:
             return self.learn(*args)

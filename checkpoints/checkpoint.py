@@ -143,7 +143,7 @@ def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None =
 class Snapshot:
     """The part of a checkpoint that this rank writes, copied to host memory."""
 
-    layouts: dict[str, tensor_files.Layout]  # of all tensors in the checkpoint, by stem
+    layouts: dict[str, tensor_files.Layout]  # layouts of all tensors in the checkpoint, by stem
     files: dict[str, dict[str, Tensor]]  # this rank's tensors, by file and name
 
     def write(self, directory: Path) -> dict[str, FileRecord]:
@@ -162,7 +162,7 @@ def count_writers(engine) -> int:
 
 
 def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write. Files of at most `limit` bytes are assigned in turn. All ranks must call this."""
+    """Copy what this rank will write. Writers are assigned files of at most `limit` bytes in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
@@ -209,7 +209,7 @@ class Checkpoints:
         self.saved_at = 0  # step of the newest checkpoint, published or in progress
         self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may be in progress
         self._saver = ThreadPoolExecutor(1)
-        self._save: Future | None = None  # in progress, or done but not yet checked
+        self._save: Future | None = None  # the save in progress, or done but not yet checked
         self._mirror = Mirror(options.mirror, log) if options.mirror and self.world.is_master else None
         self._writers = range(count_writers(engine))
         # In the background, writers exchange records of what they wrote. The other ranks are not in this group.

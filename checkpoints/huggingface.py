@@ -35,7 +35,7 @@ LLAMA_KEYS = {
 # transformers' defaults for keys that config.json may omit (None: derived from other keys). All remaining keys are required.
 GPT2_DEFAULTS = {"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
 LLAMA_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-# The values that our models support; any other means different arithmetic. A missing key means the first value.
+# The values that our models support; any other value means different arithmetic. A missing key means the first value.
 GPT2_ONLY = {
     **dict(activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), quantization_config=(None,)),
     **dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
@@ -248,7 +248,7 @@ def write_model(
 ) -> None:
     """Write a Hugging Face model to `directory`, in files of up to `max_shard_size` bytes. See `write_description`.
 
-    origin: facts about the weights for the file headers.
+    origin: metadata for the file headers, such as where the weights come from.
     """
     divided = layout({name: tuple(value.shape) for name, value in state.items()}, config, max_shard_size, dtype.itemsize)
     tensors = to_hf(state, config)

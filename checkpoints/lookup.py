@@ -43,7 +43,7 @@ def find(name: str) -> tuple[Path, list[str]]:
 
 
 def require_path(name: str) -> None:
-    """Raise UserError if the name of a run or model is a URL."""
+    """Raise UserError if `name`, of a run or model, is a URL."""
     if "://" in name:
         ways = "a model on the Hub is named OWNER/NAME, and train.py --mirror=URL continues a run from a store"
         raise UserError(f"{name} must be a local path; {ways}")
@@ -77,7 +77,7 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
 def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[Path, GPT]:
     """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`.
 
-    numerics: native or portable; auto: as in training, if known. dtype: the requested precision of matrix products.
+    numerics: native or portable; auto: as in training, if known. dtype: the requested precision of matmuls.
     """
     directory, warnings = find_model(name)
     for warning in warnings:
@@ -223,8 +223,8 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
 def check_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:
     """A line for each setting and version that differs from the checkpoint's. Raises UserError for one that must not change.
 
-    dataset: its identity. versions: this machine's. A run keeps its model and its data; a new run from a checkpoint may change
-    the data.
+    dataset: identity of the data. versions: this machine's. A run keeps its model and its data; a new run from a checkpoint may
+    change the data.
     """
     state, own, done = start.state, start.continues, start.state.step
     now, before, was = cli.flat_values(config), state.settings, state.config

@@ -17,7 +17,7 @@ from common.errors import RunError, UserError
 from reports.log import Log
 
 RECORDS = ("metrics.jsonl", "train.log")  # copied into each checkpoint of the store
-TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; most seconds between attempts to copy
+TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; longest pause in seconds between copies
 LAST_COPY_SECONDS = 600.0  # how long a finished run waits for the store
 
 

@@ -73,7 +73,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
     repeats = f"It reproduces the weights bit for bit on {number} number of ranks, with these versions and this hardware."
     if len(state.history) > 1:
         steps = ", ".join(str(era["step"]) for era in state.history[1:])
-        repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command uses only the last ones."
+        repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command uses only the latest."
     measured = measurements(run / "metrics.jsonl", state.step)
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", start) and not Path(start).exists()
     return CARD.format(

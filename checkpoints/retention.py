@@ -17,7 +17,7 @@ from common.records import Count, FileName, Sha256
 
 MANIFEST = "manifest.json"
 NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
-FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # in manifest.json
+FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # an entry of manifest.json
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from common.errors import UserError, refuse
 
-# Names of flags in nanoGPT, build-nanogpt and Hugging Face, and our names.
+# Names of flags in nanoGPT, build-nanogpt and Hugging Face, and ours.
 OTHER_NAMES = {
     **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
     **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),
@@ -33,8 +33,8 @@ NO_FLAGS = {
     "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
     "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
 }
-SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # as `--help` and errors show them
-LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # of msgspec's Meta
+SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # types as `--help` and errors show them
+LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # the limits of msgspec's Meta, in words
 
 
 def flat_fields(cls) -> dict[str, dataclasses.Field]:

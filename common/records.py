@@ -10,5 +10,5 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Size = Annotated[int, Meta(gt=0, le=1 << 24)]
 Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 24)]
-FileName = Annotated[str, Meta(pattern=r"\A\w[\w.-]*\Z")]  # without a directory
+FileName = Annotated[str, Meta(pattern=r"\A\w[\w.-]*\Z")]  # a name without a directory
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

@@ -11,8 +11,8 @@ from common.errors import UserError, plural, say
 from dataset.tokenizer import load, resolve
 from dataset.tokens import open_dataset, read_metadata
 
-SCANNED_TOKENS = 1 << 22  # at a time
-SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # from the beginning of each split
+SCANNED_TOKENS = 1 << 22  # tokens to read at a time
+SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # the beginning of each split to show
 
 
 def check(directory: Path, spec: str = "") -> None:

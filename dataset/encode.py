@@ -15,12 +15,12 @@ from dataset.sources import SourceFile, read_pieces
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 
-FEW_DOCUMENTS = 100  # with fewer documents, the end of the text is for validation
+FEW_DOCUMENTS = 100  # with fewer documents, the end of the text goes to validation
 HASHED_BYTES = 1 << 16  # the hash of this many leading bytes decides a document's split
 UNIT_BYTES = 1 << 20  # text that a worker encodes at a time
-PIECE_BYTES = 256  # memory of a document besides its text
+PIECE_BYTES = 256  # memory overhead per document
 
-Position = tuple[int, int]  # of a unit: the index of its file, and the unit's index in that file
+Position = tuple[int, int]  # where a unit is: the index of its file, and its index in that file
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Split:
-    """Which text is for validation: documents chosen by hash, or everything from character `boundary` on."""
+    """Which text goes to validation: documents chosen by hash, or everything from character `boundary` on."""
 
     val_fraction: float
     boundary: int | None = None
-    offsets: list[int] = field(default_factory=list)  # with a boundary: the position of each file's first character
+    offsets: list[int] = field(default_factory=list)  # if there is a boundary: the position of each file's first character
 
 
 def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> Split:

@@ -21,9 +21,9 @@ from fsspec.implementations.local import LocalFileSystem
 from common import files
 from common.errors import UserError, explain
 
-CHUNK_BYTES = 1 << 20  # read at a time
-BLOCK_BYTES = 1 << 24  # per request to a server
-PARQUET_ROWS = 16  # decoded at a time; each may be as long as the longest document
+CHUNK_BYTES = 1 << 20  # bytes to read at a time
+BLOCK_BYTES = 1 << 24  # bytes per request to a server
+PARQUET_ROWS = 16  # rows to decode at a time; each may be as long as the longest document
 # How to view each type of text column as bytes. A view is free; a cast copies, and imports pyarrow.compute (0.1 s).
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 AS_BYTES[pyarrow.string_view()] = pyarrow.binary_view()
@@ -41,7 +41,7 @@ NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 class SourceFile:
     """A text file, and how it stores documents."""
 
-    path: str  # in its file system
+    path: str  # its path in the file system
     name: str  # relative to the folder that contains all files of the source
     size: int
     system: fsspec.AbstractFileSystem

@@ -152,7 +152,7 @@ class Stream:
 
     @functools.cached_property
     def largest(self) -> int:
-        """The largest id in the split, or if it is large, at the start of each shard. Raises UserError; see `check`."""
+        """The largest id in the split, or in a large split, at the start of each shard. Raises UserError; see `check`."""
         share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
         return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 
@@ -238,7 +238,7 @@ class Dataset:
     tokenizer: Path | None  # the tokenizer.json, if it exists
     splits: dict[str, Stream]  # "train" and "val"
     identity: str  # sha256 of the contents of the shards, whatever the directory's name
-    bytes_of_text: dict[str, int] = field(default_factory=dict)  # of each split, if known
+    bytes_of_text: dict[str, int] = field(default_factory=dict)  # size of each split's text, if known
     remark: str = ""  # assumptions about foreign files
 
     @property

@@ -33,7 +33,7 @@ class ShardWriter:
         self.finished, self.position, self.taken = earlier["finished"], tuple(earlier["position"]), earlier["taken"]
         self.total = sum(record["tokens"] for record in self.finished)  # tokens of the split so far
         self.buffer = np.empty(shard_tokens, token_dtype(tokenizer.vocab_size))  # uses memory only as it fills
-        self.filled = self.bytes_of_text = self.documents = 0  # in the buffer
+        self.filled = self.bytes_of_text = self.documents = 0  # what the buffer holds
 
     def add(self, tokens: np.ndarray, position: Position) -> bool:
         """Append the tokens of the unit at `position`, and publish each full shard. Returns whether any was published.

@@ -1,6 +1,6 @@
 """The hardware of one rank: its device, precision, compiler, determinism, peak rate and memory.
 
-Choices that affect bits depend on the hardware alone, so the same command chooses the same whatever else is running.
+Choices that affect bits depend on the hardware alone, so a command makes the same choices whatever else is running.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ NO_LIMIT = ("", "ALL", "DEFAULT")
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
-MOST_RANKS = 4  # for `make train` on a CPU; more were not measured
+MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
@@ -154,9 +154,9 @@ def choose_dtype(name: str, device: torch.device) -> str:
 def fast_at_bfloat16(device: torch.device) -> bool:
     """Whether `device` is known to multiply bfloat16 matrices faster than float32 ones.
 
-    Measured on CPUs, relative to float32: 10 with a matrix unit (Intel's AMX), 0.37 with AVX512 alone, and 0.03 with AVX2. With
+    Speed on CPUs, relative to float32: 10 with a matrix unit (Intel's AMX), 0.37 with AVX512 alone, and 0.03 with AVX2. With
     AVX512_BF16: 1.9 on AMD, below 1 on Intel (bench/LOG.md, "Classes of processors" and "Tokens per second").
-    Not measured: Metal, and Arm, where oneDNN lacks fast code for some products (pytorch#180447).
+    Not measured: Metal, and Arm, where oneDNN lacks fast code for some matmuls (pytorch#180447).
     """
     if device.type != "cpu":
         return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -196,7 +196,7 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
         x, weight = torch.ones(2, 16, 16, device=device)
         with torch.no_grad(), autocast(device, dtype):  # without backward, which takes two more seconds to compile
             block = torch.compile(lambda x, weight: F.gelu(F.layer_norm(x @ weight, weight.shape[:1])).sum())
-            block(x, weight)  # a product, a norm and an elementwise function, as in a model's block
+            block(x, weight)  # a matmul, a norm and an elementwise function, as in a model's block
         return "on"
     except Exception as error:  # inductor raises many kinds
         warnings.warn(f"torch.compile does not work here; continuing without it: {error}", stacklevel=2)
@@ -204,12 +204,12 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
 
 
 def autocast(device: torch.device, dtype: str):
-    """A context in which matrix products use `dtype`."""
+    """A context in which matmuls use `dtype`."""
     return contextlib.nullcontext() if dtype == "float32" else torch.autocast(device.type, DTYPES[dtype])
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether `device` multiplies matrices in float8: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
+    """Whether `device` supports float8 matmuls: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
     if device.type != "cuda":
         return False
     if torch.version.hip:  # an MI200 (gfx90a) reports compute capability 9.0, the same as an H100
@@ -250,7 +250,7 @@ def datasheet_flops(name: str) -> float | None:
 
 @functools.cache
 def best_product(device: torch.device, dtype: str) -> float:
-    """FLOP/s of the fastest of ten or more matrix products in 50 ms; on a CPU, with one thread. Measured once.
+    """FLOP/s of the fastest of ten or more matmuls in 50 ms; on a CPU, with one thread. Measured once.
 
     On a CPU, the clock counts only this thread's processor time, so other programs do not distort it.
     """
@@ -309,8 +309,8 @@ def peak_memory_gb(device: torch.device) -> float:
 def keep_freed_memory() -> None:
     """Let glibc reuse the memory of freed tensors.
 
-    By default it returns large blocks to the kernel at every free. The page faults of allocating them again are a tenth of an
-    eager training step on a CPU.
+    By default it returns large blocks to the kernel at every free. The page faults of allocating them again take a tenth of
+    an eager training step on a CPU.
     """
     with contextlib.suppress(AttributeError):  # a C library other than glibc
         libc = ctypes.CDLL(None)

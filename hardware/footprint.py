@@ -15,9 +15,9 @@ SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all 
 # Tensors may use this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
 # the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch.
 USABLE = 0.9
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # per number in matrix products
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per number in matmuls
 EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
-CPU_BYTES = 1 << 28  # of activations on a CPU: few enough for the caches, enough to hide Python's overhead
+CPU_BYTES = 1 << 28  # bytes of activations on a CPU: few enough for the caches, enough to hide Python's overhead
 
 
 def widths(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -55,8 +55,8 @@ def block_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig) -> int:
     """Floating-point operations of forward and backward per token of a full context, as in MFU (PaLM, appendix B).
 
-    They are 6 per weight in matrix products, and 12 Q T per layer for attention. The output layer is counted. Embeddings are
-    not, because they are looked up. The half of attention that the causal mask removes is counted; recomputation is not.
+    They are 6 per weight in matmuls, and 12 Q T per layer for attention. The output layer counts. Embeddings do not, because
+    they are looked up. The half of attention that the causal mask removes counts; recomputation does not.
     """
     C, F, Q, K = widths(model)
     layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
@@ -64,7 +64,7 @@ def flops_per_token(model: ModelConfig) -> int:
 
 
 def rows_at_a_time(vocab_size: int, device: str) -> int:
-    """The most rows of logits to compute at a time: a multiple of 128, which suits matrix units.
+    """The maximum number of rows of logits to compute at a time: a multiple of 128, which suits matrix units.
 
     Four megabytes of float32 logits fit in a CPU's cache. Fewer than 256 rows would read the weights too often. A GPU needs
     more rows to stay busy: the same batch took 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480).
@@ -105,7 +105,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     P, s, blocks = parameter_count(model), BYTES[train.dtype], block_parameters(model)
     fsdp, exact, sharded = strategy == "fsdp", strategy == "exact", config.parallel.shard_gradients == "on" and world_size > 1
     copies = config.parallel.replicate if fsdp else 1 if exact else world_size
-    shards = world_size // copies  # of the optimizer's state, and of fsdp's weights
+    shards = world_size // copies  # shards of the optimizer's state, and of fsdp's weights
     activation, recomputed = activations(model, train, device, strategy)
     activation += train.micro_batch_size * document_mask(config, device)
     loss, loss_backward = loss_buffers(model, train, device)
@@ -123,7 +123,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     # After the reduction, DDP's gradients are views of its buckets; with fsdp and exact, gradients are shards.
     reduced = 0.0 if buckets else 4.0 * P / shards
     embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor
-    # Backward adds the tied embedding's two gradients, from the lookup and the product, before it accumulates them.
+    # Backward adds the tied embedding's two gradients, from the lookup and the matmul, before it accumulates them.
     tied = embedding * (1 + (accumulating and not exact)) if model.tie_embeddings else 0.0
     # exact sends and receives one tensor at a time (a gradient or its integers, later the weights) and converts in pieces.
     travels = (2.0 if sharded else 4.0) * embedding * (exact and world_size > 1)
@@ -149,10 +149,10 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
 
 
 def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool) -> tuple[float, float]:
-    """The bytes of the weights in the dtype of the products, at the end of forward and in backward.
+    """The bytes of the weights in the dtype of matmuls, at the end of forward and in backward.
 
     Autocast keeps its copies of all blocks until backward; a recomputed block makes new ones. fsdp gathers two blocks at a
-    time, and the embeddings for the whole update. For a fused product, autograd keeps the joined weights until backward, but
+    time, and the embeddings for the whole update. For a fused matmul, autograd keeps the joined weights until backward, but
     autocast does not (native.fused_linear).
     """
     s, blocks, recomputed = BYTES[train.dtype], block_parameters(model), train.activation_checkpointing
@@ -178,13 +178,13 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
     block += s * (2 * Q + 2 * K)  # queries, keys, values and the output of attention
     block += s * F * (2 if gpt2 else 3 if compiled else 4)
-    # The products' inputs. Autocast converts a norm's float32 output once per product that reads it.
+    # The inputs of matmuls. Autocast converts a norm's float32 output once per matmul that reads it.
     converts = s == 2 and not fused and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
     block += s * C * ((4 if gpt2 else 5) if converts else 2)
     if model.architecture == "qwen3":  # queries and keys before their norms; on a CPU, eager code also copies the attention
         block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
     if fused and (model.architecture == "llama" or (model.architecture == "qwen3" and residual != s)):
-        # The fused product's queries and keys, which share a tensor with the values that backward needs.
+        # The fused matmul's queries and keys, which share a tensor with the values that backward needs.
         block += s * (Q + K)
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
@@ -200,12 +200,12 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
 
 
 def fuses(train: TrainConfig, device: str) -> bool:
-    """Whether eager code computes queries, keys and values in one product, and gate and up in another: see `native.fuses`."""
+    """Whether eager code computes queries, keys and values in one matmul, and gate and up in another: see `native.fuses`."""
     return device in ("cuda", "rocm") and train.compile != "on"
 
 
 def joined_parameters(model: ModelConfig) -> int:
-    """The number of weights in a block's fused products."""
+    """The number of weights in a block's fused matmuls."""
     C, F, Q, K = widths(model)
     return C * (Q + 2 * K + (0 if model.architecture == "gpt2" else 2 * F))
 
@@ -235,7 +235,7 @@ def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[f
         rows = s * (logits + max(logits, weight))
     elif device == "cpu":  # logits, probabilities and their gradient
         rows = 12 * logits + s * weight
-    else:  # also the gradient in the products' dtype, and a mask of the targets in two dtypes
+    else:  # also the gradient in the matmuls' dtype, and a mask of the targets in two dtypes
         rows = max((8 if s == 4 else 10) * logits + s * weight, 13 * logits)
     return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
 
@@ -273,6 +273,6 @@ def checkpoint_bytes(config: Config) -> float:
 
 
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """The most checkpoints of a run on disk at once: the ones kept, and the one being written."""
+    """The maximum number of a run's checkpoints on disk at once: the ones kept, and the one being written."""
     saves = -(-steps // (checkpoint.save_every or steps))  # the last step is always saved
     return min(saves, checkpoint.keep_last + checkpoint.keep_best + 1) if checkpoint.keep_last else saves

@@ -46,11 +46,11 @@ GPUS = {
 def deterministic_attention(model: ModelConfig) -> float:
     """The share of an update's time on an H100 that cuDNN's attention backward would save over FlashAttention 2's.
 
-    Calculated for five products over half of the [T, T] scores at 166 and 470 TFLOP/s (Dao-AILab/flash-attention#1893), in an
+    Calculated for five matmuls over half of the [T, T] scores at 166 and 470 TFLOP/s (Dao-AILab/flash-attention#1893), in an
     update with the typical MFU.
     """
     _, _, queries, _ = footprint.widths(model)
-    flops = 5 * model.n_layer * queries * model.seq_len  # per token
+    flops = 5 * model.n_layer * queries * model.seq_len  # FLOPs per token
     update = footprint.flops_per_token(model) / GPUS["h100"].peak_flops / GPUS["h100"].mfu
     return flops * (1 / 166e12 - 1 / 470e12) / update
 

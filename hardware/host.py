@@ -37,8 +37,8 @@ def cores() -> int:
 
 def prepare_torch() -> None:
     """Set the environment variables that torch and its libraries read at startup, unless the user has set them."""
-    # Only in its reproducible mode does MKL promise the same float32 products in every run. On AMD, that mode also uses a
-    # thread that is otherwise idle (bench/LOG.md, "Classes of processors").
+    # MKL promises the same float32 matmuls in every run only in its reproducible mode. On AMD, that mode also uses a thread
+    # that is otherwise idle (bench/LOG.md, "Classes of processors").
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler announces its start and stop on stderr
@@ -53,7 +53,7 @@ def prepare_torch() -> None:
 def spin_count() -> int:
     """How often an idle GNU OpenMP thread polls for work before it sleeps: 10,000 times, or 1,000 beside other programs.
 
-    Waking a thread takes as long as a small model's product, but a polling thread keeps a core from other programs
+    Waking a thread takes as long as a small model's matmul, but a polling thread keeps a core from other programs
     (bench/LOG.md, "Waiting threads").
     """
     running, stat = [], Path("/proc/stat")

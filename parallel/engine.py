@@ -24,8 +24,8 @@ from parallel.shares import gather_own
 from parallel.world import World
 from settings import Config, ParallelConfig
 
-LEAST_FLOAT8 = 128  # the shortest side of a matrix to multiply in float8
-STAGING_BYTES = 1 << 26  # of the pinned memory through which checkpoints leave a GPU
+LEAST_FLOAT8 = 128  # shortest side of a matrix for float8 matmuls
+STAGING_BYTES = 1 << 26  # size of the pinned buffer through which checkpoints leave a GPU
 SCRATCH = {
     "scratch_allreduce": ScratchAllReduce,
     "scratch_reduce_scatter": ScratchReduceScatter,
@@ -42,11 +42,11 @@ class Engine:
     """
 
     module: GPT
-    model: nn.Module  # `module` inside the strategy's wrapper: inputs and targets [micro-batch, T] to their mean loss
+    model: nn.Module  # `module` in the strategy's wrapper: maps inputs and targets [micro-batch, T] to their mean loss
     parameters: dict[str, Any]  # what the optimizers update: the module's parameters, or this rank's shares of them
     optimizers: Optimizers
     world: World
-    dtype: str  # of matrix products
+    dtype: str  # precision of matmuls
     accumulation_steps: int
     compiled: bool
     scaler: torch.amp.GradScaler = field(init=False)  # the loss scale of float16
@@ -118,7 +118,7 @@ class Engine:
         norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
         if muon and self.world.size > 1 and not self.sharded and not exact:
-            # Muon's step runs collectives, in which the others would wait for a rank that skips the step. Only a faulty rank
+            # Muon's step runs collectives. If one rank skipped the step, the others would wait for it there. Only a faulty rank
             # can have a different norm here. (Under fsdp and exact the norm is global.)
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
@@ -191,10 +191,10 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
     """Use float8 matmuls in the linear layers of the blocks (Micikevicius et al. 2022). Their weights do not change.
 
     Small layers stay unchanged, as in nanochat: converting their inputs takes longer than it saves. Raises UserError if the
-    device does not support float8 products, no layer is suitable, or torchao is not installed.
+    device does not support float8 matmuls, no layer is suitable, or torchao is not installed.
     """
     if not device.has_float8(own_device):
-        raise UserError(f"--fp8=true: this {own_device.type} device does not support float8 products; use an H100 or newer")
+        raise UserError(f"--fp8=true: this {own_device.type} device does not support float8 matmuls; use an H100 or newer")
 
     def fits(layer: nn.Module, name: str = "") -> bool:
         return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)
@@ -235,7 +235,7 @@ def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: Paralle
 def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
     """`module` wrapped in one of our own strategies, which average the ranks' gradients.
 
-    micro_batches: per update, over all ranks. compiled: `exact` converts with compiled functions.
+    micro_batches: number per update, over all ranks. compiled: `exact` converts with compiled functions.
     """
     if parallel.strategy == "exact":
         return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)

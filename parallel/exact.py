@@ -8,8 +8,8 @@ Every rank holds all weights, but only its share of the rest, as in ZeRO (Rajbha
 gradients for its share of each parameter, updates that share of the weights, and sends it to all ranks:
 
     shard_gradients    each rank sends                                      holds besides the weights    sends in an update
-                                                                            (bytes a parameter, AdamW)   (times (W-1)/W)
-    false              integers, once an update                             8 + 12 / W                   12 + 4 / W
+                                                                            (bytes per parameter, AdamW) (times (W-1)/W)
+    false              integers, once per update                            8 + 12 / W                   12 + 4 / W
     true               float32 gradients, after each of M micro-batches     20 / W                       4 M + 4 + 4 / W
 
 One condition remains: the gradient of a micro-batch must not depend on the rank that computes it. That holds if all ranks use
@@ -33,7 +33,7 @@ from parallel.shares import gather_own, share_of
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, just above the largest int64
-BUCKET_BYTES = 25 * 2**19  # of float32 gradients; integers take twice as many
+BUCKET_BYTES = 25 * 2**19  # float32 gradients per bucket; as integers, they take twice as many bytes
 CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time, to stay in its cache through all passes
 
 
@@ -41,12 +41,12 @@ CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time, to stay in its ca
 class Bucket:
     """Parameters that are sent together, in a matrix [W, width]: row r holds rank r's share of each parameter."""
 
-    columns: dict[nn.Parameter, slice]  # of the matrix
+    columns: dict[nn.Parameter, slice]  # each parameter's columns in the matrix
     width: int
     # int64 sums of whole parameters until they are sent. Afterwards, the first `width` elements are the sums of this rank's
     # shares. With shard_gradients, it holds only these shares.
     sums: Tensor
-    gradients: dict[nn.Parameter, Tensor | None]  # to send: views of `sums`, or with shard_gradients this backward's in float32
+    gradients: dict[nn.Parameter, Tensor | None]  # views of `sums` to send, or with shard_gradients, float32
     waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not yet ready in this backward
 
 

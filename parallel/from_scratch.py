@@ -8,7 +8,7 @@ Averaging the weights after the update would not do the same, because AdamW is n
 The parts are: (1) the idea, (2) when it runs, (3) what an all-reduce is made of, (4) communicating while backward runs.
 They lead to three strategies, which differ in how the mean reaches every rank. For P parameters with n bytes of gradients:
 
-    strategy               collectives an update     bytes each rank sends     when
+    strategy               collectives per update    bytes each rank sends     when
     ScratchAllReduce       P                         2 (W-1)/W n               after backward
     ScratchReduceScatter   2 (of one flat tensor)    2 (W-1)/W n               after backward
     ScratchOverlap         n / 25 MB                 2 (W-1)/W n               while backward is still running
@@ -21,7 +21,7 @@ al. 2020, "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
 
     model = ScratchOverlap(model)
     for i, (x, y) in enumerate(micro_batches):
-        model.require_backward_grad_sync = i == len(micro_batches) - 1  # communicate once an update
+        model.require_backward_grad_sync = i == len(micro_batches) - 1  # communicate once per update
         loss_of(model(x), y).backward()
     optimizer.step()  # .grad is the mean over the ranks of what each has accumulated
 

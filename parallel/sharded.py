@@ -3,10 +3,10 @@
 In plain data parallelism every rank holds the same state: per parameter, 4 bytes of weights, 4 of gradients and 8 of AdamW's
 moments. ZeRO (Rajbhandari et al. 2020) shards this state, so that the ranks together hold one copy instead of W:
 
-    strategy    fraction that each rank holds    bytes a parameter      each rank sends in an update
+    strategy    fraction that each rank holds    bytes per parameter    each rank sends in an update
                 weights   gradients   state      (float32, AdamW)       (n: bytes of gradients or weights)
     ddp         1         1           1          16                     2 n of gradients
-    fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights a micro-batch
+    fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights per micro-batch
 
 Under `fsdp` the full weights of a block exist only while the block computes. Gradients are sent once per update, and every rank
 keeps them whole between its micro-batches. With --shard_gradients=on they are sent after each micro-batch, and ranks keep only

@@ -14,7 +14,7 @@ from optim import local, share_size
 
 # Elements in a cache line. Shares are multiples of it: AdamW's CPU kernel rounds a full vector and a remainder differently.
 UNIT = 16
-AT_ONCE = 1 << 20  # most elements that a rank receives per exchange, unless a single tensor is larger
+AT_ONCE = 1 << 20  # maximum number of elements that a rank receives per exchange, unless a single tensor is larger
 
 
 class Share:
@@ -65,11 +65,11 @@ def take(queue: list[str], tensors: dict) -> list[str]:
 
 
 def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Send the whole tensors names[r] to each rank r of `group`. Yields this rank's."""
+    """Send the whole tensors names[r] to each rank r of `group`. Yields the ones for this rank."""
     mine, ranks = names[group.rank()], range(group.size())
     shares = [[local(tensors[name]).reshape(-1) for name in each] for each in names]
     sent = torch.cat([share for each in shares for share in each])
-    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of each rank's shares of this rank's tensors
+    sizes = [[held(tensors[name], rank) for name in mine] for rank in ranks]  # of each rank's share of this rank's tensors
     received = sent.new_empty(sum(map(sum, sizes)))
     numbers = [sum(each) for each in sizes], [sum(map(len, each)) for each in shares]
     dist.all_to_all_single(received, sent, *numbers, group=group)

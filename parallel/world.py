@@ -138,7 +138,7 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
 def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int], timeout: timedelta) -> None:
     """Meet the other ranks in the store at `place` and create the process group. Raises RuntimeError."""
     deadline = time.monotonic() + timeout.total_seconds()
-    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun, so it outlives the ranks; else by rank 0
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's store outlives the ranks; else rank 0 holds it
     # A longer timeout here, because an unreachable store prints a stack trace when it expires.
     store = dist.TCPStore(*place, size, rank == 0 and not held, 2 * timeout, wait_for_workers=False, multi_tenant=True)
     # After a restart, torchrun's store still contains the addresses of ranks that are gone.

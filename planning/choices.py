@@ -13,7 +13,7 @@ from settings import Config
 
 @dataclass(frozen=True)
 class Machines:
-    """What all ranks can do: limited by the slowest, and by the one with the least memory."""
+    """What all ranks can do, as limited by the slowest one and by the one with the least memory."""
 
     ranks: int
     device: str  # cpu, cuda or mps
@@ -22,7 +22,7 @@ class Machines:
     muon_dtype: str
     free: float  # bytes of a GPU's memory
     total: float
-    threads: int  # per rank
+    threads: int  # CPU threads per rank
     choose_compile: Callable[[str, str, float], str]  # --compile, dtype, FLOPs of the run -> on or off
 
 

@@ -19,14 +19,14 @@ class Tuned(NamedTuple):
     """What bench/dial.py found for an optimizer: the rate at WIDTH and RATE_BATCH, and the batch for a run of TOKENS."""
 
     lr: float
-    width_power: float  # the best rate grows as this power of the width
-    batch_power: float  # and as this power of the batch
+    width_power: float  # the best rate grows as the width to this power
+    batch_power: float  # and as the batch to this power
     batch: int  # tokens per update
 
 
 TUNED = {"adamw": Tuned(4.0e-3, -1.1, 0.5, 2048), "muon": Tuned(1.45e-2, -0.9, 0.2, 4096)}
 WIDTH, RATE_BATCH, TOKENS = 96, 2048, 1 << 19
-GROWTH = 0.383  # the batch grows as this power of a run's tokens (arXiv 2505.13738)
+GROWTH = 0.383  # the batch grows as a run's tokens to this power (arXiv 2505.13738)
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # as in nanochat; Chinchilla's 20 counts different weights
 EPOCHS = 4  # up to here, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al. 2023, arXiv 2305.16264)
@@ -70,7 +70,7 @@ def dataset(config: Config):
     if all(Path(directory).is_dir() for directory in data.directories(config.data)):
         mixture = data.open_mixture(config.data, vocab_size)
         return mixture, mixture.vocab_size
-    return None, 50257 if vocab_size == "auto" else vocab_size  # GPT-2's
+    return None, 50257 if vocab_size == "auto" else vocab_size  # GPT-2's vocabulary
 
 
 def shape_of(config: Config, given: set[str]) -> dict:
@@ -87,7 +87,7 @@ def weights(model: ModelConfig) -> int:
 
 
 def tuned(optimizer: str) -> Tuned:
-    """What was found for `optimizer`, or AdamW's numbers if it was not swept."""
+    """The sweep's result for `optimizer`, or AdamW's if it was not swept."""
     return TUNED.get(optimizer, TUNED["adamw"])
 
 
@@ -97,7 +97,7 @@ def batch_of(tokens: float, optimizer: str) -> float:
 
 
 def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
-    """The steps and the batch of a run of `tokens`; each is chosen if it is 0. Raises UserError if there are too few tokens.
+    """The steps and batch size for a run of `tokens`; chooses each that is 0. Raises UserError if there are too few tokens.
 
     If the batch is large enough, 2, 4 and 8 ranks can divide its sequences equally.
     """

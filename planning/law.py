@@ -8,7 +8,7 @@ import numpy as np
 PRIOR_EXPONENT, PRIOR_SPREAD = 0.33, 0.4  # prior mean of a and b, and the spread of their logarithms (arXiv 2404.10102)
 NOISE, NOISE_RUNS = 0.01, 3  # prior noise of the loss between seeds, and its weight in runs
 EXTRAPOLATION_ERROR = 0.013  # nats per doubling of FLOPs beyond the largest fitted run: docs/dial.md
-HALF_LIFE = 15.4  # of repeated tokens, in epochs (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")
+HALF_LIFE = 15.4  # epochs of repetition (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")
 QUANTILE = 1.645  # half-width of a 90 % interval, in standard deviations
 
 

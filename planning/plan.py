@@ -118,7 +118,7 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
-    """The mildest flags with which a rank fits into `usable` bytes, also on more GPUs, and the bytes that it then needs."""
+    """The mildest flags that make a rank fit in `usable` bytes, on these or more GPUs, and the bytes that it then needs."""
     own, found = config.parallel.strategy, {}
     small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():

@@ -95,7 +95,7 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     """
     exact, tokens, micro = config.parallel.strategy == "exact", config.train.tokens_per_update, config.train.micro_batch_size
     micro = 1 if config.numerics.numerics == "portable" else micro  # see choices.for_portable
-    micro_batch = config.model.seq_len * (1 if micro == "auto" else micro)  # in tokens
+    micro_batch = config.model.seq_len * (1 if micro == "auto" else micro)  # size in tokens
     smallest = micro_batch * world_size
     unit = micro_batch if exact else smallest
     if tokens % unit == 0 and tokens >= smallest:

@@ -58,7 +58,7 @@ def check(config: Config, world: World) -> list[str]:
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError("--tensorboard=true needs tensorboard, which is not installed; try: pip install tensorboard")
     warnings, train, optim = check_disk(config), config.train, config.optim
-    chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # by the user, or at the run's first start
+    chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
         faster = "--dtype=float32 --muon_dtype=float32 may be faster, but changes the bits"
         warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
@@ -66,7 +66,7 @@ def check(config: Config, world: World) -> list[str]:
 
 
 def gpu_notes(config: Config, world: World) -> list[str]:
-    """Notes on unused potential: this node's idle GPUs, and a faster attention kernel that is not deterministic."""
+    """Notes on this node's idle GPUs, and on a faster attention kernel that is not deterministic."""
     notes, own, train = [], world.device, config.train
     if (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
@@ -84,7 +84,7 @@ def gpu_notes(config: Config, world: World) -> list[str]:
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Raise UserError if an update does not fit in the GPU's memory, or on a CPU, an update and a save's copy."""
+    """Raise UserError if an update does not fit in the GPU's memory, or on a CPU, an update plus a checkpoint's copy."""
     own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
     needed, total = sum(parts.values()), device.memory(world.device)[1]
     if own == "cpu":  # Linux would kill the run without a message
@@ -141,7 +141,7 @@ def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> st
         kernel = f"{'FlexAttention' if footprint.uses_flex(config, device.kind(own)) else 'a mask'}, within documents"
     memory, total = sum(footprint.of_rank(config, world.size, device.kind(own)).values()), device.memory(own)[1]
     peak, known = device.peak_flops(own, train.dtype) * world.size, device.known_peak_flops(own, train.dtype)
-    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # per dataset: its share in each phase
+    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # for each dataset: its share in each phase
     parts = zip(mixture.datasets, shares, batches.streams, batches.epochs(train.steps), strict=True)
     several = len(mixture.datasets) > 1
     source = "from the datasheet" if known else "measured here by matrix products"

@@ -23,8 +23,8 @@ from common.errors import EX_TEMPFAIL, FULL_DISK, UserError, outcome, plural, pr
 from common.records import Count
 from settings import LogConfig
 
-FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest: normally, and after a failure, when others wait
-STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # in status.json, by exit status; all others: failed
+FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest: normally, and after a failure, when other ranks wait
+STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # `state` in status.json by exit status; otherwise failed
 SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # one group in wandb and TensorBoard
 # The values that are read back from metrics.jsonl. Numbers may be NaN.
 LOSSES, FIGURES = ("loss", "val_loss", "val_bpb"), ("tokens", "lr", "grad_norm", "tokens_per_second", "mfu", "skipped")
@@ -58,8 +58,8 @@ class Log:
     def __init__(self, directory: Path, is_master: bool):
         self.directory, self.is_master, self.began = directory, is_master, time.monotonic()
         self.status, self._facts = 1, {}  # the exit status, and the content of status.json
-        self.trackers: dict[str, tuple[Callable, Callable]] = {}  # by name: show(record) and end(status)
-        self._text, self._metrics = io.BytesIO(), io.BytesIO()  # until the files are open
+        self.trackers: dict[str, tuple[Callable, Callable]] = {}  # for each name: show(record) and end(status)
+        self._text, self._metrics = io.BytesIO(), io.BytesIO()  # buffers until the files are open
         self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
 
     def __enter__(self):

@@ -14,7 +14,7 @@ from reports import curves
 from reports.log import Log, duration
 from settings import TrainConfig
 
-DRAW_SECONDS = 20  # between drawings: training waits half a second for each
+DRAW_SECONDS = 20  # seconds between drawings; training waits half a second for each
 
 
 class Progress:

@@ -40,7 +40,7 @@ def test_every_question_is_answered_on_a_cpu_and_nothing_is_measured_twice(tmp_p
     (record,) = (records := json.loads((out / "gpu.json").read_text())).values()
     lost = record["measurements"].pop("sha256 exact W=2")
     (out / "gpu.json").write_text(json.dumps(records))
-    printed = ask(tmp_path, "--tiny=true", f"--out={out}", "--ask=exact one sha256")
+    printed = ask(tmp_path, "--tiny=true", f"--out={out}", "--ask=exact give one sha256")
     assert "One sha256 on 1, 2, 3, 4 ranks." in printed and "1 of 1 questions are answered" in printed
     (again,) = json.loads((out / "gpu.json").read_text()).values()
     assert again["measurements"].pop("sha256 exact W=2") == lost and again["measurements"] == record["measurements"]

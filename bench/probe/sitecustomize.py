@@ -1,9 +1,9 @@
-"""Watch and stop an unchanged trainer. Python imports this file at start if its folder is in PYTHONPATH.
+"""Watch and stop an unchanged trainer. Python imports this file at startup if its folder is in PYTHONPATH.
 
-Once torch is imported, every update adds a line to AUDIT_NOTES/RANK-PID: a JSON list with a sha256 of each sequence that it saw
-on this rank. AUDIT_STOP=NUMBER:UPDATE sends this process a signal after that update. AUDIT_CUT=BYTES ends it, as SIGKILL would,
-in the middle of the first file that grows larger (the kernel's SIGXFSZ). AUDIT_ON_CPU lets a trainer that insists on a GPU
-start with the CPU and gloo; the functions put_..._for_... say how.
+Once torch is imported, every update adds a line to AUDIT_NOTES/RANK-PID: a JSON list of sha256 digests, one for each sequence
+seen on this rank. AUDIT_STOP=NUMBER:UPDATE sends this process a signal after that update. AUDIT_CUT=BYTES ends it, as SIGKILL
+would, in the middle of the first file that grows larger (the kernel's SIGXFSZ). AUDIT_ON_CPU lets a trainer that insists on a
+GPU start with the CPU and gloo; the functions put_..._for_... say how.
 """
 
 import collections
@@ -34,7 +34,7 @@ def note(tokens) -> None:
 
 
 def updated() -> None:
-    """Write what an update saw, and stop after it if asked to. An optimizer may call this once per group."""
+    """Write what an update saw, and stop after it if requested. An optimizer may call this once per group."""
     global last, updates
     if not seen:
         return
@@ -133,7 +133,7 @@ def put_cuda_on_cpu(torch) -> None:
 
 
 def answer(device) -> None:
-    """Make torch.cuda or torch.cpu answer as a GPU would, and do nothing. One function each, for torch.compile."""
+    """Make torch.cuda or torch.cpu answer as a GPU would, without doing anything. One function each, for torch.compile."""
     device.get_device_name, device.current_device, device.device_count = lambda *_: "cpu", lambda: 0, lambda: 8
     device.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 30, major=7, minor=0)
     device.memory_stats, device.max_memory_allocated = lambda *_: collections.defaultdict(int), lambda *_: 0
