@@ -21,36 +21,37 @@ HEAD = {
 READ = """
 ## What we only read
 
-We read the following in the source of each trainer, but did not run it. The README's table marks it with ʳ. The numbers are line
-numbers.
+We read the following in the source of each trainer, but did not run it. The README's table marks it with ʳ. The numbers are
+line numbers.
 
 - nanoGPT, 3adf61e: a checkpoint is a pickle (`train.py` 277-286).
-- litgpt, 2685705: a checkpoint is one pickle (`litgpt/pretrain.py` 226-237 defines the state, and 499-508 saves it). `README.md` says
-  what litgpt is for.
+- litgpt, 2685705: a checkpoint is one pickle (`litgpt/pretrain.py` 226-237 defines the state, and 499-508 saves it).
+  `README.md` says what litgpt is for.
 - torchtitan, b5bcd76: each rank reads its own part of the data (`components/data/dataset.py` 136-150 and
   `components/data/loader.py` 148-166). The rest is in `docs/checkpoint.md` and `README.md`.
-- llm.c, f1e2ace: as in build-nanogpt, the ranks see different tokens at the ends of shards (`llmc/dataloader.h` 60-92). The last
-  file of a checkpoint is named DONE, and a resumed run aims to be "bit-perfect" (`train_gpt2.cu` 1249-1254, 1316-1358).
-- modded-nanogpt, f411b3d: a step sees the same tokens on 1, 2, 4 or 8 GPUs until the first shard ends. At the end of a shard, the
-  trainer drops the incomplete batch, whose size depends on the number of GPUs (`train_gpt.py` 1713-1860).
+- llm.c, f1e2ace: as in build-nanogpt, the ranks see different tokens at the ends of shards (`llmc/dataloader.h` 60-92). The
+  last file of a checkpoint is named DONE, and a resumed run aims to be "bit-perfect" (`train_gpt2.cu` 1249-1254, 1316-1358).
+- modded-nanogpt, f411b3d: a step sees the same tokens on 1, 2, 4 or 8 GPUs until the first shard ends. At the end of a shard,
+  the trainer drops the incomplete batch, whose size depends on the number of GPUs (`train_gpt.py` 1713-1860).
 - Megatron-LM, d98e8a6: a step sees the same samples on any number of ranks (`data_samplers.py` 121-188).
 """
 RANKS = ("two", "three", "moved")
 PREFACE = """# The same test for every trainer
 
-`bench/audit.py` starts each trainer on a CPU with the trainer's own command, stops it, and resumes it in the trainer's own way. It
-then compares the tokens of every update, and the final weights, with an uninterrupted run on one rank. A run has 32 updates of 12
-sequences of 32 tokens, and saves a checkpoint every 8 updates. Settings that the command does not name keep the trainer's defaults.
-We change no file in a trainer's checkout. The models are tiny and train only briefly, so compare differences in weights only within
-a row.
+`bench/audit.py` starts each trainer on a CPU with the trainer's own command, stops it, and resumes it in the trainer's own
+way. It then compares the tokens of every update, and the final weights, with an uninterrupted run on one rank. A run has 32
+updates of 12 sequences of 32 tokens, and saves a checkpoint every 8 updates. Settings that the command does not name keep the
+trainer's defaults. We change no file in a trainer's checkout. The models are tiny and train only briefly, so compare
+differences in weights only within a row.
 
-- **The same tokens** means that each update sees the same sequences, in any order, over all ranks together. The batch is always 12
-  sequences. To keep it so on W ranks, we give transformers' Trainer 6 / W accumulation steps. The other trainers divide the batch
-  themselves.
+- **The same tokens** means that each update sees the same sequences, in any order, over all ranks together. The batch is
+  always 12 sequences. To keep it so on W ranks, we give transformers' Trainer 6 / W accumulation steps. The other trainers
+  divide the batch themselves.
 - **Killed while saving** means that the process ends while it writes the largest file of the checkpoint of update 24.
-- **Fails** means that the trainer's own resume, from the newest checkpoint, fails. If the trainer keeps older checkpoints, you can
-  still name one of them.
-- **The commands** run in the trainer's checkout. PYTHON stands for its interpreter, WORK for a folder, and RUN for the run's folder.
+- **Fails** means that the trainer's own resume, from the newest checkpoint, fails. If the trainer keeps older checkpoints,
+  you can still name one of them.
+- **The commands** run in the trainer's checkout. PYTHON stands for its interpreter, WORK for a folder, and RUN for the run's
+  folder.
 
 `python bench/audit_page.py --out=bench/results` writes this page from [audit.json](../bench/results/audit.json).
 """
