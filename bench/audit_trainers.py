@@ -133,7 +133,7 @@ class Exact(Lockstep):
 class NanoGPT(Trainer):
     title = repository = "karpathy/nanoGPT"
     proof, pattern, on_cpu, step_ms = "configurator.py", "ckpt.pt", "cuda", r"^iter \d+: .* time ([\d.]+)ms"
-    on_cpu_note = "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
+    on_cpu_note = "For these runs, bench/probe maps CUDA to the CPU and NCCL to gloo."
 
     def prepare(self) -> None:
         import numpy as np
@@ -155,11 +155,11 @@ class NanoGPT(Trainer):
 class BuildNanoGPT(Trainer):
     title = repository = "karpathy/build-nanogpt"
     proof, pattern, on_cpu, resumes = "train_gpt2.py", "log/model_*.pt", "cuda", False
-    on_cpu_note = "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
+    on_cpu_note = "For these runs, bench/probe maps CUDA to the CPU and NCCL to gloo."
     note = (
-        "Its settings are constants in its source. We edit a copy, and remove samples and HellaSwag (a download). "
-        "A shard has 5,000 tokens here, so the run crosses two shard ends. Nothing loads its checkpoints, so a "
-        "stopped run starts over."
+        "Its settings are constants in its source, so we edit a copy. The copy also leaves out the samples, and "
+        "HellaSwag, which needs a download. Our shards have 5,000 tokens, so that the run crosses the end of a shard "
+        "twice. Nothing loads its checkpoints, so a stopped run starts over."
     )
     changes = {"total_batch_size = 524288": f"total_batch_size = {BATCH * LENGTH}", "\nB = 64": f"\nB = {MICRO}"}
     changes |= {"\nT = 1024": f"\nT = {LENGTH}", "max_steps = 19073": f"max_steps = {STEPS}", "not use_compile": "False"}
@@ -223,8 +223,8 @@ class LitGPT(Trainer):
     proof, pattern, step_ms = "litgpt/pretrain.py", "step-*", r"iter time: ([\d.]+) ms"
     on_cpu, on_cpu_note = (
         "fsdp",
-        "For these runs, bench/probe replaces FSDP with DDP on the CPU; the data loading is litgpt's own. litgpt counts the "
-        "iterations of one rank, so a run half done on one rank looks complete on two.",
+        "For these runs, bench/probe replaces FSDP with DDP on the CPU, and litgpt still loads the data itself. litgpt "
+        "counts the iterations of each rank, so a run that is half done on one rank looks complete on two.",
     )
 
     def prepare(self) -> None:
@@ -261,8 +261,8 @@ class TorchTitan(Trainer):
     always_on_cpu = True
     on_cpu, on_cpu_note = (
         "accelerator",
-        "For these runs, bench/probe makes the CPU its accelerator, with another attention of the same mask. "
-        "Several ranks need more than gloo.",
+        "For these runs, bench/probe makes the CPU its accelerator, and replaces its attention with one that has the "
+        "same mask. Several ranks still do not work, because torchtitan needs more than gloo for them.",
     )
 
     def prepare(self) -> None:
@@ -296,7 +296,7 @@ dcp_to_torch_save(*sys.argv[1:])"""
 class OLMoCore(Trainer):
     title = repository = "allenai/OLMo-core"
     proof, pattern = "src/examples/llm/train.py", "step*"
-    on_cpu, on_cpu_note = "gloo", "For these runs, bench/probe maps nccl to gloo."
+    on_cpu, on_cpu_note = "gloo", "For these runs, bench/probe maps NCCL to gloo."
     always_on_cpu = True
 
     def prepare(self) -> None:
@@ -331,7 +331,7 @@ with tempfile.TemporaryDirectory() as folder:
 class NanoChat(Trainer):
     title = repository = "karpathy/nanochat"
     proof, pattern, weights, step_ms = "scripts/base_train.py", "model_*.pt", "", r" dt: ([\d.]+)ms"
-    on_cpu, on_cpu_note = "cuda", "For these runs, bench/probe maps CUDA and nccl to the CPU and gloo."
+    on_cpu, on_cpu_note = "cuda", "For these runs, bench/probe maps CUDA to the CPU and NCCL to gloo."
 
     def prepare(self) -> None:
         """Make its tables of documents, and its tokenizer by its own script."""

@@ -115,12 +115,12 @@ def test_audit_sees_other_tokens_other_weights_and_failures():
         attempt = audit.Attempt(0, error, [[update] for update in updates])
         return audit_page.outcome(audit.Examination.compare(Examined(), "run", attempt))
 
-    assert outcome("a", "b", "c", "d") == "the same tokens, weights off by 5e-01"
-    assert outcome("c", "d") == "from 2: the same tokens, weights off by 5e-01"
-    assert "other tokens in 2 of 2 updates (the first sees the tokens of update 1)" in outcome("a", "b")
+    assert outcome("a", "b", "c", "d") == "the same tokens and weights that differ by 5e-01"
+    assert outcome("c", "d") == "resumes after update 2 with the same tokens and weights that differ by 5e-01"
+    assert "different tokens in 2 of 2 updates (the first sees the tokens of update 1)" in outcome("a", "b")
     assert outcome(error="ValueError: no") == "fails: `ValueError: no`" and "no update" in outcome()
     Examined.difference = lambda self, case: 0.0
-    assert outcome("c", "x") == "from 2: other tokens in 1 of 2 updates, same bits"
+    assert outcome("c", "x") == "resumes after update 2 with different tokens in 1 of 2 updates and the same bits"
     assert (
         audit.failure("[rank0]: a.B: c\n[rank0]: ValueError: bad /some/place/file\nx.ChildFailedError:\n")
         == "ValueError: bad file"
