@@ -125,15 +125,15 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def on_eager_cpu(x: Tensor) -> bool:
-    """Whether `x` is on a CPU and this code is not being compiled: then hand-fused passes over memory pay off."""
+    """Whether `x` is on a CPU and this code runs uncompiled, where hand-fused passes over memory pay off."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., C] divided by its root mean square (Zhang & Sennrich 2019), times `weight` [C].
 
-    On an eager CPU the result is in autocast's dtype, and the backward pass is hand-written: PyTorch's own needs a dozen passes
-    over memory there.
+    In eager mode on a CPU, the result is in autocast's dtype, and the backward pass is hand-written: PyTorch's own needs a
+    dozen passes over memory.
     """
     return RMSNormFunction.apply(x, weight, eps) if on_eager_cpu(x) else F.rms_norm(x, weight.shape, weight, eps)
 

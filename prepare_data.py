@@ -98,7 +98,7 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
             say(f"{source}: skipped {errors.plural(others, 'file')} of other types")
         if "://" in source:
             span = " to ".join(dict.fromkeys([found[0].name, found[-1].name]))
-            say(f"{source}: {errors.plural(len(found), 'file')}, {size / 1e6:,.1f} MB: {span}")
+            say(f"{source}: {errors.plural(len(found), 'file')}, {size / 1e6:,.1f} MB ({span})")
         if "://" in source and 0 < len(held_out) < len(found):
             say(f"warning: {len(held_out)} of these files look like validation or test data, such as {held_out[0]}")
         records.append(record | {"files": len(found), "bytes": size})
@@ -141,7 +141,7 @@ def prepare(config: PrepareConfig) -> None:
         split = choose_split(source_files, config.val_fraction)
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files))
         if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
-            say(f"the text is too short for more than {tokenizer.vocab_size} different tokens")
+            say(f"the vocabulary has only {tokenizer.vocab_size} tokens: the text is too short")
         # A restart continues only with the same files, tokenizer and division into units (whose version is `units`).
         listing = digest([(file.name, file.size) for file in source_files])
         request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 4}

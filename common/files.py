@@ -100,7 +100,7 @@ def held(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         if not lock(descriptor):
-            raise UserError(f"{directory} is in use by another process; wait for it, or choose another --out")
+            raise UserError(f"{directory} is in use by another process; wait, or choose another --out")
         yield
     finally:
         os.close(descriptor)

@@ -39,7 +39,7 @@ This command made it:
 
 
 def totals(metadata: Metadata, split: str) -> dict[str, int]:
-    """The tokens, documents, bytes of text and shards of a split."""
+    """Counts of a split's tokens, documents, bytes of text and shards."""
     rows = [row for row in metadata["shards"] if row["split"] == split]
     return {key: sum(row[key] for row in rows) for key in ("tokens", "documents", "bytes_of_text")} | {"shards": len(rows)}
 

@@ -30,8 +30,8 @@ from hardware.host import cores, cpu_name, cpuinfo, memory_bytes, nvidia_driver
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
 NO_LIMIT = ("", "ALL", "DEFAULT")
-# Compiling for a CPU takes COMPILE_SECONDS and saves the fraction COMPILE_SAVES of training, which runs at about EAGER_FLOPS
-# per core (bench/LOG.md, "Classes of processors"). The numbers are fixed, because compiled code gives different bits.
+# Compiling for a CPU takes COMPILE_SECONDS and saves the fraction COMPILE_SAVES of eager training, which runs at about
+# EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). They are constants, because compiled code gives different bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
@@ -39,7 +39,7 @@ MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-# Words in the names of GPUs to which the datasheet's peak does not apply: slices, virtual GPUs, and different units or power.
+# Words in the names of GPUs without the datasheet's peak: slices, virtual GPUs, and variants with other units or power.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 
 
@@ -48,7 +48,7 @@ def prepare_device(
 ) -> torch.device:
     """The device of this rank, made current and ready. Raises UserError if it is missing.
 
-    Call this before creating the process group: NCCL reads its variables when it creates the first communicator.
+    Call this before creating the process group: NCCL reads its environment variables when it creates the first communicator.
 
     name: auto, cpu, cuda or mps; each rank uses the accelerator with index `local_rank`. threads: CPU threads per rank (auto:
     cores // local ranks). deterministic: CUDA and NCCL use only kernels that give the same bits every time (the model's CPU

@@ -74,7 +74,7 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     rotary = model.architecture != "gpt2"
     unit = model.n_head * (2 if rotary and model.head_dim == "auto" else 1)
     if model.n_embd % unit:
-        even = " x 2 (rotary positions need an even head width)" if unit > model.n_head else ""
+        even = " x 2 (rotary positions need an even head_dim)" if unit > model.n_head else ""
         values = nearest(model.n_embd, unit, unit)
         yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
     elif not rotary and model.head_dim not in ("auto", model.n_embd // model.n_head):

@@ -200,7 +200,7 @@ def lock(directory: Path) -> BinaryIO:
         if files.lock(file):
             return file
         time.sleep(0.1)
-    raise UserError(f"{directory} is in use by another training process; choose another --name, or wait for it")
+    raise UserError(f"{directory} is in use by another training process; wait, or choose another --name")
 
 
 def require_wandb_key() -> None:

@@ -227,7 +227,7 @@ def test_a_pattern_takes_some_of_the_files_and_what_is_for_tests_is_named(hub, t
     split = {f"data/{name}.jsonl": line for name, line in lines.items()}
     hub.commit_files("owner/split", split | {"zoo/deep/more.jsonl": lines["train-0"], "README.md": b"documentation" * 9})
     out, _ = prepare(tmp_path, f"hf://datasets/owner/split{pattern}")
-    assert f": {len(files)} file{'s' * (len(files) > 1)}, 0.0 MB: {' to '.join(dict.fromkeys([files[0], files[-1]]))}\n" in out
+    assert f": {len(files)} file{'s' * (len(files) > 1)}, 0.0 MB ({' to '.join(dict.fromkeys([files[0], files[-1]]))})\n" in out
     assert ("1 of these files look like validation or test data" in out) == ("test-0" in files[0])
 
 

@@ -61,7 +61,7 @@ def test_every_way_to_write_a_boolean():
         (["train.py"], "train.py is not a valid TOML preset"),
         (
             ["--n_embd=256", "--n_head=5"],
-            "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need an even head width); "
+            "--n_embd=256 is not a multiple of --n_head=5 x 2 (rotary positions need an even head_dim); "
             "try --n_embd=250 or 260",
         ),
         (["--n_head=4", "--n_kv_head=3"], "--n_kv_head=3 does not divide"),
