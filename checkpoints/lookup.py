@@ -24,11 +24,12 @@ from settings import Config, ModelConfig
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # may change without a note
+NO_URL = "a model on the Hub is named OWNER/NAME, and train.py --mirror=URL continues a run from a store"
 
 
 def find(name: str) -> tuple[Path, list[str]]:
     """The checkpoint at a path, or the newest intact one of the run at that path, with warnings. Raises UserError."""
-    require_path(name)
+    cli.require_local("", name, NO_URL)
     path = Path(name)
     if (path / MANIFEST).exists():
         if reason := find_damage(path):
@@ -42,19 +43,12 @@ def find(name: str) -> tuple[Path, list[str]]:
     return found, damaged
 
 
-def require_path(name: str) -> None:
-    """Raise UserError if `name`, of a run or model, is a URL."""
-    if "://" in name:
-        ways = "a model on the Hub is named OWNER/NAME, and train.py --mirror=URL continues a run from a store"
-        raise UserError(f"{name} must be a local path; {ways}")
-
-
 def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
     """The model directory of a run, a checkpoint, a Hugging Face directory or a Hub id, with warnings. Raises UserError.
 
     patterns: files to download from the Hub.
     """
-    require_path(name)
+    cli.require_local("", name, NO_URL)
     path = Path(name)
     if any((path / file).exists() for file in (MANIFEST, "checkpoints", "metrics.jsonl")):
         return find(name)

@@ -173,9 +173,9 @@ def read_quantity(text: str, units: dict[str, int]) -> int:
 
 
 def require_local(flag: str, path: str, instead: str) -> None:
-    """Raise UserError if `path`, from a flag that needs a local path, is a URL. instead: what to use for a URL."""
+    """Raise UserError if `path` is a URL. flag: the flag that it comes from, or "". instead: what to use for a URL."""
     if "://" in path:
-        raise UserError(f"--{flag}={path} must be a local path; {instead}")
+        raise UserError(f"{f'--{flag}=' if flag else ''}{path} must be a local path; {instead}")
 
 
 def new_directory(out: str) -> Path:

@@ -65,16 +65,15 @@ def spin_count() -> int:
 
 
 def cpuinfo(key: str) -> str:
-    """The value of `key` in Linux's description of the first core, such as `vendor_id`; empty if unknown."""
-    path = Path("/proc/cpuinfo")
-    found = re.search(rf"^{key}\s*: (.*)", path.read_text() if path.exists() else "", re.MULTILINE)
+    """The value of `key` in Linux's description of the first x86 core, such as `vendor_id`; empty if unknown."""
+    path, x86 = Path("/proc/cpuinfo"), platform.machine() == "x86_64"  # under qemu the file describes the host
+    found = re.search(rf"^{key}\s*: (.*)", path.read_text() if x86 and path.exists() else "", re.MULTILINE)
     return found[1] if found else ""
 
 
 def cpu_name() -> str:
     """The CPU's name according to Linux, or its architecture."""
-    x86 = platform.machine() == "x86_64"  # under qemu /proc/cpuinfo is the host's
-    return (x86 and cpuinfo("model name")) or platform.processor() or platform.machine()
+    return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:
