@@ -140,6 +140,19 @@ def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> 
     return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
+def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """As `F.dropout`. On a CPU the mask hashes the index of each element with lowbias32 (Chris Wellons, Hash Prospector).
+
+    PyTorch's own masks take three times as long there, and compiled ten times.
+    """
+    if x.device.type != "cpu" or not (p and training):
+        return F.dropout(x, p, training)
+    h = torch.arange(x.numel(), dtype=torch.int32).view(x.shape) ^ torch.randint(2**31 - 1, (), dtype=torch.int32)
+    h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ (h >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x * (h >= round(p * 2**32) - 2**31).to(x.dtype).mul_(1 / (1 - p))
+
+
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
     """`attention` for S = T up to SHORT: two matmuls and a softmax, with the [T, T] weights in memory.
 
@@ -155,7 +168,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Ten
         scores = torch.bmm(q, k.transpose(1, 2)) * D**-0.5 + mask_table(T, q.dtype, q.device)
     else:
         scores = torch.baddbmm(causal_mask(T, q.dtype, q.device).expand(B * H, T, T), q, k.transpose(1, 2), alpha=D**-0.5)
-    return torch.bmm(F.dropout(scores.softmax(dim=-1), dropout_p), v).view(B, H, T, D)
+    return torch.bmm(dropout(scores.softmax(dim=-1), dropout_p), v).view(B, H, T, D)
 
 
 def causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

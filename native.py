@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw as torch_adamw
 
-from attention import attention, causal_mask, document_mask  # noqa: F401  these are part of this module's interface
+from attention import attention, causal_mask, document_mask, dropout  # noqa: F401  these are part of this module's interface
 from hardware.footprint import rows_at_a_time
 
 # Models and optimizers use these names and the functions below; under --numerics=portable, the same names from portable.py.
-Linear, LayerNorm, embed, dropout = nn.Linear, nn.LayerNorm, F.embedding, F.dropout
+Linear, LayerNorm, embed = nn.Linear, nn.LayerNorm, F.embedding
 silu, gelu_erf, logits, norm_parts, norm_of = F.silu, F.gelu, F.linear, torch._foreach_norm, nn.utils.get_total_norm
 cos, sin, cosine, power, normal_, multinomial = torch.cos, torch.sin, math.cos, torch.pow, Tensor.normal_, torch.multinomial
 softmax, matrix_norm = functools.partial(F.softmax, dim=-1), functools.partial(Tensor.norm, dim=(1, 2), keepdim=True)
