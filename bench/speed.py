@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import math
 import os
 import re
@@ -237,11 +238,13 @@ def known(config: KnownConfig) -> int:
 
     1.4697 is the best validation loss that nanoGPT's README gives for its GPT of 10.65 M parameters, after minutes on a GPU.
     Trains config/shakespeare_10m.toml with each seed. The loss is over the whole validation split, and the time counts from the
-    command. Writes known_loss.json and known_loss.png.
+    command. Writes known_loss.json and known_loss.png, and keeps the other seeds that were measured earlier on this processor.
     """
     from matplotlib.figure import Figure
 
-    rows = []
+    earlier = Path(config.out, "known_loss.json")
+    rows = json.loads(earlier.read_text())["rows"] if earlier.exists() else []
+    rows = [row for row in rows if row["processor"] == host.cpu_name() and str(row["seed"]) not in config.seeds.split(",")]
     with machine.workspace() as folder:
         tokens = prepared(config.text, folder)
         for seed in config.seeds.split(","):
@@ -251,8 +254,9 @@ def known(config: KnownConfig) -> int:
             curve = [[(each["time"] - began) / 60, each["step"], each["val_bpb"] * math.log(2)] for each in found]
             reached = next((minutes for minutes, _, value in curve if value <= KNOWN_LOSS), None)
             row = {"seed": int(seed), "minutes to 1.4697": reached, "least loss": min(point[2] for point in curve)}
-            rows.append(row | {"seconds": seconds, "curve (minutes, step, loss)": curve})
+            rows.append(row | {"processor": host.cpu_name(), "seconds": seconds, "curve (minutes, step, loss)": curve})
             print(row, flush=True)
+    rows.sort(key=lambda row: row["seed"])
     axis = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     for row in rows:
         minutes, _, losses = zip(*row["curve (minutes, step, loss)"], strict=True)

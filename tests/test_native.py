@@ -65,6 +65,27 @@ def test_gelu_is_tanh_s_and_dropout_of_attention_drops_weights():
     assert dropped[:, :, 128:].float().mean().item() == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_on_a_cpu_is_random_and_repeats(compiled):
+    """Elements are kept independently of their neighbors, of the same elements in other calls, and in exact repetition."""
+    function = torch.compile(native.dropout) if compiled else native.dropout
+    x = torch.ones(7, 28_561, requires_grad=True)  # no multiple of a vector's length
+    torch.manual_seed(0)
+    first, second = function(x, 0.2), function(x, 0.2)
+    torch.manual_seed(0)
+    assert torch.equal(function(x, 0.2), first)
+    assert set(first.unique().tolist()) == {0.0, 1.25}
+    (gradient,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(gradient, first)
+    kept, other = ((y.detach().flatten() > 0).float() - 0.8 for y in (first, second))
+    sigma = 0.16 * len(kept) ** -0.5  # of a mean of products; 0.4 instead of 0.16 for a mean
+    assert abs(kept.mean()) < 4 * 0.4 / 0.16 * sigma
+    assert abs((kept * other).mean()) < 4 * sigma
+    for lag in (1, 2, 16, 256, 28_561, 65_536):
+        assert abs((kept[lag:] * kept[:-lag]).mean()) < 5 * sigma
+    assert native.dropout(x, 0.2, training=False) is x
+
+
 def test_rms_norm_alone_and_with_rotation_and_of_zeros():
     def plain(x, weight):
         return F.rms_norm(x, weight.shape, weight, 1e-6)
