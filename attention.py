@@ -16,18 +16,18 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from hardware.footprint import FLEX_BLOCK, SHORT
 from settings import ModelConfig
 
-# Without --deterministic=true, prefer FlashAttention 3, then cuDNN's attention. On an H100, cuDNN reaches 632 TFLOP/s and
-# PyTorch's own kernel 329 (pytorch/pytorch#142132). PyTorch's default order depends on the GPU and the cuDNN version. Under
-# --deterministic=true PyTorch never uses cuDNN.
+# Under --deterministic=true, PyTorch never uses cuDNN. Otherwise we prefer FlashAttention 3, then cuDNN's attention, because
+# PyTorch's default order depends on the GPU and the cuDNN version. On an H100, cuDNN reaches 632 TFLOP/s and PyTorch's own
+# kernel 329 (pytorch/pytorch#142132).
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Tensor | BlockMask | None" = None) -> Tensor:
-    """Causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]. Returns [B, H, T, D].
+    """Compute causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]: [B, H, T, D].
 
-    The queries are the last T of the S tokens. Each sees itself and every earlier token.
-    Dropout applies to the attention weights. mask: from `document_mask`; requires T = S.
+    The queries are the last T of the S tokens, and each sees itself and every earlier token. Dropout applies to the attention
+    weights. mask: from `document_mask`; requires T = S.
     """
     T, S, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
     if isinstance(mask, BlockMask):
@@ -46,15 +46,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Te
 
 
 def has_flash_attention_3() -> bool:
-    """Whether `activate_attention_kernel` has replaced PyTorch's flash attention with FlashAttention 3."""
+    """Return whether `activate_attention_kernel` has replaced PyTorch's flash attention with FlashAttention 3."""
     return bool(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)())
 
 
 def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float, flexible=True) -> "Tensor | BlockMask":
-    """The mask that keeps `attention` within documents. document_starts [B, T]: where each token's document starts.
+    """Return the mask that keeps `attention` within documents. document_starts [B, T]: where each token's document starts.
 
-    On CUDA, a `flexible` mask is for FlexAttention (Dong et al. 2024), which skips blocks between documents. FlexAttention
-    does not support dropout. So with dropout, and on other devices, the mask is additive: 0 or -inf, [B, 1, T, T] in `dtype`.
+    On CUDA, a `flexible` mask is for FlexAttention (Dong et al. 2024), which skips blocks between documents but does not
+    support dropout. With dropout, and on other devices, the mask is additive: 0 or -inf, [B, 1, T, T] in `dtype`.
     """
     # On AMD GPUs, FlexAttention's gradients differ from run to run (pytorch/torchtitan#3960).
     flexible = flexible and not (torch.version.hip and torch.are_deterministic_algorithms_enabled())
@@ -67,11 +67,11 @@ def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float,
 
 
 def document_blocks(document_starts: Tensor) -> BlockMask:
-    """`document_mask` for FlexAttention: which blocks of FLEX_BLOCK keys each block of queries sees, in part or in full.
+    """Return `document_mask` for FlexAttention: which blocks of FLEX_BLOCK keys each block of queries sees, in part or in full.
 
-    Documents are consecutive. So a block of queries sees key blocks from the start of its first query's document up to its own
-    block. Except for its own, it sees in full those from the start of its last query's document. (create_block_mask would
-    allocate a [T, T] mask.)
+    Documents follow one another, so a block of queries sees the key blocks from the start of its first query's document up to
+    its own. It sees in full the ones that begin no earlier than its last query's document, except its own. (create_block_mask
+    would allocate a [T, T] mask.)
     """
     B, T = document_starts.shape
 
@@ -91,7 +91,7 @@ def document_blocks(document_starts: Tensor) -> BlockMask:
 
 @functools.cache
 def compiled_flex_attention():
-    """FlexAttention for eager code: without compiling, it would store all scores."""
+    """Return FlexAttention for eager code: without compiling, it would store all scores."""
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -100,7 +100,7 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
     """Switch `attention` to FlashAttention 3 in this process if it is installed and works here. Returns the kernel's name.
 
     PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
-    reaches 474 (Dao-AILab/flash-attention#1893). Some builds are not reproducible (its #2244), so it is tested first.
+    reaches 474 (Dao-AILab/flash-attention#1893), but some of its builds are not reproducible (#2244), so it is tested first.
     batch: sequences per micro-batch. dtype: precision of matmuls.
     """
     flash, problem = "FlashAttention 2", ""
@@ -129,7 +129,7 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
 
 
 def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> bool:
-    """Whether FlashAttention gives the same gradients `times` times, for queries shaped like `q` and keys like `k`."""
+    """Return whether FlashAttention gives the same gradients `times` times, for queries shaped like `q` and keys like `k`."""
     torch.manual_seed(0)
     upstream, *inputs = (torch.randn(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in (q, q, k, k))
     found = []
@@ -154,7 +154,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
-    """`attention` for S = T up to SHORT: two matmuls and a softmax, with the [T, T] weights in memory.
+    """Compute `attention` for S = T up to SHORT by two matmuls and a softmax, with the [T, T] weights in memory.
 
     For bfloat16 on a CPU, PyTorch's flash attention is two to four times slower, because its backward pass does not use the
     matrix unit.
@@ -172,13 +172,13 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Ten
 
 
 def causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The additive causal mask [T, T]: -inf if the key comes after the query, else 0."""
+    """Return the additive causal mask [T, T]: -inf if the key comes after the query, else 0."""
     return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1)
 
 
 @torch.library.custom_op("lockstep::causal_mask", mutates_args=())
 def mask_table(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`causal_mask` for compiled code, as an operation that is opaque to the compiler.
+    """Return `causal_mask` for compiled code, as an operation that is opaque to the compiler.
 
     Otherwise the compiler would recompute the mask for every score inside the softmax, which is a third slower than a table.
     """

@@ -31,20 +31,20 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
         status = end.code or 0
     except BaseException:
         traceback.print_exc()
-    # Everything is on disk by now. Skip the interpreter's teardown, where threads of torch's libraries and of the process group
-    # may deadlock. Other ranks wait for this process to end.
+    # Everything is on disk by now, so skip the interpreter's teardown: threads of torch's libraries and of the process group
+    # may deadlock there, while other ranks wait for this process to end.
     with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
     os._exit(status)
 
 
 def launcher(ranks: int, of_node: int = 0) -> str:
-    """The command that starts a script on this many ranks. of_node: ranks per machine (0: all on one)."""
+    """Return the command that starts a script on this many ranks. of_node: ranks per machine (0: all on one)."""
     nodes = ranks // (of_node or ranks)
     machines = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
     return "python" if ranks == 1 else f"torchrun {machines} --nproc_per_node={ranks // nodes}"
 
 
 def again(ranks: int, of_node: int) -> str:
-    """The command line of this process. For several machines, it lacks torchrun's rendezvous flags."""
+    """Return the command line of this process. For several machines, it lacks torchrun's rendezvous flags."""
     return f"{launcher(ranks, of_node)} {shlex.join(sys.argv)}"

@@ -1,10 +1,10 @@
 """Which tokens a step sees.
 
-The train shards of a dataset are one stream of N tokens. Window i is tokens [iT, iT + T]: T inputs, and T targets shifted by
-one. So there are n = (N - 1) // T windows. Sequence k of a dataset is window permute(k mod n) of epoch k // n. Every block of
-4,096 sequences contains each dataset's share, in shuffled order. A phase changes the shares from a given step, and each dataset
-continues with its next sequence. All of this is a pure function of (seed, sequence). So no data position needs saving, and the
-tokens of a step do not depend on the number of ranks.
+The train shards of a dataset form one stream of N tokens, which has n = (N - 1) // T windows. Window i is tokens [iT, iT + T]:
+T inputs, and T targets shifted by one. In epoch k // n, sequence k of a dataset is window permute(k mod n). In a mixture, every
+block of 4,096 sequences contains each dataset's share, in shuffled order. A phase changes the shares from a given step on, and
+each dataset carries on with its next sequence. All of this is a pure function of (seed, sequence), so there is no data position
+to save, and a step sees the same tokens on any number of ranks.
 """
 
 import bisect
@@ -37,7 +37,7 @@ Phases = tuple[tuple[int, tuple[int, ...]], ...]  # for each phase: its first st
 
 @dataclass(frozen=True)
 class Mixture:
-    """The datasets of a run and their shares. All use one tokenizer. A single dataset is a mixture of one."""
+    """The datasets of a run, all with the same tokenizer, and their shares. A single dataset is a mixture of one."""
 
     datasets: tuple[Dataset, ...]
     phases: Phases  # the first is --tokens, from step 0; datasets that only later phases use have a share of 0 there
@@ -47,7 +47,7 @@ class Mixture:
         return self.describe(self.shares)
 
     def describe(self, shares: tuple[int, ...]) -> str:
-        """The mixture in the syntax of --tokens."""
+        """Return the mixture in the syntax of --tokens."""
         parts = [(str(d.directory), share) for d, share in zip(self.datasets, shares, strict=True) if share]
         return ",".join(f"{name}:{share / BLOCK:g}" for name, share in parts) if len(parts) > 1 else parts[0][0]
 
@@ -72,10 +72,10 @@ class Mixture:
         return next((dataset.eot_token for dataset in self.datasets if dataset.eot_token is not None), None)
 
     def document_token(self, attend: str) -> int | None:
-        """The token that starts a document, for attention within documents. Raises UserError if it is unknown.
+        """Return the token that starts a document, for attention within documents. Raises UserError if it is unknown.
 
-        Files may also end documents with this token. It is then predicted from the document that it ends, which later tokens
-        do not see.
+        Some files end documents with this token instead. It is then predicted from the document it ends, and later tokens don't
+        see that document.
         """
         for dataset in self.datasets:
             if attend == "document" and dataset.eot_token is None:
@@ -97,7 +97,7 @@ class Mixture:
     @property
     def identity(self) -> str:
         """The sha256 of the contents and shares of --tokens, followed by ` STEP:SHA256` for each later phase."""
-        # Shares are hashed in units of 1/2^24, so that runs from versions with finer shares can continue if theirs are equal.
+        # Hash shares in units of 1/2^24, so that runs from versions with finer shares can continue if their shares are equal.
         first, *later = (
             [(i, self.datasets[i].identity, share * 4096) for i, share in enumerate(shares) if share]
             for _, shares in self.phases
@@ -113,19 +113,19 @@ class Mixture:
 
     @property
     def once(self) -> dict[str, float]:
-        """The number of tokens into the run at which each dataset has been read once, by name. Ignores later phases."""
+        """How many tokens into the run each dataset has been read once, by name. Ignores later phases."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
         return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 
     def streams(self, split: str) -> list[Stream]:
-        """The split of each dataset."""
+        """Return the split of each dataset."""
         return [dataset.splits[split] for dataset in self.datasets]
 
     def validation(self, losses: list[float]) -> dict[str, float | None]:
-        """The metrics record for the datasets' validation `losses`: the mean and, if there are several datasets, each one.
+        """Return the metrics record for the datasets' validation `losses`: the mean and, with several datasets, each one.
 
-        The mean is always weighted by the shares of --tokens, so that it is comparable between phases. Bits per byte is None if
-        a dataset's size in bytes is unknown.
+        The mean is always weighted by the shares of --tokens, so that it stays comparable across phases. Bits per byte is None
+        if a dataset's size in bytes is unknown.
         """
         parts = [part for part in zip(self.shares, losses, self.datasets, strict=True) if part[0]]
         sizes = [share / BLOCK * dataset.bytes_per_token for share, _, dataset in parts]
@@ -138,18 +138,18 @@ class Mixture:
 
 
 def mixtures_seen(identity: str, steps: int) -> list[str]:
-    """The parts of a mixture's `identity` that affect the first `steps` steps: --tokens, and the phases begun by then."""
+    """Return the parts of a mixture's `identity` that affect the first `steps` steps: --tokens, and any phase begun by then."""
     tokens, *phases = identity.split()
     return [tokens, *(phase for phase in phases if step_of_phase(phase) < steps)]
 
 
 def step_of_phase(identity: str) -> int:
-    """The first step of a phase, from its part of a mixture's identity."""
+    """Return the first step of a phase, from its part of a mixture's identity."""
     return int(identity.partition(":")[0])
 
 
 def parse_mixture(tokens: str, flag: str = "--tokens=") -> list[tuple[str, Fraction]]:
-    """The directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
+    """Return the directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
     parts = [re.fullmatch(r"\s*(.+):(\d{0,20}\.?\d{1,20})\s*", part) for part in tokens.split(",")]
     if os.path.exists(tokens) or parts == [None]:  # a single directory, even if its name looks like a mixture
         return [(tokens, Fraction(1))]
@@ -160,7 +160,7 @@ def parse_mixture(tokens: str, flag: str = "--tokens=") -> list[tuple[str, Fract
 
 
 def directories(config: DataConfig) -> list[str]:
-    """The directories named by --tokens and --phase, without duplicates. Raises UserError."""
+    """Return the directories named by --tokens and --phase, without duplicates. Raises UserError."""
     mixtures = [config.tokens, *(mixture for _, mixture in read_phases(config.phase))]
     return list(dict.fromkeys(directory for mixture in mixtures for directory, _ in parse_mixture(mixture)))
 
@@ -190,7 +190,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
 
 
 def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
-    """Raise UserError if two datasets clearly used different tokenizers."""
+    """Raise UserError if two datasets were clearly made with different tokenizers."""
     hashes = {files.sha256(d.tokenizer) for d in (first, other) if d.tokenizer}
     ends = {d.eot_token for d in (first, other)} - {None}
     if other.vocab_size != first.vocab_size or len(ends) > 1 or len(hashes) > 1:
@@ -198,7 +198,7 @@ def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
 
 
 def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Round weights to whole numbers that add up to BLOCK: all down, then the largest remainders up."""
+    """Round weights to whole numbers that add up to BLOCK: first all down, then the ones with the largest remainders up."""
     exact = [weight * BLOCK / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     for i in sorted(range(len(shares)), key=lambda i: shares[i] - exact[i])[: BLOCK - sum(shares)]:
@@ -232,7 +232,7 @@ def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)  # one or two per dataset of a mixture
 def permuted_block(block: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """`permute` for the BLOCK indices from BLOCK * block. With numpy, thousands cost hardly more than ten."""
+    """Return `permute` of a whole block of indices, from BLOCK * block on: in numpy, thousands cost hardly more than ten."""
     return permute(np.arange(block * BLOCK, min(n, (block + 1) * BLOCK)), n, seed, epoch)
 
 
@@ -244,7 +244,7 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
-    """The dataset of each sequence in one block of the run, int64 [BLOCK]."""
+    """Return the dataset of each sequence in one block of the run, int64 [BLOCK]."""
     mixed = sum(share > 0 for share in shares)
     return np.repeat(np.arange(len(shares)), shares)[permute(np.arange(BLOCK), BLOCK, seed, block, mixed)]
 
@@ -267,7 +267,7 @@ class Batches:
             stream.check_length(self.seq_len, "train")
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The dataset and window of each sequence in [first, first + count), all of one phase: two arrays [count]."""
+        """Return the dataset and window of each sequence in [first, first + count), all in one phase: two arrays [count]."""
         shares = self.phases[self.phase(first)][1]
         blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
         datasets = np.concatenate([mixed_block(block, shares, self.seed) for block in blocks])[first % BLOCK :][:count]
@@ -277,35 +277,35 @@ class Batches:
         return datasets, windows
 
     def phase(self, sequence: int) -> int:
-        """The index of the phase that contains a sequence of the run."""
+        """Return the index of the phase that contains a sequence of the run."""
         return bisect.bisect(self.starts, sequence) - 1
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """The first sequence of each phase: the one after the batch of the step before."""
+        """The first sequence of each phase: the one that follows the batch of the last step before it."""
         return [(self.batch_number(step - 1) + 1) * self.sequences_per_update for step, _ in self.phases]
 
     def read(self, sequence: int) -> np.ndarray:
-        """The number of earlier sequences from each dataset, int64 [datasets]."""
+        """Return how many sequences before this one come from each dataset, int64 [datasets]."""
         phase = self.phase(sequence)
         return self.ahead[phase] + self.count(phase, sequence)
 
     @functools.cached_property
     def ahead(self) -> list[np.ndarray]:
-        """Per phase: extra sequences read from each dataset, compared with a run that used its shares from the start."""
+        """For each phase, how many more sequences of each dataset were read than if its shares had applied from the start."""
         ahead = [np.zeros(len(self.streams), np.int64)]
         for phase, start in enumerate(self.starts[1:]):
             ahead.append(ahead[phase] + self.count(phase, start) - self.count(phase + 1, start))
         return ahead
 
     def count(self, phase: int, sequence: int) -> np.ndarray:
-        """The number of earlier sequences from each dataset if the shares of `phase` applied from the start."""
+        """Return what `read` would return if the shares of `phase` had applied from the start."""
         (block, rest), shares = divmod(sequence, BLOCK), self.phases[phase][1]
         begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares))
         return block * np.array(shares) + begun
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
-        """The windows [count] of a dataset's sequences in [first, first + count)."""
+        """Return the windows [count] of a dataset's sequences in [first, first + count)."""
         n = self.streams[dataset].num_windows(self.seq_len)
         if not self.shuffled:
             return np.arange(first, first + count) % n
@@ -317,7 +317,7 @@ class Batches:
         return np.concatenate(parts)
 
     def batch(self, step: int, micro_batch: int) -> np.ndarray:
-        """The tokens of a micro-batch of update `step`: int64 [micro_batch_size, seq_len + 1].
+        """Return the tokens of a micro-batch of update `step`: int64 [micro_batch_size, seq_len + 1].
 
         Inputs are [:, :-1], targets [:, 1:]. Micro-batches are numbered over the whole update, not within a rank.
         """
@@ -325,24 +325,24 @@ class Batches:
         return read_windows(self.streams, *self.sequences(first, self.micro_batch_size), self.seq_len)
 
     def batch_number(self, step: int) -> int:
-        """The number of the batch that update `step` uses: `step`, moved past the skipped batches."""
+        """Return the number of the batch that update `step` uses: `step`, moved past every skipped batch before it."""
         batch = step
         for skipped in self.skipped:
             batch += skipped <= batch
         return batch
 
     def first_sequence(self, step: int) -> int:
-        """The first sequence of update `step`."""
+        """Return the first sequence of update `step`."""
         return self.batch_number(step) * self.sequences_per_update
 
     def epochs(self, step: int) -> list[float]:
-        """The epochs of each dataset that the first `step` updates read."""
+        """Return how many epochs of each dataset the first `step` updates read."""
         read = self.read(self.first_sequence(step)).tolist()
         return [count / stream.num_windows(self.seq_len) for count, stream in zip(read, self.streams, strict=True)]
 
 
 def make_batches(config: Config, mixture: Mixture) -> Batches:
-    """The batches of a run. Raises UserError if a dataset is too short for one training and one validation window."""
+    """Return the batches of a run. Raises UserError if a dataset is too short for one training and one validation window."""
     for stream in mixture.streams("val"):
         stream.check_length(config.model.seq_len, "validation")
     sizes = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
@@ -371,7 +371,7 @@ class Prefetcher:
         return tokens.pin_memory()
 
     def next(self) -> tuple:
-        """The next batch: inputs and targets, each int64 [micro_batch_size, seq_len] on the device."""
+        """Return the next batch: inputs and targets, each int64 [micro_batch_size, seq_len] on the device."""
         began = time.perf_counter()
         batch = self._pending.popleft().result()
         self.wait_seconds += time.perf_counter() - began
@@ -386,5 +386,5 @@ class Prefetcher:
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """The dropout seed of a micro-batch, the same on any rank."""
+    """Return the dropout seed of a micro-batch, which is the same on any rank."""
     return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -56,10 +56,10 @@ from settings import DataConfig
 
 @torch.no_grad()
 def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
-    """Mean loss in nats per token over `tokens` tokens (0: all), in windows spread evenly over the split.
+    """Return the mean loss in nats per token over `tokens` tokens (0: all), in windows spread evenly over the split.
 
-    Ranks divide the windows. model: maps inputs and targets [micro-batch, T] to their mean loss. All ranks call it the same
-    number of times, because sharded models communicate.
+    model: maps inputs and targets [micro-batch, T] to their mean loss. The ranks divide the windows among themselves, but all
+    call the model the same number of times, because a sharded model communicates in every call.
     """
     total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
     chosen = torch.arange(windows) * total // windows
@@ -76,7 +76,7 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
 
 
 def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
-    """The number of windows that hold `tokens` validation tokens (0: all). Raises UserError if there are none."""
+    """Return the number of windows that hold `tokens` validation tokens (0: all). Raises UserError if there are none."""
     stream.check_length(seq_len, "validation")
     total = stream.num_windows(seq_len)
     return min(total, math.ceil(tokens / seq_len)) if tokens else total
@@ -95,7 +95,7 @@ def main(config: EvaluateConfig) -> None:
 
 
 def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
-    """The scores on tasks, one per line."""
+    """Return the scores on tasks, one per line."""
     loaded = tasks.load(config.tasks, *huggingface.first_token(directory), model.config.seq_len, world)
     with autocast():
         scores = loaded.measure(model.to(world.device), config.tasks_limit)
@@ -103,7 +103,7 @@ def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, aut
 
 
 def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
-    """The validation loss on each dataset, with the same attention as in training."""
+    """Return the validation loss on each dataset, with the same attention as in training."""
     trained = trained_on(directory)
     if not (config.tokens or trained.tokens):
         raise UserError(f"{directory} does not say what it was trained on; choose a dataset with --tokens=DIRECTORY")
@@ -128,7 +128,7 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
 
 
 def trained_on(directory: Path) -> DataConfig:
-    """The data settings of a checkpoint or an export. For any other model, `tokens` is empty. Raises UserError."""
+    """Return the data settings of a checkpoint or an export. For any other model, `tokens` is empty. Raises UserError."""
     if (directory / "config.toml").exists():
         return settings.read_preset(directory / "config.toml").data
     if (directory / "trainer_state.json").exists():
@@ -137,6 +137,6 @@ def trained_on(directory: Path) -> DataConfig:
 
 
 def describe(loss: float, bits: float | None) -> str:
-    """A loss in nats per token, with its perplexity and bits per byte."""
+    """Return a loss in nats per token, with its perplexity and bits per byte."""
     perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # may be infinite
     return f"loss {loss:.4f}  perplexity {perplexity:.3f}" + (f"  bits per byte {bits:.4f}" if bits else "")

@@ -3,7 +3,7 @@
 `python ladder.py [config/NAME.toml] --tokens=tokens/mine --minutes=60 [--flag=value of train.py ...]`
 
 Spends a fifth of the time on small models, fits a scaling law, and prints the best run's command and predicted loss. The small
-models ("rungs") are ordinary runs in runs/ladder-NAME-KEY. Repeat the command to continue where it stopped.
+models ("rungs") are ordinary runs in runs/ladder-NAME-KEY. Run the same command again to pick up where it left off.
 """
 
 import command
@@ -74,16 +74,16 @@ class Ladder:
     batch: int  # --tokens_per_update if given, else 0
 
     def model(self, depth: int) -> ModelConfig:
-        """The resolved model for `depth`."""
+        """Return the resolved model for `depth`."""
         config = settings.replace(self.config, depth=depth)
         return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
 
     def length(self, tokens: float) -> dict:
-        """The steps and batch size for a run of `tokens`."""
+        """Return the steps and batch size for a run of `tokens`."""
         return dial.length_of(tokens, self.config.model.seq_len, self.config.optim.optimizer, tokens_per_update=self.batch)
 
     def is_long_enough(self, tokens: float) -> bool:
-        """Whether `tokens` are enough for FEWEST_STEPS updates at the right batch size."""
+        """Return whether `tokens` are enough for FEWEST_STEPS updates at the right batch size."""
         right = dial.batch_of(tokens, self.config.optim.optimizer)
         return tokens >= dial.FEWEST_STEPS * (self.batch or max(self.config.model.seq_len, right))
 
@@ -123,12 +123,12 @@ def begin(args: list[str]) -> Ladder:
 
 
 def as_flags(flags: dict) -> list[str]:
-    """Flags as command-line arguments."""
+    """Return flags as command-line arguments."""
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def measure(ladder: Ladder) -> float:
-    """The budget in FLOPs, from this machine's speed over a few steps at the largest depth that the budget allows."""
+    """Return the budget in FLOPs, from this machine's speed over a few steps at the largest depth that the budget allows."""
     for depth in DEPTHS[1:]:
         weights = dial.weights(ladder.model(depth))
         flags = {"depth": depth, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
@@ -140,7 +140,7 @@ def measure(ladder: Ladder) -> float:
 
 
 def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs for a budget in FLOPs. Raises UserError if the budget or the text is too small for a ladder."""
+    """Return the rungs for a budget in FLOPs. Raises UserError if the budget or the text is too small for a ladder."""
     if not (rungs := choose_rungs(ladder, budget)):
         enough = next((times for times in (2**n for n in range(1, 20)) if choose_rungs(ladder, times * budget)), 0)
         name, most = ("minutes", ladder.options.minutes) if ladder.options.minutes else ("flops", budget)
@@ -152,11 +152,11 @@ def choose(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
 
 
 def choose_rungs(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
-    """The rungs (depth and tokens), cheapest first, for the ladder's share of the budget; empty if the share is too small.
+    """Return the rungs (depth and tokens), cheapest first, for the ladder's share of the budget; empty if that is too small.
 
     The largest model is the deepest that gets at least a third of the dial's tokens. Smaller ones get more tokens per weight,
     so that the fit can separate weights from tokens. A one-layer model behaves differently, because it cannot look up what
-    followed an earlier token. So it is a rung only if the budget does not allow three layers.
+    followed an earlier token, so it is a rung only if the budget does not allow three layers.
     """
     models = {depth: ladder.model(depth) for depth in DEPTHS}
     sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))
@@ -209,13 +209,13 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
 
 
 def finished(directory: Path, steps: int) -> list[dict]:
-    """The metrics of a run that finished with an evaluation, else an empty list."""
+    """Return the metrics of a run that finished with an evaluation, else an empty list."""
     records = [record for path in directory.glob("metrics.jsonl") for _, record in read_records(path) if record]
     return records if records and records[-1]["step"] == steps and "val_loss" in records[-1] else []
 
 
 def recommend(ladder: Ladder, rungs: list[dict], budget: float) -> tuple[dict, str]:
-    """The depth and tokens with the lowest predicted loss for a budget in FLOPs, that loss with its margin, and the law.
+    """Return the depth and tokens with the lowest predicted loss for a budget in FLOPs, that loss with its margin, and the law.
 
     The run gets at least as many tokens per weight as the largest rung if possible: below that, the law is a guess.
     """

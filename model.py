@@ -22,7 +22,7 @@ OPS = {"native": native, "portable": portable}  # the model's operations, by --n
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. `config` must be resolved (`settings.resolve_model`). Initialized by `initial_weights`.
+    """A decoder-only language model. `config` must be resolved (`settings.resolve_model`); `initial_weights` draws its weights.
 
     Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
     .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
@@ -43,15 +43,15 @@ class GPT(nn.Module):
         self.cross_entropy_part = ops.cross_entropy_part
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
-        """`tokens` [B, T] int64. Returns logits [B, T, V], or with `targets` [B, T] the mean cross-entropy, a float32 scalar.
+        """Map `tokens` [B, T] int64 to logits [B, T, V], or with `targets` [B, T] to the mean cross-entropy, a float32 scalar.
 
-        With `cache` (from `new_cache`), the tokens continue the cached ones. The cache must have room for T more.
+        With a `cache` (from `new_cache`), the tokens continue the cached ones, and the cache must have room for T more.
         """
         x = self.hidden(tokens, cache)
         return self.ops.logits(x, self.output_weight) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, a float32 scalar, of the last hidden states `x` [B, T, C] and `targets` [B, T] int64."""
+        """Return the mean cross-entropy, a float32 scalar, of `targets` [B, T] int64 given the hidden states `x` [B, T, C]."""
         return self.ops.linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets.flatten(), self.cross_entropy_part)
 
     @property
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def hidden(self, tokens: Tensor, cache: "list[KVCache] | None" = None) -> Tensor:
-        """The normalized hidden states after the last block, [B, T, C]. With a `cache`, all tokens are one document."""
+        """Return the normalized hidden states [B, T, C] after the last block. With a `cache`, all tokens are one document."""
         start = cache[0].length if cache else 0  # position of the first token
         end = start + tokens.shape[1]
         x = self.ops.embed(tokens, self.embed.weight)  # [B, T, C]
@@ -68,7 +68,7 @@ class GPT(nn.Module):
         if self.document_token is not None and cache is None:
             positions, mask = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            # On a CPU, the backward of weight[positions] adds from several threads, in any order. nn.Embedding's uses one.
+            # On a CPU, the backward of weight[positions] adds from several threads, in no fixed order. nn.Embedding's uses one.
             x = x + (self.positions.weight[positions] if mask is None else self.ops.embed(positions, self.positions.weight))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.ops.dropout(x, self.config.dropout, self.training)
@@ -88,9 +88,9 @@ class GPT(nn.Module):
         self.cross_entropy_part = torch.compile(self.cross_entropy_part, dynamic=False)
 
     def find_documents(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, "Tensor | BlockMask"]:
-        """The position [B, T] of each of the `tokens` [B, T] in its document, and a mask that keeps attention within it.
+        """Return the position [B, T] of each of the `tokens` [B, T] in its document, and a mask that keeps attention inside it.
 
-        Rotary positions need not restart in each document: attention depends only on the distance between two tokens.
+        Rotary positions need not restart with each document, because attention depends only on the distance between two tokens.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         document_starts = torch.where(tokens == self.document_token, positions, 0).cummax(1).values
@@ -103,17 +103,17 @@ class GPT(nn.Module):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
     def parameter_count(self) -> int:
-        """Number of weights. Tied embeddings count once."""
+        """Return the number of weights. Tied embeddings count once."""
         return sum(p.numel() for p in self.parameters())
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """An uninitialized nn.Embedding. Drawing values on the meta device would import torch's compiler, which takes a second."""
+    """Return an nn.Embedding without values: drawing them on the meta device would take a second to import torch's compiler."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def on_meta(config: ModelConfig, document_token: int | None = None, numerics: str = "native") -> GPT:
-    """A GPT on the meta device: its parameters have shapes, but no values and no memory."""
+    """Return a GPT on the meta device: its parameters have shapes, but no values and no memory."""
     with torch.device("meta"):
         return GPT(config, document_token, numerics)
 
@@ -130,7 +130,7 @@ class Block(nn.Module):
         self.ops, self.dropout = ops, config.dropout
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
-        """`x` [B, T, C] to [B, T, C]. `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
+        """Map `x` [B, T, C] to [B, T, C]. `rope` [2, T, 1, D / 2] holds the cosines and sines of the positions.
 
         mask: see `attention.attention`.
         """
@@ -154,7 +154,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
-        """`x` [B, T, C] to [B, T, C]."""
+        """Map `x` [B, T, C] to [B, T, C]."""
         ops, heads = self.ops, (*x.shape[:2], -1, self.head_dim)
         q, k, v = (
             y.unflatten(2, heads[2:]) for y in ops.fused_linear(x, [self.q, self.k, self.v])
@@ -183,7 +183,7 @@ class MLP(nn.Module):
         self.down = ops.Linear(config.d_ff, config.n_embd, bias=gpt2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [B, T, C] to [B, T, C]."""
+        """Map `x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
             return self.down(self.gelu(self.up(x)))
         gate, up = self.ops.fused_linear(x, [self.gate, self.up])
@@ -202,7 +202,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("table", self.compute(), persistent=False)
 
     def compute(self, device: torch.device | str = "cpu") -> Tensor:
-        """The table, on `device`."""
+        """Return the table, on `device`."""
         width, theta = self.config.head_dim, self.config.rope_theta
         frequencies = 1.0 / self.ops.power(theta, torch.arange(0, width, 2, device=device).float() / width)
         if self.config.rope_factors:
@@ -220,8 +220,8 @@ class RotaryTable(nn.Module):
 def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
     """Scale rotary frequencies for a context longer than the original `context`, as Llama 3.1 and its successors do.
 
-    A frequency that makes more than `high` turns in the original context is unchanged. One that makes fewer than `low` is
-    divided by `factor`. Between the two, frequencies are interpolated (the `llama3` rope type of transformers).
+    A frequency that makes more than `high` turns in the original context stays as it is, one that makes fewer than `low` is
+    divided by `factor`, and the ones in between are interpolated (the `llama3` rope type of transformers).
     """
     turns = context * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -229,15 +229,15 @@ def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, cont
 
 
 def norm_layer(config: ModelConfig, ops) -> nn.Module:
-    """LayerNorm for gpt2, else RMSNorm."""
+    """Return a LayerNorm for gpt2, else an RMSNorm."""
     return (ops.LayerNorm if config.architecture == "gpt2" else ops.RMSNorm)(config.n_embd, eps=config.norm_eps)
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield GPT-2's initial weights by name, one at a time, on the CPU. They depend only on the shapes and `seed`.
+    """Yield initial weights as in GPT-2, by name, one at a time, on the CPU. They depend only on the shapes and `seed`.
 
-    Matrices are normal(0, 0.02), divided by sqrt(2 n_layer) if they write to the residual stream; norms are 1, biases 0.
-    They are drawn in the order of the parameters' names. `model` may be on the meta device.
+    Matrices are drawn from normal(0, 0.02) in the order of their names, and divided by sqrt(2 n_layer) if they write to the
+    residual stream. Norms start at 1, biases at 0. `model` may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
@@ -269,7 +269,7 @@ class KVCache:
 
 
 def new_cache(config: ModelConfig) -> list[KVCache]:
-    """An empty cache for `GPT.forward`: one KVCache per layer, with room for `seq_len` tokens."""
+    """Return an empty cache for `GPT.forward`: one KVCache per layer, with room for `seq_len` tokens."""
     return [KVCache(config.seq_len) for _ in range(config.n_layer)]
 
 
@@ -286,9 +286,9 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue `tokens` [B, T]. Yields the next token of each sequence, [B] int64 on the CPU, up to `max_new_tokens` times.
 
-    Temperature 0 picks the most likely token. Otherwise `generator` (on the CPU) samples in float32 from the `top_k` most
-    likely (0: all). Token ids from `vocab_limit` up are never sampled. Generation stops when every sequence has produced
-    `eot`. When the context is full, its second half becomes the new context.
+    Temperature 0 picks the most likely token. Any other samples in float32 from the `top_k` most likely ones (0: all), with a
+    `generator` on the CPU. Ids from `vocab_limit` up are never picked. Generation stops once every sequence has produced `eot`.
+    When the context is full, its second half becomes the new context.
     """
     device, seq_len = model.embed.weight.device, model.config.seq_len
     context = tokens[:, -seq_len:].cpu()

@@ -1,6 +1,6 @@
-"""Operations of the model that are faster than in plain PyTorch, most with a hand-written backward pass.
+"""The model's operations, faster than in plain PyTorch, most with a hand-written backward pass.
 
-They read and write memory less often than autograd would. Each one is tested against the plain formula.
+They read and write memory less often than autograd would, and each is tested against the plain formula.
 """
 
 import functools
@@ -26,7 +26,7 @@ adamw = functools.partial(torch_adamw, max_exp_avg_sqs=[], fused=True, amsgrad=F
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
-    """The outputs of several linear `layers` for the same `x` [..., C]; on a GPU, from a single matmul."""
+    """Return the outputs of several linear `layers` for the same `x` [..., C]; on a GPU, from a single matmul."""
     if not fuses(x, layers):
         return [layer(x) for layer in layers]
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
@@ -35,7 +35,7 @@ def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
 
 
 def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
-    """Whether to fuse the matmuls of `layers`: on CUDA, where narrow matmuls leave units idle, unless they are float8 layers.
+    """Return whether to fuse the matmuls of `layers`: on CUDA, where narrow ones leave units idle, unless they are in float8.
 
     A CPU gains nothing (bench/LOG.md), and fusing would change the bits, because one matmul then sums the gradient of `x`.
     """
@@ -43,10 +43,10 @@ def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, rows: int | None = None) -> Tensor:
-    """Mean cross-entropy, a float32 scalar, of the logits `x` [N, C] @ `weight` [V, C] transposed, at `targets` [N] int64.
+    """Return the mean cross-entropy, a float32 scalar, of logits `x` [N, C] @ `weight` [V, C].T at `targets` [N] int64.
 
-    The full [N, V] logits never exist. They are computed a few rows at a time, followed by the gradients of those rows, as in
-    Liger Kernel (Hsu et al. 2024). Matmuls run in autocast's dtype, sums in float32.
+    The full [N, V] logits never exist: they are computed a few rows at a time, each time followed by those rows' gradients, as
+    in Liger Kernel (Hsu et al. 2024). Matmuls run in autocast's dtype, sums in float32.
     part: a compiled `cross_entropy_part` (None: the plain function). rows: the maximum number of rows at a time.
     """
     # Equal parts if possible, because the compiler recompiles for a different number of rows.
@@ -81,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of some rows `x` [rows, C] at `targets` [rows], and its gradient with respect to `x`.
+    """Return the summed loss of some rows `x` [rows, C] at `targets` [rows], and its gradient with respect to `x`.
 
     Adds the gradient with respect to `weight` [V, C] to `weight_grad`. If that is None, computes no gradients.
     """
@@ -96,7 +96,7 @@ def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: 
 
 
 def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
-    """`a` [rows, V] transposed @ `b` [rows, C], in their dtype, or in float32 if they are float16.
+    """Return `a` [rows, V] transposed @ `b` [rows, C], in their dtype, or in float32 if they are float16.
 
     A sum over thousands of rows may exceed float16's largest number, 65504. A smaller loss scale would not help, because the
     gradients are scaled afterwards.
@@ -119,18 +119,18 @@ def subtract_one_hot(probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matmuls with `x`: autocast's if autocast is on, else `x.dtype`."""
+    """Return the dtype of matmuls with `x`: autocast's if autocast is on, else `x.dtype`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def on_eager_cpu(x: Tensor) -> bool:
-    """Whether `x` is on a CPU and this code runs uncompiled, where hand-fused passes over memory pay off."""
+    """Return whether `x` is on a CPU and this code runs uncompiled, where hand-fused passes over memory pay off."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., C] divided by its root mean square (Zhang & Sennrich 2019), times `weight` [C].
+    """Return `x` [..., C] divided by its root mean square (Zhang & Sennrich 2019), times `weight` [C].
 
     In eager mode on a CPU, the result is in autocast's dtype, and the backward pass is hand-written: PyTorch's own needs a
     dozen passes over memory.
@@ -169,13 +169,13 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / root mean square of `x` [..., C] over its last dimension, as [..., 1]."""
+    """Return 1 / root mean square of `x` [..., C] over its last dimension, as [..., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021): rotate each pair of `x` [B, T, H, D] by the angle of its position and frequency.
+    """Rotate each pair of `x` [B, T, H, D] by the angle of its position and frequency: rotary positions (Su et al. 2021).
 
     A pair is element i of the first half of D and element i of the second. `rope` [2, T, 1, D / 2] holds cosines and sines in
     float32, so the result is float32.
@@ -186,7 +186,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
-    """`rotate(rms_norm(x))` for `x` [B, T, H, D] and `weight` [D], in the dtype of `x`."""
+    """Compute `rotate(rms_norm(x))` for `x` [B, T, H, D] and `weight` [D], in the dtype of `x`."""
     if on_eager_cpu(x):
         return NormAndRotate.apply(x, weight, eps, rope)
     # F.rms_norm has a fused kernel only if x and weight have the same dtype.
@@ -230,10 +230,10 @@ def rotate_into(out: Tensor, x: Tensor, first: tuple[Tensor, Tensor], second: tu
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form (Hendrycks & Gimpel 2016).
+    """Compute GELU in its tanh form (Hendrycks & Gimpel 2016).
 
-    On a CPU, tanh takes as long as the matmul before it. Compiled code uses a sigmoid instead, in less than half that
-    time. The hand-written backward pass saves only `x`; the compiler would save three tensors.
+    On a CPU, tanh takes as long as the matmul before it, so compiled code uses a sigmoid instead, which takes less than half
+    that time. The hand-written backward pass saves only `x`, while the compiler would save three tensors.
     """
     return Gelu.apply(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
 

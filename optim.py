@@ -72,7 +72,7 @@ def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=native) -> Cal
 
 
 def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
-    """`orthogonalize` for a batch `x` [N, rows, columns], by Muon's quintic iteration (Jordan et al., 2024)."""
+    """Orthogonalize a batch `x` [N, rows, columns] by Muon's quintic iteration (Jordan et al., 2024)."""
     a, b, c = 3.4445, -4.775, 2.0315
     x = x / ops.matrix_norm(x).clamp(min=1e-7)
     for _ in range(steps):
@@ -84,7 +84,7 @@ def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
 def orthogonalize_shares(
     matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize
 ) -> Callable[[], Tensor]:
-    """`orthogonalize`, divided among the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
+    """Divide `orthogonalize` among the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
 
     Each rank orthogonalizes its share, and one all-gather collects the results.
     """
@@ -98,7 +98,7 @@ def orthogonalize_shares(
 
 
 def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
-    """A function that waits for `work` and returns `received`."""
+    """Return a function that waits for `work` and returns `received`."""
 
     def wait() -> Tensor:
         work.wait()
@@ -110,11 +110,11 @@ def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
 def orthogonalize_by_owners(
     matrices: list, dtype: torch.dtype, ops, group: dist.ProcessGroup, multiple: int = 1
 ) -> Callable[[], Tensor]:
-    """`orthogonalize` for N matrices of which each rank of `group` holds a share. The result is this rank's shares.
+    """Orthogonalize N matrices of which each rank of `group` holds a share. The result is this rank's shares.
 
-    One all-to-all sends the shares of each matrix to its owner, which orthogonalizes it. Another returns the shares of the
-    result. A rank owns a multiple of `multiple` matrices; the last ranks may own fewer, or none. With BATCH, batches are the
-    same as on a single rank: the number of matrices multiplied together may change the bits of a product.
+    One all-to-all sends the shares of each matrix to its owner, which orthogonalizes it, and another returns the shares of the
+    result. A rank owns a multiple of `multiple` matrices; the last ranks may own fewer, or none. If that is BATCH, the batches
+    are the same as on a single rank: the number of matrices multiplied together may change the bits of a product.
     """
     shape, size, mine = matrices[0].shape, share_size(matrices[0]), local(matrices[0])
     each = math.ceil(len(matrices) / multiple / group.size()) * multiple
@@ -176,12 +176,12 @@ class Muon:
 
 
 def local(tensor) -> Tensor:
-    """This rank's part of a sharded tensor (a DTensor or a Share), in the same memory. Returns a plain tensor unchanged."""
+    """Return this rank's part of a sharded tensor (a DTensor or a Share), in the same memory, or a plain tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def share_size(tensor) -> int:
-    """The number of elements of a DTensor or a Share on each rank; the last ranks may have fewer, or none."""
+    """Return the number of elements of a DTensor or a Share on each rank; the last ranks may have fewer, or none."""
     if isinstance(tensor, Tensor):  # FSDP divides rows as torch.chunk does
         return math.ceil(len(tensor) / tensor.device_mesh.size(-1)) * math.prod(tensor.shape[1:])
     return tensor.size
@@ -230,7 +230,7 @@ class Optimizers:
                 group["lr"] = lr
 
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """All state tensors, each with its parameter and a name such as `exp_avg`."""
+        """Yield all state tensors, each with its parameter and a name such as `exp_avg`."""
         for part in self.parts:
             for parameter, state in part.state.items():
                 for key, value in state.items():
@@ -247,7 +247,7 @@ class Optimizers:
 
 
 def optimizer_of(name: str, parameter: Tensor, optimizer: str) -> type[AdamW] | type[Muon]:
-    """The class that updates a parameter under --optimizer=`optimizer`."""
+    """Return the class that updates a parameter under --optimizer=`optimizer`."""
     return Muon if optimizer == "muon" and parameter.ndim == 2 and name.startswith("blocks.") else AdamW
 
 
@@ -258,7 +258,7 @@ def build(
     orthogonalize: Orthogonalize = orthogonalize,
     after_step: Callable[[], None] = lambda: None,
 ) -> Optimizers:
-    """AdamW for all parameters, or Muon (with `orthogonalize`) for the hidden matrices and AdamW for the rest.
+    """Build AdamW for all parameters, or Muon (with `orthogonalize`) for the hidden matrices and AdamW for the rest.
 
     Weight decay applies to tensors of two or more dimensions.
     """
@@ -278,7 +278,7 @@ def build(
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:
-    """The learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
+    """Return the learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
     config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). Its decay is linear, over the last `decay_steps`,
     or if that is 0, over the last `cooldown_fraction` of steps.

@@ -1,10 +1,11 @@
 """The operations of `native.py`, with the same bits on every processor, number of threads and version of torch.
 
-The bits of a sum depend on its order, and so on vector width, threads and library. An exact sum and a single IEEE 754 operation
-do not depend on these. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
-(`to_grid`). Everything else is separate additions, multiplications and divisions. Nothing is compiled: a fused multiply-add
-rounds once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library. Shapes are as
-in model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
+The bits of a sum depend on its order, and so on vector width, threads and library. The bits of an exact sum, or of a single
+IEEE 754 operation, do not. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
+(`to_grid`), and everything else is separate additions, multiplications and divisions. Nothing is compiled, because a fused
+multiply-add rounds once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library.
+
+Shapes are as in model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
 """
 
 import functools
@@ -23,9 +24,9 @@ causal_mask = functools.lru_cache(16)(native.causal_mask)
 
 
 def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
-    """`x` in float64, each row (along `dim`) rounded to multiples of 2^(e - bits), where 2^e is just above its largest element.
+    """Round each row of `x` (along `dim`) to multiples of 2^(e - bits), in float64, with 2^e just above its largest element.
 
-    A float64 of 1.5 * 2^52 grid steps has no digits below the grid. So adding it rounds half to even, and subtracting it is
+    A float64 of 1.5 * 2^52 grid steps has no digits below the grid, so adding it rounds half to even, and subtracting it is
     exact.
     """
     e = (x.abs().amax(dim, keepdim=True).view(torch.int32) >> 23) - 126  # read from the exponent bits of a float32
@@ -34,7 +35,7 @@ def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def factor(x: Tensor, dim: int) -> Tensor:
-    """`x` on the grid for a `product` that adds along `dim`. A float64 `x` is already on its grid and returned unchanged."""
+    """Put `x` on the grid for a `product` that adds along `dim`. A float64 `x` is already on it and returned unchanged."""
     return x if x.dtype is torch.float64 else to_grid(x, (53 - (min(x.shape[dim], TERMS) - 1).bit_length()) // 2, dim)
 
 
@@ -43,24 +44,24 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     A and B are the largest |element| in its row of `a` and its column of `b`. Every number is at most 2^bits grid steps, so
     float64 adds 2^(53 - 2 bits) products exactly, in any order. Longer sums are split into pieces of TERMS, so bits >= 20.
-    Rounding moves a number by at most half a step, 2^-bits A. So it moves a term by at most A B (2 * 2^-20 + 2^-40).
+    Rounding moves a number by at most half a step, 2^-bits A, and therefore a term by at most A B (2 * 2^-20 + 2^-40).
     """
     pieces = factor(a, -1).split(TERMS, -1), factor(b, -2).split(TERMS, -2)
     return functools.reduce(torch.add, map(torch.matmul, *pieces)).float()
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """The sum of n elements of `x` along `dim` (kept), in float64. Each keeps 51 - log2(n) bits below the largest."""
+    """Return the sum of n elements of `x` along `dim` (kept), in float64. Each keeps 51 - log2(n) bits below the largest."""
     return to_grid(x, 51 - (x.shape[dim] - 1).bit_length(), dim).sum(dim, keepdim=True)
 
 
 def norm_parts(gradients: list[Tensor]) -> list[Tensor]:
-    """The input of `norm_of` for each of the `gradients`: the sum of squares of each row."""
+    """Return the input of `norm_of` for each of the `gradients`: the sum of squares of each row."""
     return [total(gradient * gradient, -1).flatten() for gradient in gradients]
 
 
 def norm_of(parts: list[Tensor]) -> Tensor:
-    """The global norm of the gradients, from their `norm_parts`."""
+    """Return the global norm of the gradients, from their `norm_parts`."""
     return torch.tensor(math.sqrt(math.fsum(torch.cat(parts).tolist())), dtype=torch.float64)
 
 
@@ -85,14 +86,14 @@ def polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x for `x` up to 700; 0 below -709."""
+    """Return e^x for `x` up to 700; 0 below -709."""
     x = x.clamp(-709, 700).mul_(LOG2E)
     n = x.round()
     return polynomial(x.sub_(n), POWER).mul_(((n.to(torch.int64) + 1023) << 52).view(torch.float64))  # times 2^n
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive normal `x`; -709 for 0."""
+    """Return the natural logarithm of positive normal `x`; -709 for 0."""
     bits = x.view(torch.int64)
     n = (bits - 0x3FE6A09E667F3BCD) >> 52  # x = m 2^n with sqrt(1/2) <= m < sqrt(2)
     m = (bits - (n << 52)).view(torch.float64)
@@ -101,7 +102,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def sin(x: Tensor, turns: int = 0) -> Tensor:
-    """Sine of `x` plus `turns` quarter turns, for `x` up to 2^20, in float64."""
+    """Return the sine of `x` plus `turns` quarter turns, for `x` up to 2^20, in float64."""
     n = (x * (2 / math.pi)).round_()
     r = (x - n * HALF_PI_HIGH).sub_(n * HALF_PI_LOW)
     square, turns = r * r, (n.to(torch.int64) + turns) & 3
@@ -110,7 +111,7 @@ def sin(x: Tensor, turns: int = 0) -> Tensor:
 
 
 def inverse_root(x: Tensor) -> Tensor:
-    """1 / square root of `x`, finite for 0. Newton's iteration, starting from a guess that halves the exponent."""
+    """Return 1 / square root of `x`, finite for 0, by Newton's iteration from a guess that halves the exponent."""
     y, half = (0x5FE6EB50C7B537A9 - (x.view(torch.int64) >> 1)).view(torch.float64), x * -0.5
     for _ in range(4):
         y = (half * y).mul_(y).add_(1.5).mul_(y)
@@ -118,7 +119,7 @@ def inverse_root(x: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, a: float, b: float) -> tuple[Tensor, Tensor]:
-    """x sigmoid(a x + b x^3) and its slope. This covers SiLU, and GELU's tanh form, since (1 + tanh u) / 2 = sigmoid(2 u)."""
+    """Return x sigmoid(a x + b x^3) and its slope: SiLU, or GELU's tanh form, since (1 + tanh u) / 2 = sigmoid(2 u)."""
     square = x * x
     gate = 1 / exp((square * -b).sub_(a).mul_(x)).add_(1)
     value = x * gate
@@ -126,7 +127,7 @@ def gated(x: Tensor, a: float, b: float) -> tuple[Tensor, Tensor]:
 
 
 def normal_gated(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact GELU and its slope: x times the probability (1 + erf(x / sqrt(2))) / 2 that a normal number is below x."""
+    """Return exact GELU and its slope: x times the probability (1 + erf(x / sqrt(2))) / 2 that a normal number is below x."""
     density = exp(x * x * -0.5)
     tail = polynomial(1 / (x.abs() * math.sqrt(1 / 8) + 1), TAIL).mul_(density)
     probability = torch.where(x > 0, 1 - tail, tail)
@@ -140,7 +141,7 @@ def pointwise(function, x: Tensor) -> Tensor:
 
 
 def stacked(parts: list[Tensor], dim: int) -> Tensor:
-    """The stacked `parts` [..., m, k]. Weights become a `factor` for sums along `dim`, cached until the weights change."""
+    """Stack the `parts` [..., m, k]. Weights become a `factor` for sums along `dim`, cached until the weights change."""
     if not isinstance(parts[0], nn.Parameter):  # not a weight: from attention, or saved by activation checkpointing
         return torch.cat(parts, -2)
     kept, versions = vars(parts[0]).setdefault("factors", {}), [part._version for part in parts]
@@ -164,12 +165,12 @@ class Product(torch.autograd.Function):
 
 
 def logits(x: Tensor, *weights: Tensor) -> Tensor:
-    """`x` [..., C] @ the stacked `weights` [M, C], transposed."""
+    """Return `x` [..., C] @ the stacked `weights` [M, C], transposed."""
     return Product.apply(x.flatten(0, -2), *weights).unflatten(0, x.shape[:-1])
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
-    """The outputs of several linear `layers` for the same `x` [..., C], from one product."""
+    """Return the outputs of several linear `layers` for the same `x` [..., C], from one product."""
     together = logits(x, *(layer.weight for layer in layers))
     if layers[0].bias is not None:
         together = together + repeat(torch.cat([layer.bias for layer in layers]), x)
@@ -199,7 +200,7 @@ class Lookup(torch.autograd.Function):
 
 
 def repeat(weight: Tensor, x: Tensor) -> Tensor:
-    """`weight` [M] repeated for each row of `x` [..., C]. It is looked up in a table of one row to make its gradient exact."""
+    """Repeat `weight` [M] for each row of `x` [..., C]. It is looked up in a table of one row, to make its gradient exact."""
     return Lookup.apply(x.new_zeros(x.shape[:-1], dtype=torch.int64), weight[None])
 
 
@@ -232,7 +233,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, rope: Tensor) -> Tensor:
-    """`rotate(rms_norm(x))` for `x` [B, T, H, D] and `weight` [D]."""
+    """Compute `rotate(rms_norm(x))` for `x` [B, T, H, D] and `weight` [D]."""
     return rotate(Normalize.apply(x, eps, False) * repeat(weight, x), rope)
 
 
@@ -256,7 +257,7 @@ class Softmax(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tensor | None = None) -> Tensor:
-    """Causal attention of `q` [B, H, T, D] over `k`, `v` [B, n_kv_head, S, D]. mask: from `document_mask`."""
+    """Compute causal attention of `q` [B, H, T, D] over `k`, `v` [B, n_kv_head, S, D]. mask: from `document_mask`."""
     (T, D), S, first = q.shape[2:], k.shape[2], []
     mask = causal_mask(S, q.dtype, q.device)[None, None, S - T :] if mask is None else mask
     if T > 128:  # the first half of the queries does not need the later keys
@@ -280,7 +281,7 @@ def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: 
 
 
 def power(base: float, exponents: Tensor) -> Tensor:
-    """`base` to the power of `exponents`, in float64."""
+    """Return `base` to the power of `exponents`, in float64."""
     return exp(exponents * log(torch.tensor(base, dtype=torch.float64, device=exponents.device)))
 
 
@@ -319,7 +320,7 @@ def multinomial(probabilities: Tensor, _, generator: torch.Generator | None) -> 
 
 
 def adamw(params, grads, exp_avgs, exp_avg_sqs, state_steps, *, lr, beta1, beta2, eps, weight_decay) -> None:
-    """AdamW as in PyTorch. This and the functions below do the optimizers' arithmetic in place, on lists of tensors."""
+    """Update as PyTorch's AdamW does. This and the functions below do optimizers' arithmetic in place, on lists of tensors."""
     for *tensors, step in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True):
         step += 1
         first, second = (1 / (1 - exp(log(torch.tensor([beta1, beta2], dtype=torch.float64)) * step.item()))).tolist()
@@ -342,10 +343,10 @@ def lerp_(values: list[Tensor], targets: list[Tensor], weight: float) -> None:
 
 
 def baddbmm(x: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-    """`beta` x + `alpha` a @ b."""
+    """Return `beta` x + `alpha` a @ b."""
     return x * beta + product(a, b) * alpha
 
 
 def matrix_norm(x: Tensor) -> Tensor:
-    """The norm [N, 1, 1] of each matrix of `x` [N, rows, columns]."""
+    """Return the norm [N, 1, 1] of each matrix of `x` [N, rows, columns]."""
     return torch.stack([norm_of(norm_parts([matrix])) for matrix in x]).float()[:, None, None]

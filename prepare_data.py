@@ -1,9 +1,9 @@
 """Turn text into a dataset directory: `python prepare_data.py [SOURCE ...] [--out=tokens/NAME] [--tokenizer=...]`.
 
-Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz). They may be local or at any URL that fsspec
-opens, such as hf://, s3://, gs:// and https://. The default is the Python standard library. Worker threads encode text in units
-of about a megabyte (the tokenizers release the GIL). Tokens are written in the order of the text, so the number of workers does
-not affect the result. After a kill, the same command continues after the finished shards.
+Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), on disk or at any URL that fsspec opens, such
+as hf://, s3://, gs:// and https://. Without a source, this prepares the Python standard library. Worker threads encode about a
+megabyte of text at a time (the tokenizers release the GIL), but tokens are written in the order of the text, so the number of
+workers does not affect the result. If it is killed, the same command picks up after the last finished shard.
 """
 
 import os
@@ -33,7 +33,7 @@ class PrepareConfig:
     column: str = "text"
     """Text column of .parquet files, or text key of .jsonl files."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
-    """Longest line of a .jsonl file or row of a .parquet file. Memory grows with it."""
+    """Longest line of a .jsonl file, or row of a .parquet file, to accept. Memory use grows with it."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] | Auto = "auto"
     """Fraction of documents for validation (auto: 0.05; with fewer than 100 documents, the last 0.1 of the text)."""
     max_tokens: str = ""
@@ -43,8 +43,8 @@ class PrepareConfig:
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Encoding threads (0: one per core)."""
     check: str = ""
-    """Instead of preparing: read this whole dataset directory, ours or another tool's, and report its contents or its first
-    problem. --tokenizer decodes another tool's tokens."""
+    """Instead of preparing anything, read this whole dataset directory, ours or another tool's, and report its contents or
+    the first problem. --tokenizer decodes another tool's tokens."""
     hub: HubConfig = HubConfig()
 
 
@@ -76,9 +76,9 @@ MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # suffixes
 
 
 def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile], list[dict]]:
-    """The files of all sources in order, without duplicates, and each source's record for dataset.json. Raises UserError.
+    """Find the files of all sources, in order and without duplicates, and each source's record for dataset.json.
 
-    A Hub source stays at the commit that the first run used. If the dataset is finished, no server is contacted.
+    A Hub source stays at the first run's commit. Once the dataset is finished, no server is contacted. Raises UserError.
     """
     by_path, records, known = {}, [], {}  # known: what an earlier run recorded
     for path in (directory / "progress.json", directory / "dataset.json"):
@@ -108,7 +108,7 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
 
 
 def sample(source_files: list[SourceFile]) -> Iterator[str]:
-    """At most SAMPLE_CHARACTERS of text, in equal parts from the beginnings of at most 1000 files."""
+    """Yield at most SAMPLE_CHARACTERS of text, in equal parts from the beginnings of at most 1000 files."""
     local, remote = ([file for file in source_files if ("://" in str(file)) == far] for far in (False, True))
     chosen = local + remote[:1]  # each additional remote file would be a request
     chosen, left = chosen[:: -(-len(chosen) // 1000)], SAMPLE_CHARACTERS
@@ -142,7 +142,7 @@ def prepare(config: PrepareConfig) -> None:
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files))
         if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
             say(f"the vocabulary has only {tokenizer.vocab_size} tokens: the text is too short")
-        # A restart continues only with the same files, tokenizer and division into units (whose version is `units`).
+        # A restart continues only if the files, the tokenizer and the division into units (version `units`) are the same.
         listing = digest([(file.name, file.size) for file in source_files])
         request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 4}
         writer = DatasetWriter(directory, request, tokenizer, split.val_fraction)
@@ -154,7 +154,7 @@ def prepare(config: PrepareConfig) -> None:
 
 
 def out_directory(config: PrepareConfig) -> Path:
-    """The dataset directory. Raises UserError if neither --out nor a source names it."""
+    """Return the dataset directory. Raises UserError if neither --out nor a source names it."""
     cli.require_local("out", config.out, "--push=OWNER/NAME uploads the finished dataset to the Hugging Face Hub")
     if config.out or not config.sources:
         return Path(config.out or "tokens/python")

@@ -1,8 +1,8 @@
 """Look back at a step of a run: `python replay.py runs/NAME --step=12345`. Was it the data, or the machine?
 
-Recomputes the steps since the newest intact checkpoint before that step. If loss and gradient norm match metrics.jsonl bit for
-bit, the machine is fine, and the step's sequences show what the model saw. Otherwise the first differing step is printed. Never
-writes to the run. Any number of ranks can replay a run with --strategy=exact. For other runs, use the original number:
+Recomputes the steps since the newest intact checkpoint before that step, without writing to the run. If loss and gradient norm
+match metrics.jsonl bit for bit, the machine is fine, and the step's sequences show what the model saw. Otherwise it prints the
+first step that differs. Any number of ranks can replay a run with --strategy=exact; for other runs, use the original number:
 `torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
@@ -124,18 +124,18 @@ def look_back(past: Past, step: int, count: int) -> int:
 
 
 def read_steps(past: Past) -> dict[int, tuple[float, float]]:
-    """The loss and the gradient norm of each step in metrics.jsonl."""
+    """Return the loss and the gradient norm of each step in metrics.jsonl."""
     lines = [record for _, record in read_records(past.directory / "metrics.jsonl") if record]
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in lines if "grad_norm" in record}
 
 
 def differing(found: dict[int, tuple], recorded: dict[int, tuple]) -> list[int]:
-    """The recorded steps whose (loss, gradient norm) differs. Compared by repr, in which NaN equals NaN."""
+    """Return the recorded steps whose (loss, gradient norm) differs. Compared by repr, in which NaN equals NaN."""
     return [step for step in recorded if repr(recorded[step]) != repr(found[step])]
 
 
 def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list[int]) -> str:
-    """Whether the (loss, gradient norm) of the steps match the run's records."""
+    """Return whether the (loss, gradient norm) of the steps match the run's records."""
     if not different:
         same = "loss and gradient norm match the records bit for bit; look at the data"
         return f"{plural(len(recorded), 'recorded step')}: {same}" if recorded else "no step was logged (--log_every)"
@@ -146,14 +146,14 @@ def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list
 
 
 def anywhere(config: settings.Config) -> settings.Config:
-    """Settings with which any machine can recompute a portable run. Returns a native run's settings unchanged."""
+    """Return settings with which any machine can recompute a portable run. A native run's settings stay unchanged."""
     if config.numerics.numerics == "native":
         return config
     return settings.replace(config, threads="auto", device="cpu" if config.train.device == "cpu" else "auto")
 
 
 def conditions(era: Era) -> tuple:
-    """Everything that the bits of a step depend on, except the state before it."""
+    """Return everything that the bits of a step depend on, except the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
     same = settings.replace(anywhere(config), check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
     versions = era["versions"] if config.numerics.numerics == "native" else {}
@@ -162,7 +162,7 @@ def conditions(era: Era) -> tuple:
 
 
 def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
-    """The run at checkpoint `path` (None: the newest intact one before `step`, or the run's start). Raises CannotReplay."""
+    """Open the run at checkpoint `path` (None: the newest intact one before `step`, or the start). Raises CannotReplay."""
     directory, state, world = past.directory, past.state, past.world
     begun = [era for era in state.history if era["step"] < step]
     if not begun:
@@ -201,14 +201,14 @@ def replay(run: train.Run, last: int) -> dict[int, tuple[float, float]]:
     upcoming = [(s, m) for s in range(run.state.step, last) for m in run.world.share(run.config.micro_batches)]
     prefetcher, found = data.Prefetcher(run.batches, upcoming, run.world.device), {}
     while run.state.step < last:
-        found[run.state.step] = train.update(run, prefetcher)  # Python evaluates the right side first, so this is the new step
+        found[run.state.step] = train.update(run, prefetcher)  # the right side runs first, so the key is the new step
     prefetcher.close()
     return found
 
 
 @torch.no_grad()
 def look_at_sequences(run: train.Run) -> list[str]:
-    """The sequences of the next update, worst loss first: their losses, locations and text."""
+    """Return the sequences of the next update, worst loss first: their losses, locations and text."""
     batches, step, each = run.batches, run.state.step, run.config.train.micro_batch_size
     losses = run.world.zeros(run.config.sequences_per_update)
     with run.engine.evaluating() as model:
@@ -255,7 +255,7 @@ def verify(past: Past, config: ReplayConfig) -> int:
 
 
 def difference(past: Past, start: Path | None, end: Path | None, last: int) -> str:
-    """How step `last` differs from a replay that begins at checkpoint `start` (None: the run's start). Empty if it does not.
+    """Say how step `last` differs from a replay that begins at checkpoint `start` (None: the run's start); empty if not.
 
     The tensors must equal checkpoint `end`, if given, and the losses since `start` must equal the recorded ones. Raises
     CannotReplay.

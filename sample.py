@@ -94,7 +94,7 @@ def show(model, text, prompt: str, options: tuple) -> None:
 
 
 def encode(text, prompt: str, model) -> list[int]:
-    """The tokens of `prompt`, or the start of a document if it is empty. Raises UserError if the model lacks one of them."""
+    """Encode `prompt`, or the start of a document if it is empty. Raises UserError if the model lacks one of the tokens."""
     tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
     if max(tokens) >= size:
         unknown = next((repr(c) for c in prompt if max(text.encode(c)) >= size), "the start of a document")

@@ -1,7 +1,7 @@
-"""All settings of training, and how a preset and flags become one frozen `Config`.
+"""Every setting of training, and how a preset and flags become one frozen `Config`.
 
-Each type limits its own value; planning/rules.py lists which values conflict. This file imports neither torch nor numpy, so
-that `--help` and errors in flags appear at once.
+A setting's type limits its value, and planning/rules.py lists which values conflict. This file imports neither torch nor numpy,
+so that `--help` and errors in flags appear at once.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class NumericsConfig:
     numerics: Literal["native", "portable"] = "native"
-    """portable: the same bits on any processor, with any number of threads and version of torch, but slower and in float32."""
+    """portable: the same bits on any processor, with any number of threads and any version of torch, but slower, in float32."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile. auto: if it saves time and a compiler works."""
     fp8: bool = False
-    """Use float8 matmuls in the blocks (torchao). Pays off on Hopper or newer GPUs, from a billion parameters."""
+    """Use float8 matmuls in the blocks (torchao). Pays off on Hopper or newer GPUs, from a billion parameters up."""
     activation_checkpointing: bool = False
     """Keep only each block's input for backward and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
@@ -253,12 +253,12 @@ class Config:
 
 
 def load(args: list[str], description: str) -> Config:
-    """The settings from a train.py command line, without its plan flags. See `complete`. Raises UserError."""
+    """Return the settings from a train.py command line, without its plan flags. See `complete`. Raises UserError."""
     return complete(parse(Config, divide(args)[1], description, start_of(args)), args)
 
 
 def start_of(args: list[str]) -> Config:
-    """The settings of a command line's preset, without its flags. Raises UserError."""
+    """Return the settings of a command line's preset, without its flags. Raises UserError."""
     path, flags = divide(args)
     config, run = read_preset(path), path.parent if path.parent.name else path.absolute().parent
     if "name" in given(flags):
@@ -275,7 +275,7 @@ def start_of(args: list[str]) -> Config:
 def complete(config: Config, args: list[str]) -> Config:
     """Add the run's own settings to `config`, a preset with the flags in `args`. Precedence: default < preset < run < flag.
 
-    So a run that continues keeps its settings, except for the flags. Raises UserError.
+    So a run that continues keeps its settings unless a flag changes them. Raises UserError.
     """
     preset, flags = divide(args)
     if sum(word.partition("=")[0] == "--phase" for word in flags) > 1:  # the last one would win
@@ -292,18 +292,18 @@ def complete(config: Config, args: list[str]) -> Config:
 
 
 def divide(args: list[str]) -> tuple[Path, list[str]]:
-    """The preset of a command line, and its flags."""
+    """Return the preset of a command line, and its flags."""
     named = bool(args) and not args[0].startswith("-")
     return (Path(args[0]), args[1:]) if named else (HERE / "config" / "laptop.toml", args)
 
 
 def given(flags: list[str]) -> set[str]:
-    """The names of the settings in `flags`."""
+    """Return the names of the settings in `flags`."""
     return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
 
 
 def of_run(config: Config) -> Config | None:
-    """The settings requested at the last start of the run named in `config`. None without checkpoints. Raises UserError."""
+    """Return the settings requested at the last start of the run in `config`, or None without checkpoints. Raises UserError."""
     run = Path(config.run.out_dir, config.run.name)
     if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
         return None
@@ -312,12 +312,12 @@ def of_run(config: Config) -> Config | None:
 
 
 def read_preset(path: Path, asked: bool = False) -> Config:
-    """The `Config` in a TOML file. See `read_toml`."""
+    """Return the `Config` in a TOML file. See `read_toml`."""
     return from_record(read_toml(path, asked), str(path))
 
 
 def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
-    """The values in a TOML file by key; tables are only headings. asked: as requested, before `auto`. Raises UserError."""
+    """Read the values in a TOML file by key; tables are only headings. asked: before `auto` was resolved. Raises UserError."""
     if not path.is_file():
         presets = sorted(str(preset.relative_to(HERE)) for preset in HERE.glob("config/*.toml"))
         raise UserError(f"no preset {path}; available: {', '.join(presets)}")
@@ -335,7 +335,7 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
 
 
 def from_record(values: dict[str, Any], where: str) -> Config:
-    """The checked `Config` with these settings by flag name. Raises UserError; each of its lines begins with `where`."""
+    """Return the checked `Config` with these settings by flag name. Raises UserError; each of its lines begins with `where`."""
     flags = flat_fields(Config)
     refuse(f"{where}: unknown key {name}{cli.suggestion(name, flags)}" for name in values if name not in flags)
     found, wrong = read_values(Config, values, strict=True)
@@ -360,7 +360,7 @@ def check(config: Config) -> None:
 
 
 def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
-    """`model` with a number for each auto. Raises UserError if the vocabulary is smaller than the dataset's."""
+    """Return `model` with a number for each auto. Raises UserError if the vocabulary is smaller than the dataset's."""
     chosen = {
         "vocab_size": math.ceil(dataset_vocab_size / 128) * 128,
         "n_kv_head": model.n_head,
@@ -374,20 +374,20 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
 
 
 def resolve_schedule(optim: OptimConfig, steps: int) -> OptimConfig:
-    """`optim` with a number for each auto, for a run of `steps`."""
+    """Return `optim` with a number for each auto, for a run of `steps`."""
     min_lr = optim.lr / 10 if optim.schedule == "cosine" else 0.0
     return with_chosen(optim, {"warmup_steps": math.ceil(steps / 50), "min_lr": min_lr})
 
 
 def with_chosen(group, chosen: dict[str, Any]):
-    """A group of settings in which the values of `chosen` replace auto."""
+    """Return a group of settings in which the values of `chosen` replace auto."""
     return dataclasses.replace(group, **{name: value for name, value in chosen.items() if getattr(group, name) == "auto"})
 
 
 def dumps(config: Config, asked: Config | None = None) -> str:
-    """`config` as TOML, one table per group. As a preset of train.py it repeats the run.
+    """Return `config` as TOML, one table per group. If you pass it to train.py as a preset, it repeats the run.
 
-    asked: the settings before they were resolved. The ones that differ go into the table `asked`, for continuing the run.
+    asked: the settings before `auto` was resolved. The ones that differ go into the table `asked`, for continuing the run.
     """
     tables = {group.name: vars(getattr(config, group.name)) for group in dataclasses.fields(config)}
     resolved = flat_values(config)

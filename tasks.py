@@ -62,7 +62,7 @@ class Tasks:
 
     @torch.no_grad()
     def measure(self, model: GPT, limit: int) -> Scores:
-        """The scores of `model`, which is in evaluation mode. All ranks must call this; only the master gets scores.
+        """Return the scores of `model`, which is in evaluation mode. All ranks must call this; only the master gets scores.
 
         limit: documents per task (0: all). Raises RunError, on the master alone, if lm-eval fails.
         """
@@ -81,7 +81,7 @@ class Tasks:
                 self.compute()  # release the other ranks
 
     def evaluate(self, limit: int) -> Scores:
-        """lm-eval's scores on the first documents of each task. If a group has scores, its subtasks are left out."""
+        """Return lm-eval's scores on the first documents of each task. If a group has scores, its subtasks are left out."""
         from lm_eval import defaults, evaluator
 
         for task in self.loaded["tasks"].values():
@@ -97,13 +97,13 @@ class Tasks:
         return {task: values for task, values in scores.items() if values and task not in parts}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """The tokens of a text. As in HFLM, special tokens spelled out in the text are recognized."""
+        """Return the tokens of a text. As in HFLM, special tokens spelled out in the text are recognized."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.id_to_token(self.eot_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
 
     def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation after its context, and whether greedy decoding would produce it."""
+        """Return the log-probability of each continuation after its context, and whether greedy decoding would produce it."""
         rows = {}  # continuations that differ only in their last token share a row
         for i, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -113,7 +113,7 @@ class Tasks:
         return [answers[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """The log-probability of each text, in windows of the context's length."""
+        """Return the log-probability of each text, in windows of the context's length."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows, sums = [], [0.0] * len(requests)
@@ -125,7 +125,7 @@ class Tasks:
         return sums
 
     def generate_until(self, requests: list) -> list[str]:
-        """The text that greedy decoding produces after each context, up to one of the request's stop sequences."""
+        """Return the text that greedy decoding produces after each context, up to one of the request's stop sequences."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         rows = []
@@ -141,7 +141,7 @@ class Tasks:
         return [answers[i] for i in range(len(requests))]
 
     def compute(self, how: str = "", batches: list[list[Row]] = ()) -> dict | None:
-        """The answers to the master's requests, by number, or None after the last. All ranks must call this until then.
+        """Return the answers to the master's requests, by number, or None after the last. All ranks must call this until then.
 
         All ranks run the same number of forwards, even with a smaller share, because a sharded model communicates in each.
         """
@@ -158,7 +158,7 @@ class Tasks:
         return found if how else None
 
     def score(self, batch: list[Row]) -> dict[int, tuple[float, bool]]:
-        """The log-probability of each (request, continuation) of the rows, and whether all its tokens are the most likely."""
+        """Return the log-probability of each (request, continuation), and whether all its tokens are the most likely."""
         length, found = len(batch[0][0]), {}
         inputs = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens, _ in batch])  # no token sees the padding
         for row, (tokens, wanted) in zip(self.model(inputs.to(self.world.device)), batch, strict=True):  # logits [T, V]
@@ -170,7 +170,7 @@ class Tasks:
         return found
 
     def write(self, batch: list[Row]) -> dict[int, str]:
-        """The text that greedy decoding produces for each (request, most tokens, stop sequences). Rows have equal lengths."""
+        """Decode greedily for each (request, most tokens, stop sequences), and return the texts. Rows have equal lengths."""
         new, found = [[] for _ in batch], {}
         for drawn in generate(self.model, torch.tensor([tokens for tokens, _ in batch]), self.max_length, temperature=0):
             for token, tokens, (_, [(i, most, stops)]) in zip(drawn.tolist(), new, batch, strict=True):
@@ -206,7 +206,7 @@ def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, wo
 
 
 def pack(rows, width: int = 0) -> list[list[Row]]:
-    """Batches of rows, longest first, of at most MOST_TOKENS tokens. width: count this many per row, and do not mix lengths."""
+    """Pack rows, longest first, into batches of at most MOST_TOKENS. width: count this many per row, and do not mix lengths."""
     batches, longest = [[]], math.inf
     for row in sorted(rows, key=lambda row: -len(row[0])):
         full = (len(batches[-1]) + 1) * (width or longest) > MOST_TOKENS

@@ -5,16 +5,16 @@
     torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.toml  # on eight GPUs
     python train.py config/gpt2_124m.toml --plan                             # print what it will cost; do not train
 
-Running the same command again continues the run. `--name=NAME` is enough: a run keeps its settings (runs/NAME/config.toml)
+Run the same command again to continue a run. `--name=NAME` is enough, because a run keeps its settings (runs/NAME/config.toml)
 until a flag changes them, whatever the preset says. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 failed.
 """
 
-# Read from top to bottom: setup, the loop, one update, and the loop's helpers.
+# Read this file from top to bottom: setup, the training loop, one update, and the loop's helpers.
 
 import command
 from planning import plan
 
-if __name__ == "__main__":  # --help, --plan and wrong flags are answered before importing torch, which takes seconds
+if __name__ == "__main__":  # answer --help, --plan and bad flags before importing torch, which takes seconds
     command.run("train", lambda args: plan.read_command(args, __doc__))
 
 import gc
@@ -61,7 +61,7 @@ COLLECT_EVERY = 100  # steps between collections of Python's garbage, on all ran
 
 @dataclass
 class Run:
-    """Everything that an update and the loop need. `build` creates it from initial weights or a checkpoint."""
+    """Everything that an update and the loop need, built by `build` from initial weights or from a checkpoint."""
 
     config: Config  # resolved
     world: World
@@ -69,7 +69,7 @@ class Run:
     batches: data.Batches
     engine: Engine
     state: TrainState
-    # Only for the loop; replay.py does not need these.
+    # Only the loop needs these; replay.py leaves them unset.
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
@@ -105,8 +105,8 @@ def join(config: Config) -> World:
     exact, threads = config.parallel.strategy == "exact", config.train.threads
     if exact and threads == "auto" and config.numerics.numerics == "native":
         threads = 1  # sums within a rank depend on its number of threads
-    # FSDP allocates and frees memory in many sizes. If the C library kept it all, an fsdp rank would need twice the memory,
-    # nearly as much as a ddp rank.
+    # FSDP allocates and frees memory in blocks of many sizes. If the C library held on to all of them, an fsdp rank would need
+    # twice the memory, nearly as much as a ddp rank.
     if config.parallel.strategy != "fsdp":
         keep_freed_memory()
     device = prepare_device(config.train.device, local_rank, threads, config.train.deterministic or exact, exact)
@@ -135,7 +135,7 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
 
 
 def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
-    """Build everything that training needs, then open the run's directory. Writes nothing until everything is checked."""
+    """Build everything that training needs, then open the run's directory. Writes nothing until every check has passed."""
     names, loaded = config.eval.tasks, None
     if names:
         log.say(f"loading the tasks {names}")
@@ -187,7 +187,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
 def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:
     """Compile the model, wrap it so that the ranks train it together, and build its optimizers.
 
-    module: is on the meta device, without memory, until each rank loads its part of the `weights`.
+    module: on the meta device, where it takes no memory until each rank loads its part of the `weights`.
     """
     train, strategy, device = config.train, config.parallel.strategy, world.device
     activate_attention_kernel(config.model, train.micro_batch_size, DTYPES[train.dtype], device)
@@ -198,20 +198,20 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     if train.activation_checkpointing:
         module.checkpoint_activations()
 
-    # Every wrapper averages the gradients over the ranks in the last backward of an update.
+    # Every wrapper averages the gradients over the ranks during the last backward of an update.
     model: nn.Module = module
     if strategy == "fsdp" and world.size > 1:
         model = fully_shard(module, DTYPES[train.dtype], world, config.parallel)
     load_weights(module, weights, device)
     if strategy == "ddp" and world.size > 1:
-        # The only buffers are tables that every rank computes identically. (torch 2.13 renames this option; 2.11 has only it.)
+        # The only buffers are tables that every rank computes for itself. (torch 2.13 renames this option; 2.11 has only it.)
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     elif strategy not in ("ddp", "fsdp"):
         model = wrap(module, config.parallel, config.micro_batches, train.compile == "on")
 
     parameters, optimizers = build_optimizers(model, module, config, world)
-    # A rank averages the gradients of its micro-batches. `exact` adds integers instead and divides once, by all micro-batches.
+    # A rank averages over its own micro-batches. `exact` adds integers instead, and divides once for the whole batch.
     accumulation_steps = 1 if strategy == "exact" else len(world.share(config.micro_batches))
     return Engine(module, model, parameters, optimizers, world, train.dtype, accumulation_steps, train.compile == "on")
 
@@ -224,12 +224,12 @@ def train(run: Run) -> int:
         run.progress.done(state, run.dataset, run.val_loss)
         return 0
     mine = world.share(config.micro_batches)
-    # The tokens depend only on (step, micro-batch), so no position in the data needs saving.
+    # The tokens depend only on (step, micro-batch), so there is no position in the data to save.
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop, trace = Stop(world, config.run.max_minutes), Trace(log, config.log.profile, world.device)
     warm_up(run)
-    # Otherwise Python would collect garbage on each rank at a different moment, and all ranks would wait every time.
+    # Left alone, Python would collect garbage at a different moment on each rank, and all ranks would wait every time.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -238,7 +238,7 @@ def train(run: Run) -> int:
             gc.collect()
         last, stopping = state.step >= steps, stop.agreed()  # the answer to `ask` from before the last update
         if due(config.parallel.check_replicas_every, state.step):
-            engine.check_replicas()  # before a save: wrong weights must not be saved
+            engine.check_replicas()  # before a save, so that wrong weights are never saved
         run.checkpoints.save(state, now=last or stopping)
         if stopping:  # a scheduler leaves little time, so a due evaluation waits until the run continues
             break
@@ -269,26 +269,26 @@ def train(run: Run) -> int:
 
 
 def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
-    """One optimizer step on the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
+    """Take one optimizer step on the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.engine.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim, engine.module.ops.cosine))
-    # Each rank fills in the losses of its micro-batches. The sum over ranks then contains every loss, so their mean is computed
-    # in the same order on any number of ranks.
+    # Each rank fills in the losses of its own micro-batches, so the sum over the ranks holds all of them. Their mean is then
+    # computed in the same order on any number of ranks.
     losses = run.world.zeros(config.micro_batches)
     mine = run.world.share(config.micro_batches)  # this rank's indices in the global batch, such as range(4, 8)
     for micro_step, micro_batch in enumerate(mine):
-        # DDP reads this in the forward pass: only the last backward of the update averages gradients over the ranks.
+        # DDP reads this flag in the forward pass. Only the update's last backward averages gradients over the ranks.
         model.require_backward_grad_sync = micro_step == len(mine) - 1
         inputs, targets = prefetcher.next()  # [micro_batch_size, seq_len] each
         if config.model.dropout:
             torch.manual_seed(data.dropout_seed(config.run.seed, state.step, micro_batch))
         with engine.autocast():
             loss = model(inputs, targets)
-        # Backward adds up gradients, but we need their mean over this rank's micro-batches. The last backward then averages
-        # over the ranks; parallel/from_scratch.py shows how.
+        # Backward adds gradients up, so we divide each loss to get their mean over this rank's micro-batches. The last backward
+        # then averages these means over the ranks; parallel/from_scratch.py shows how.
         engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
-    # Start copying the losses to the host. `clip` waits for the GPU anyway, so `.tolist()` below will not wait again.
+    # Start copying the losses to the host now: `clip` waits for the GPU anyway, so `.tolist()` below won't wait again.
     losses = run.world.sum_over_ranks(losses).to("cpu", non_blocking=True)
     grad_norm = engine.clip(config.optim.grad_clip)
     if math.isfinite(grad_norm):  # the same on all ranks, so either all of them step or none

@@ -1,12 +1,12 @@
 """Checkpoints: everything that a run needs to continue, and when to save it.
 
 A checkpoint is a Hugging Face model directory that also holds optimizer.safetensors, trainer_state.json and manifest.json
-(size and sha256 of every file, written last). It is renamed into place: a kill at any instant leaves the previous checkpoint
-or the new one, complete.
+(size and sha256 of every file, written last). It is renamed into place, so a kill at any instant leaves either the previous
+checkpoint or the new one, complete.
 
 Large sets of tensors are split over several files (`tensor_files`). The ranks that share the first copy of the weights write
-them: under fsdp all ranks, or with `--replicate` the first group; otherwise only the master. The bytes of a file do not depend
-on which rank writes it.
+them: under fsdp all ranks, or the first group with `--replicate`, and otherwise only the master. The bytes of a file do not
+depend on which rank writes it.
 """
 
 import math
@@ -85,7 +85,7 @@ class TrainState:
 
 
 def versions(config: Config, own: torch.device) -> dict[str, str]:
-    """Everything except the settings that a run's bits depend on."""
+    """Return everything that a run's bits depend on besides its settings."""
     packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     if torch.backends.mkl.is_available():
         packages["mkl"] = os.environ.get("MKL_CBWR", "")  # its reproducibility mode (host.prepare_torch)
@@ -97,7 +97,7 @@ def versions(config: Config, own: torch.device) -> dict[str, str]:
 
 
 def load_state(directory: Path) -> TrainState:
-    """The trainer state of an intact checkpoint. Raises UserError."""
+    """Return the trainer state of an intact checkpoint. Raises UserError."""
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
     settings.from_record(state.settings, str(path))
@@ -107,7 +107,7 @@ def load_state(directory: Path) -> TrainState:
 def open_optimizer(
     directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
 ) -> dict[str, tensor_files.LazyTensor]:
-    """The optimizer state by "parameter.key", to be read by rows. Raises UserError if it does not match `parameters`."""
+    """Return the optimizer state by "parameter.key", to be read by rows. Raises UserError if it does not match `parameters`."""
     tensors = tensor_files.open_tensors(directory, "optimizer")
     if not tensors and state.skipped == state.step:  # no update so far
         return tensors
@@ -157,12 +157,12 @@ class Snapshot:
 
 
 def count_writers(engine) -> int:
-    """The number of ranks that write checkpoints: the first ones, which share the first copy of the weights."""
+    """Return the number of ranks that write checkpoints: the first ones, which share the first copy of the weights."""
     return engine.model.mesh.get_group("shard").size() if engine.sharded else 1
 
 
 def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write. Writers are assigned files of at most `limit` bytes in turn. All ranks must call this."""
+    """Copy what this rank will write. Files of at most `limit` bytes go to the writers in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
@@ -179,7 +179,7 @@ def take_snapshot(engine, limit: int) -> Snapshot:
 def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Write this rank's files, wait for the other writers in `group` (None: no others), and return all records.
 
-    Raises OSError on all of them if one could not write. A rank reports any failure, because otherwise the others would hang.
+    If one could not write, raises OSError on all of them. A rank reports every kind of failure, or the others would hang.
     """
     records, problem = {}, ""
     try:
@@ -199,7 +199,7 @@ def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup
 class Checkpoints:
     """The checkpoints of a run: saves them, in the background if requested, and removes old ones.
 
-    All ranks call the methods. Several may write tensors; only the master publishes and removes checkpoints.
+    All ranks call the methods. Several may write tensors, but only the master publishes and removes checkpoints.
     """
 
     def __init__(self, directory: Path, options: CheckpointConfig, engine, dataset: Mixture, log: Log):

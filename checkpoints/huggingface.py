@@ -59,7 +59,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # allowed dtypes of weights, as safetens
 
 
 def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
-    """The content of config.json for weights of `dtype`, with the keys of both transformers 4 and 5."""
+    """Return the content of config.json for weights of `dtype`, with the keys of both transformers 4 and 5."""
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
@@ -89,7 +89,7 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The model that config.json in `directory` describes, with a dropout of 0, because training sets its own.
+    """Return the model that config.json in `directory` describes, with a dropout of 0, because training sets its own.
 
     Raises a UserError that names the key if we do not support exactly this arithmetic.
     """
@@ -123,7 +123,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
-    """`model` with the shape of the model in `directory`, but its own context length. Raises UserError.
+    """Return `model` with the shape of the model in `directory`, but its own context length. Raises UserError.
 
     The context may be shorter than in `directory`, or longer if `model` scales the rotary positions by Llama 3's factors or a
     larger base.
@@ -145,7 +145,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
 
 
 def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
-    """Hugging Face's name for each of our parameters `ours`. GPT-2's c_attn combines our attn.q, attn.k and attn.v."""
+    """Return Hugging Face's name for each of our parameters `ours`. GPT-2's c_attn combines our attn.q, attn.k and attn.v."""
     if config.architecture == "gpt2":
         roots = {"embed": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h"}
         roots = {module: f"transformer.{theirs}" for module, theirs in roots.items()}
@@ -166,7 +166,7 @@ def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 
 def is_transposed(theirs: str, ndim: int) -> bool:
-    """Whether Hugging Face's tensor `theirs` is a Conv1D matrix of GPT-2, the transpose of ours."""
+    """Return whether Hugging Face's tensor `theirs` is a Conv1D matrix of GPT-2, the transpose of ours."""
     return ndim == 2 and theirs.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
 
 
@@ -219,7 +219,7 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
 
 
 def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor:
-    """Our parameter `name` of `shape`, as part of Hugging Face's tensor `stored`. Raises UserError if the shapes differ."""
+    """Find our parameter `name` of `shape` in Hugging Face's tensor `stored`. Raises UserError if the shapes differ."""
     fused, transposed = "c_attn" in stored.name, is_transposed(stored.name, len(stored.shape))
     if stored.dtype not in FLOATS:
         raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; weights must be {', '.join(FLOATS)}")
@@ -283,19 +283,19 @@ def write_description(
 
 
 def vocabulary(tokenizer: Path) -> dict[int, str]:
-    """The tokens of a tokenizer.json by id. Raises UserError."""
+    """Return the tokens of a tokenizer.json by id. Raises UserError."""
     return {i: token for token, i in token_ids(tokenizer).items()}
 
 
 def token_text(tokenizer: Path, token: int) -> str:
-    """The text of a token in a tokenizer.json. Raises UserError."""
+    """Return the text of a token in a tokenizer.json. Raises UserError."""
     if (text := vocabulary(tokenizer).get(token)) is None:
         raise UserError(f"{tokenizer} has no token {token}, the dataset's end-of-text token; prepare the text again")
     return text
 
 
 def first_token(directory: Path) -> tuple[Path | None, int | None]:
-    """The tokenizer.json of a model directory, and the token that starts a text: bos_token, or else eos_token."""
+    """Return the tokenizer.json of a model directory, and the token that starts a text: bos_token, or else eos_token."""
     path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if not (path.exists() and settings.exists()):
         return None, None

@@ -19,8 +19,8 @@ from optim import learning_rate
 from parallel.world import World
 from settings import Config, ModelConfig
 
-# Settings that a run can never change: they determine what the weights mean and which tokens a step sees. A new run that starts
-# from a checkpoint with optimizer state keeps only OF_WEIGHTS.
+# Settings that a run can never change, because they determine what the weights mean and which tokens a step sees. A new run
+# that starts from a checkpoint with optimizer state need only keep OF_WEIGHTS.
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # may change without a note
@@ -28,7 +28,7 @@ NO_URL = "a model on the Hub is named OWNER/NAME, and train.py --mirror=URL cont
 
 
 def find(name: str) -> tuple[Path, list[str]]:
-    """The checkpoint at a path, or the newest intact one of the run at that path, with warnings. Raises UserError."""
+    """Return the checkpoint at a path, or the newest intact one of the run at that path, with warnings. Raises UserError."""
     cli.require_local("", name, NO_URL)
     path = Path(name)
     if (path / MANIFEST).exists():
@@ -44,7 +44,7 @@ def find(name: str) -> tuple[Path, list[str]]:
 
 
 def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
-    """The model directory of a run, a checkpoint, a Hugging Face directory or a Hub id, with warnings. Raises UserError.
+    """Return the model directory of a run, a checkpoint, a Hugging Face directory or a Hub id, with warnings. Raises UserError.
 
     patterns: files to download from the Hub.
     """
@@ -129,7 +129,7 @@ class Start:
         return self.checkpoint or self.pretrained
 
     def settle(self, config: Config) -> Config:
-        """`config` with the settings that the start determines: the model's shape, the run's origin, and what it keeps."""
+        """Return `config` with what the start determines: the model's shape, the run's origin, and the settings it keeps."""
         if config.model.init_from != "scratch":
             config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
         config = self.settle_decay(config)
@@ -148,7 +148,7 @@ class Start:
         return config
 
     def settle_decay(self, config: Config) -> Config:
-        """`config` with the schedule and steps that follow from --decay_steps, if it is set. Raises UserError."""
+        """Return `config` with the schedule and steps that follow from --decay_steps, if it is set. Raises UserError."""
         if not (decay := config.optim.decay_steps):
             return config
         done, before = self.state.step, self.state.config
@@ -166,7 +166,7 @@ class Start:
 
 
 def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror: Mirror | None) -> Start:
-    """Where a run starts. The master decides for all ranks. Raises UserError."""
+    """Return where a run starts. The master decides for all ranks. Raises UserError."""
     if mirror:
         restore(run / "checkpoints", world, mirror)
     return while_others_wait(world, lambda: search(run, resume, init_from, dataset))
@@ -189,7 +189,7 @@ def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
 
 
 def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
-    """Where a run starts, with notes. Raises UserError."""
+    """Return where a run starts, with notes. Raises UserError."""
     if dataset.tokenizer and dataset.eot_token is not None:  # fail now, not at the first save hours later
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
     if published(run / "checkpoints"):
@@ -215,7 +215,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
 
 
 def check_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:
-    """A line for each setting and version that differs from the checkpoint's. Raises UserError for one that must not change.
+    """Return a line for each setting and version that differs from the checkpoint's. Raises UserError if one must not change.
 
     dataset: identity of the data. versions: this machine's. A run keeps its model and its data; a new run from a checkpoint may
     change the data.
@@ -262,7 +262,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
 
 
 def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
-    """The skipped batches that affect the first `steps` steps."""
+    """Return the skipped batches that affect the first `steps` steps."""
     passed = []
     for batch in skipped:
         if batch < steps + len(passed):

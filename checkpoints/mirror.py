@@ -1,7 +1,7 @@
 """Copy a run's checkpoints to a place that outlives the machine: an object store, the Hub or another disk (`--mirror=URL`).
 
-The files of a checkpoint are copied one by one, manifest.json last; for removal, manifest.json goes first. So a checkpoint in
-the store is complete if its files match its manifest, whatever failed on the way. Training never waits for the store.
+The files of a checkpoint are copied one by one, with manifest.json last, and removed with manifest.json first. So whatever
+failed along the way, a checkpoint in the store is complete if its files match its manifest. Training never waits for the store.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Mirror:
         self.ending = False
 
     def manifests(self) -> dict[str, bytes]:
-        """The manifest of each checkpoint in the store, by name, oldest first. It is empty for an incomplete checkpoint."""
+        """Return the manifest of each checkpoint in the store, by name, oldest first; empty for an incomplete checkpoint."""
         self.system.invalidate_cache()
         found = {}
         with contextlib.suppress(FileNotFoundError):
@@ -86,7 +86,7 @@ class Mirror:
                 if run != self.run.name:
                     problem = f"has checkpoints of the run {run}, not of {self.run.name}"
                     raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
-                for record in RECORDS:  # before the checkpoint, which is not downloaded again once here
+                for record in RECORDS:  # before the checkpoint appears: once it is here, nothing is downloaded again
                     if self.system.exists(f"{self.root}/{name}/{record}"):
                         with files.publish(self.run / record) as file:
                             file.write(self.system.cat_file(f"{self.root}/{name}/{record}"))
@@ -113,7 +113,7 @@ class Mirror:
     def update(self, intact: list[Path], keep_last: int, best: list[str]) -> None:
         """Start copying the checkpoints `intact`, and removing old ones from the store.
 
-        The store keeps the last `keep_last` (0: all) and those named in `best`.
+        The store keeps the last `keep_last` (0: all) and the ones named in `best`.
         """
         self.wanted = (intact, keep_last, best)
         if self.work is None or self.work.done():

@@ -46,7 +46,7 @@ kept checkpoint follows from the previous one, bit for bit. This export did not 
 
 
 def describe(source: Path, state: TrainState, parameters: int, dtype: str, given: dict) -> dict[str, str]:
-    """The files that describe an exported checkpoint, by name: its card and its settings. Raises UserError.
+    """Return the files that describe an exported checkpoint, by name: its card and its settings. Raises UserError.
 
     given: the user's `license` and `language`, as named on the Hub.
     """
@@ -59,13 +59,13 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, given
 
 
 def known_datasets(state: TrainState) -> dict[str, Metadata | None]:
-    """The directories of the run's tokens, each with its dataset.json, or None if there is none."""
+    """Return the directories of the run's tokens, each with its dataset.json, or None if there is none."""
     paths = data.directories(state.config.data)
     return {path: read_metadata(Path(path)) if Path(path, "dataset.json").exists() else None for path in paths}
 
 
 def model_card(source: Path, state: TrainState, known: dict, parameters: int, dtype: str, given: dict) -> str:
-    """The card of a checkpoint. Raises UserError."""
+    """Return the card of a checkpoint. Raises UserError."""
     run, last, config, ranks = source.parent.parent, state.history[-1], state.config, state.history[-1]["world_size"]
     began = settings.from_record(state.history[0]["settings"], str(source))
     start = began.model.init_from if began.run.resume in ("auto", "off") else began.run.resume
@@ -94,7 +94,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
 
 
 def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]:
-    """The run's measurements up to `step`, by name: pairs of value and step, in order."""
+    """Return the run's measurements up to `step`, by name: pairs of value and step, in order."""
     found = {}
     for line, record in read_records(metrics) if metrics.exists() else []:
         if record and record["step"] <= step:
@@ -105,7 +105,7 @@ def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]
 
 
 def table(measured: dict[str, list[tuple[float, int]]]) -> str:
-    """A Markdown table with the last value of each measurement, and the lowest validation loss."""
+    """Return a Markdown table with the last value of each measurement, and the lowest validation loss."""
     rows = ["| measured in training | value | at step |", "|---|---|---|"]
     for key in sorted(measured, key=[*LOSSES, *measured].index):
         name = LOSSES.get(key) or key.removeprefix("tasks/").replace("/", ", ", 1)
@@ -117,7 +117,7 @@ def table(measured: dict[str, list[tuple[float, int]]]) -> str:
 
 
 def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
-    """The card's YAML metadata for the Hub. Its model-index lists only measurements of exactly these weights."""
+    """Return the card's YAML metadata for the Hub. Its model-index lists only measurements of exactly these weights."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results, tokens = [], ", ".join(Path(path).name for path in known)
@@ -134,7 +134,7 @@ def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
 
 
 def describe_dataset(path: str, metadata: Metadata | None) -> str:
-    """One line about a dataset: its tokens, tokenizer and sources, if its directory records them."""
+    """Return one line about a dataset: its tokens, tokenizer and sources, if its directory records them."""
     if not metadata:
         return f"- `{path}`"
     train, val = (totals(metadata, split)["tokens"] for split in ("train", "val"))

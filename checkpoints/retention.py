@@ -1,8 +1,8 @@
 """Which checkpoints exist, which of them are intact, and which ones to keep.
 
-Checkpoints are the directories named `step-` plus eight or more digits. Anything else is neither read nor removed. Only
-checkpoints that this process wrote or verified count towards `keep_last`. So damaged checkpoints of later steps never cause a
-fresh save to be removed.
+Checkpoints are the directories named `step-` plus eight or more digits; anything else is neither read nor removed. Only
+checkpoints that this process wrote or verified count towards `keep_last`, so damaged checkpoints of later steps never push out
+a fresh save.
 """
 
 import re
@@ -21,22 +21,22 @@ FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # an en
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
-    """The directory of the checkpoint at `step`."""
+    """Return the directory of the checkpoint at `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def published(checkpoints: Path) -> list[Path]:
-    """The published checkpoints, oldest first, intact or not."""
+    """Return the published checkpoints, oldest first, intact or not."""
     return sorted((path for path in checkpoints.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def record(path: Path) -> FileRecord:
-    """The size and sha256 of a file. Raises OSError if it does not exist."""
+    """Return the size and sha256 of a file. Raises OSError if it does not exist."""
     return {"size": path.stat().st_size, "sha256": files.sha256(path)}
 
 
@@ -50,12 +50,12 @@ def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) 
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """The records of a checkpoint's files. Raises UserError."""
+    """Return the records of a checkpoint's files. Raises UserError."""
     return files.read_json(directory / MANIFEST, dict[FileName, FileRecord])
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every file matches the manifest."""
+    """Return what is wrong with a checkpoint, or None if every file matches the manifest."""
     try:
         manifest = read_manifest(directory)
         with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
@@ -73,7 +73,7 @@ def find_damage(directory: Path) -> str | None:
 
 
 def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest intact checkpoint, and a line for each newer, damaged one."""
+    """Return the newest intact checkpoint, and a line for each newer, damaged one."""
     damaged = []
     for path in reversed(published(checkpoints)):
         if (reason := find_damage(path)) is None:

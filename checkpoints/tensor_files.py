@@ -1,7 +1,7 @@
 """Tensors on disk: in one or more safetensors files, read by rows.
 
 A set of tensors called STEM is stored in STEM.safetensors. Above a size limit, it is split over STEM-00001-of-0000N.safetensors
-and so on, listed in STEM.safetensors.index.json. Hugging Face's libraries use the same names.
+and so on, which STEM.safetensors.index.json lists. Hugging Face's libraries use the same names.
 """
 
 import json
@@ -88,7 +88,7 @@ def write_index(directory: Path, stem: str, layout: Layout) -> None:
 
 
 def files_of(directory: Path, stem: str) -> list[Path]:
-    """The files of the tensors called `stem`. Raises UserError if there are none."""
+    """Return the files of the tensors called `stem`. Raises UserError if there are none."""
     index, single = directory / f"{stem}{INDEX}", directory / f"{stem}.safetensors"
     if index.exists():
         return [directory / name for name in sorted(set(files.read_json(index, Index)["weight_map"].values()))]
@@ -99,7 +99,7 @@ def files_of(directory: Path, stem: str) -> list[Path]:
 
 
 def open_tensors(directory: Path, stem: str) -> dict[str, LazyTensor]:
-    """The tensors called `stem`, by name. Reads only headers. Raises UserError."""
+    """Return the tensors called `stem`, by name. Reads only headers. Raises UserError."""
     found = {}
     for path in files_of(directory, stem):
         try:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from common.errors import UserError, refuse
 
-# Names of flags in nanoGPT, build-nanogpt and Hugging Face, and ours.
+# Flags of nanoGPT, build-nanogpt and Hugging Face, and our names for them.
 OTHER_NAMES = {
     **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
     **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),
@@ -38,7 +38,7 @@ LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at m
 
 
 def flat_fields(cls) -> dict[str, dataclasses.Field]:
-    """The fields of a config dataclass by flag name. Groups (nested dataclasses) are flattened."""
+    """Return the fields of a config dataclass by flag name. Groups (nested dataclasses) are flattened."""
     flags = {}
     for item in dataclasses.fields(cls):
         flags |= flat_fields(item.type) if dataclasses.is_dataclass(item.type) else {item.name: item}
@@ -46,7 +46,7 @@ def flat_fields(cls) -> dict[str, dataclasses.Field]:
 
 
 def flat_values(config) -> dict[str, Any]:
-    """The settings of a config by flag name."""
+    """Return the settings of a config by flag name."""
     values = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -55,7 +55,7 @@ def flat_values(config) -> dict[str, Any]:
 
 
 def replace(config, **changes):
-    """`config` with settings replaced by flag name, in any group."""
+    """Return `config` with settings replaced by flag name, in any group."""
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
     for name, value in values.items():
         values[name] = replace(value, **changes) if dataclasses.is_dataclass(value) else changes.get(name, value)
@@ -99,12 +99,12 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
 
 
 def version() -> str:
-    """The release, from the one file that states it."""
+    """Return the release, from the one file that states it."""
     return re.search(r"^version: (.+)$", (Path(__file__).parent.parent / "CITATION.cff").read_text(), re.MULTILINE)[1]
 
 
 def flags_last(args: list[str]) -> list[str]:
-    """`args` with flags and their values last. Otherwise tyro would read other arguments as more values of a flag."""
+    """Move flags and their values to the end. Otherwise tyro would read other arguments as more values of a flag."""
     others, flags = [], []
     for word in args:
         of_flag = flags and flags[-1].startswith("--") and "=" not in flags[-1]  # --a v
@@ -113,7 +113,7 @@ def flags_last(args: list[str]) -> list[str]:
 
 
 def values_as_text():
-    """Rules that make tyro return the text of each value, because `read_values` gives better error messages."""
+    """Make tyro return the text of each value, because `read_values` gives better error messages."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     rules = ConstructorRegistry()
@@ -133,7 +133,7 @@ def values_as_text():
 
 
 def syntax(kind) -> str:
-    """The allowed values of type `kind`, as text, without limits."""
+    """Return the allowed values of type `kind`, as text, without limits."""
     if kind in SCALARS or isinstance(kind, str):
         return SCALARS.get(kind, kind)
     kinds = get_args(kind)
@@ -141,7 +141,7 @@ def syntax(kind) -> str:
 
 
 def limits(kind) -> str:
-    """The limits of a number of type `kind`, as text."""
+    """Return the limits of a number of type `kind`, as text."""
     if isinstance(kind, Meta):
         return " and ".join(f"{word} {getattr(kind, key):,}" for key, word in LIMITS.items() if getattr(kind, key) is not None)
     return "".join(map(limits, get_args(kind)))
@@ -179,7 +179,7 @@ def require_local(flag: str, path: str, instead: str) -> None:
 
 
 def new_directory(out: str) -> Path:
-    """The directory to create, from --out. Raises UserError if the flag is missing, or if something with that name exists."""
+    """Return the directory to create, from --out. Raises UserError if the flag is missing or the name is taken."""
     require_local("out", out, "`python export.py RUN --push=OWNER/NAME` uploads a model to the Hugging Face Hub")
     if not out:
         raise UserError("--out=DIR is missing; it names the directory to create")
@@ -189,7 +189,7 @@ def new_directory(out: str) -> Path:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """A replacement for the flag `name`, or the nearest one of `known`, such as `; perhaps you meant --lr`. May be empty."""
+    """Suggest a replacement for the flag `name`, or the nearest of `known`, as in `; perhaps you meant --lr`. May be empty."""
     if name in NO_FLAGS:
         return f"; {NO_FLAGS[name]}"
     names = OTHER_NAMES | {ours: ours for ours in known}
@@ -198,7 +198,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def similar_runs(name: str) -> str:
-    """A hint such as `; perhaps you meant runs/mine`: runs in the directory `name`, or similar names beside it or in runs/."""
+    """Suggest runs in the directory `name`, or similar names beside it or in runs/, as in `; perhaps you meant runs/mine`."""
     path = Path(name)
     runs = {found.parent for folder in (path, path.parent, Path("runs")) for found in folder.glob("*/checkpoints")}
     near = [str(run) for run in sorted(runs - {path}) if run.parent == path or difflib.get_close_matches(path.name, [run.name])]

@@ -43,7 +43,7 @@ def user_errors():
         if isinstance(error, BrokenPipeError):  # nobody reads stdout any more, as after `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the remaining output
     if rank := os.environ.get("RANK", "0").strip("0"):
-        # torchrun ends all ranks when one exits. Let the master exit first, because it usually has the same message.
+        # torchrun ends all ranks once one exits, so let the master exit first: it usually has the same message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
         message += f" [rank {rank}]"
@@ -56,10 +56,10 @@ def user_errors():
 
 
 def outcome(error: BaseException) -> tuple[str | None, int]:
-    """The message and exit status for an error that ends a command. The message is None if the user cannot fix the error.
+    """Return the message and exit status for an error that ends a command. The message is None if the user cannot fix it.
 
-    The status is 2 for bad input (a UserError, or a file that cannot be opened). It is 1 if the run cannot continue (a
-    RunError or a full disk), and 130 after Ctrl-C.
+    The status is 2 for bad input (a UserError, or a file that cannot be opened), 1 if the run cannot continue (a RunError or
+    a full disk), and 130 after Ctrl-C.
     """
     if isinstance(error, UserError | RunError):
         return f"error: {error}", 2 if isinstance(error, UserError) else 1
@@ -80,7 +80,7 @@ def say(message: str) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """Why a library's request failed, in one line: the root cause, without URL queries, which may contain a signature."""
+    """Say in one line why a library's request failed: the root cause, without URL queries, which may contain a signature."""
     said = [error] if isinstance(error, FileNotFoundError | PermissionError | ImportError) else []  # names the file or module
     while cause := error.__cause__ or error.__context__:
         error = cause
@@ -89,12 +89,12 @@ def explain(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped, because a terminal would obey them, and a file name may contain some."""
+    """Escape control characters in `text`, because a terminal would obey them, and a file name may contain some."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def plural(count: int, word: str) -> str:
-    """A count with its noun: 1 rank, 1,024 ranks, 2 micro-batches."""
+    """Return a count with its noun: 1 rank, 1,024 ranks, 2 micro-batches."""
     return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith("ch") else "s")
 
 

@@ -1,7 +1,7 @@
 """Files: written completely or not at all, and checked when read.
 
-Everything is written under a hidden name, flushed to disk, then renamed. A kill at any instant leaves the old content or the
-new, never a mixture. `read_json` validates JSON against a type.
+Everything is written under a hidden name, flushed to disk, and then renamed, so a kill at any instant leaves either the old
+content or the new, never a mixture. `read_json` validates JSON against a type.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ LARGEST_TEXT = 1 << 26  # bytes of a JSON or text file; the largest tokenizer.js
 
 
 def hidden(path: Path) -> Path:
-    """The temporary name of `path` while it is being written."""
+    """Return the temporary name of `path` while it is being written."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -121,7 +121,7 @@ def lock(file: int | BinaryIO) -> bool:
 
 
 def retire(directory: Path) -> None:
-    """Remove a published directory. Renames it first, so that a kill cannot leave part of it under its real name."""
+    """Remove a published directory, renaming it first so that a kill cannot leave part of it under its real name."""
     doomed = directory.with_name(f".{directory.name}.old.tmp")
     remove(doomed)
     os.rename(directory, doomed)
@@ -156,7 +156,7 @@ def require_file(path: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file. Raises UserError if it does not exist."""
+    """Return the hex digest of a file. Raises UserError if it does not exist."""
     with open(require_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -193,6 +193,6 @@ def decode(value: Any, kind: type, name: str) -> Any:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first few of `names`, for messages: there may be thousands, and a single one may be very long."""
+    """Return the first few of `names`, for messages: there may be thousands, and a single one may be very long."""
     shown = [name if len(name) <= 60 else f"{name[:60]}..." for name in itertools.islice(names, 9)]
     return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "nothing"

@@ -31,8 +31,8 @@ class HubConfig:
 def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
     """Upload a directory. Returns its address on the Hub. Raises UserError.
 
-    kind: model or dataset. stale: patterns of files to remove from an earlier upload unless they are sent again. Retries after
-    network and server errors. After an interruption, sends only what is missing.
+    Retries after network and server errors, and after an interruption sends only what is missing. kind: model or dataset.
+    stale: patterns of files to remove from an earlier upload unless they are sent again.
     """
     for pause in (*PAUSES, 0):
         try:

@@ -10,7 +10,7 @@ MOST_SKIPPED = 10**6  # batches that --skip_steps may name
 
 
 def read_skipped(text: str) -> tuple[int, ...]:
-    """The batches that --skip_steps leaves out, counted from 0, in ascending order. Raises UserError."""
+    """Return the batches that --skip_steps leaves out, counted from 0, in ascending order. Raises UserError."""
     parts = [part.partition("-") for part in text.replace(" ", "").split(",") if part]
     with suppress(ValueError, OverflowError):
         ranges = [range(int(first) - 1, int(last if dash else first)) for first, dash, last in parts]
@@ -21,7 +21,7 @@ def read_skipped(text: str) -> tuple[int, ...]:
 
 
 def read_phases(text: str) -> list[tuple[int, str]]:
-    """The phases in --phase: for each, the number of steps before it, and its mixture as in --tokens. Raises UserError."""
+    """Return the phases in --phase: the number of steps before each, and its mixture as in --tokens. Raises UserError."""
     parts = [re.fullmatch(r"([0-9]{1,12}):(.+)", part.strip()) for part in re.split(r",(?=\s*[0-9]+:)", text) if part]
     phases = [(int(part[1]), part[2]) for part in parts if part]
     steps = [0, *(step for step, _ in phases)]

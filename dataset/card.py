@@ -39,13 +39,13 @@ This command made it:
 
 
 def totals(metadata: Metadata, split: str) -> dict[str, int]:
-    """Counts of a split's tokens, documents, bytes of text and shards."""
+    """Count a split's tokens, documents, bytes of text and shards."""
     rows = [row for row in metadata["shards"] if row["split"] == split]
     return {key: sum(row[key] for row in rows) for key in ("tokens", "documents", "bytes_of_text")} | {"shards": len(rows)}
 
 
 def prepare_command(directory: Path, metadata: Metadata) -> str:
-    """The command that recreates this dataset from the same sources."""
+    """Return the command that recreates this dataset from the same sources."""
     sources = [row["path"] for row in metadata["source"] if not row["path"].startswith("the standard library of Python ")]
     commits = {row["path"]: row["revision"] for row in metadata["source"] if "revision" in row}
     pinned = [
@@ -60,13 +60,13 @@ def prepare_command(directory: Path, metadata: Metadata) -> str:
 
 
 def hub_datasets(metadata: Metadata) -> list[str]:
-    """The datasets on the Hugging Face Hub that the text came from, as OWNER/NAME."""
+    """Return the datasets on the Hugging Face Hub that the text came from, as OWNER/NAME."""
     found = [re.match(rf"{HUB}([^/]+/[^/@]+)", row["path"]) for row in metadata["source"]]
     return sorted({match[1] for match in found if match})
 
 
 def dataset_card(directory: Path, options: HubConfig) -> str:
-    """The card (README.md) of a dataset directory for the Hub. Raises UserError."""
+    """Return the card (README.md) of a dataset directory for the Hub. Raises UserError."""
     from huggingface_hub import DatasetCardData
 
     metadata = read_metadata(directory)

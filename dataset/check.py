@@ -51,7 +51,7 @@ def check(directory: Path, spec: str = "") -> None:
 
 
 def describe(split: str, records: list[dict]) -> str:
-    """One line about all shards of a split. For another tool's shards, the size of the text is unknown."""
+    """Return one line about all shards of a split. For another tool's shards, the size of the text is unknown."""
     tokens, documents, size = (
         sum(record.get(key, 0) for record in records) for key in ("tokens", "documents", "bytes_of_text")
     )

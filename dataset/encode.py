@@ -67,7 +67,7 @@ def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> 
 
 
 def split_hash(data: bytes) -> float:
-    """A hash of the beginning of a document, uniform in [0, 1). It decides the document's split."""
+    """Return a hash of the beginning of a document, uniform in [0, 1). It decides the document's split."""
     return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48
 
 

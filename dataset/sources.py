@@ -49,7 +49,7 @@ class SourceFile:
     max_document_bytes: int  # the longest line or row
 
     def __str__(self) -> str:
-        """The URL or path, relative if the file is below the working directory."""
+        """Return the URL or path, relative if the file is below the working directory."""
         return self.system.unstrip_protocol(self.path).removeprefix("file://").removeprefix(f"{os.getcwd()}/")
 
     @property
@@ -94,7 +94,7 @@ def named_errors(name: object) -> Iterator[None]:
 
 
 def embedded_corpus() -> list[SourceFile]:
-    """The source files of the Python standard library, without its tests."""
+    """Return the source files of the Python standard library, without its tests."""
     found, _ = list_files(sysconfig.get_path("stdlib"))
     return [file for file in found if file.form == ".py" and not NOT_EMBEDDED & set(PurePosixPath(file.name).parts)]
 
@@ -102,7 +102,7 @@ def embedded_corpus() -> list[SourceFile]:
 def list_files(
     source: str, url: str = "", column: str = "text", max_document_bytes: int = 1 << 25
 ) -> tuple[list[SourceFile], int]:
-    """The text files at a path or URL (a file, folder or pattern), sorted by name, and the number of files of other types.
+    """List the text files at a path or URL (a file, folder or pattern), sorted by name, and count the files of other types.
 
     url: the location of `source`, if it differs from its name. Raises UserError.
     """
@@ -171,7 +171,7 @@ def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[
 
 
 def end_of_words(content: bytes) -> int:
-    """The end of the last word before white space. Tokens never cross it, so cutting there does not change them.
+    """Find the end of the last word before white space. Tokens never cross it, so cutting there does not change them.
 
     If the last 4096 bytes contain no such place, returns the end of the last whole character.
     """
@@ -183,7 +183,7 @@ def end_of_words(content: bytes) -> int:
 
 
 def parquet_rows(file: SourceFile) -> Iterator[Piece]:
-    """The rows of one column of a parquet file, each a document. Raises UserError."""
+    """Yield the rows of one column of a parquet file, each a document. Raises UserError."""
     column, limit = file.column, file.max_document_bytes
     too_long = UserError(f"{file}: a row is longer than --max_document_bytes={limit}")
     with named_errors(file), file.open() as raw:
@@ -205,7 +205,7 @@ def parquet_rows(file: SourceFile) -> Iterator[Piece]:
 
 
 def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
-    """The lines of a .jsonl file, each a document. Raises UserError for an invalid line."""
+    """Yield the lines of a .jsonl file, each a document. Raises UserError for an invalid line."""
     first = 1
     for size, data in read_chunks(file, lambda content: content.rfind(b"\n") + 1):
         lines = data.removesuffix(b"\n").split(b"\n")

@@ -59,12 +59,12 @@ class Metadata(TypedDict):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The dataset.json of a directory. Raises UserError."""
+    """Return the dataset.json of a directory. Raises UserError."""
     return files.read_json(directory / "dataset.json", Metadata)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 if every id fits, else uint32."""
+    """Return uint16 if every id fits, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -83,7 +83,7 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
 class Shard:
     """The tokens of a file, which stays open. Slicing returns an array.
 
-    Tokens are read with pread, because with a memory map, a truncated file or a bad disk kills the process with SIGBUS.
+    Tokens are read with pread, because under a memory map a truncated file or a bad disk kills the process with SIGBUS.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class Stream:
 
     @functools.cached_property
     def largest(self) -> int:
-        """The largest id in the split, or in a large split, at the start of each shard. Raises UserError; see `check`."""
+        """The largest id in the split; in a large one, only at the start of each shard. Raises UserError; see `check`."""
         share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
         return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 
@@ -165,7 +165,7 @@ class Stream:
         return self.starts[-1]
 
     def num_windows(self, seq_len: int) -> int:
-        """The number of windows of `seq_len` inputs and targets in the stream."""
+        """Return the number of windows of `seq_len` inputs and targets in the stream."""
         return max(0, (len(self) - 1) // seq_len)
 
     def check_length(self, seq_len: int, split: str) -> None:
@@ -175,7 +175,7 @@ class Stream:
             raise UserError(f"{where}, less than one window of --seq_len={seq_len}; prepare more text, or lower --seq_len")
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """The shard that contains the token at `position` of the stream, and the token's position in the shard."""
+        """Return the shard that contains the token at `position` of the stream, and the token's position in the shard."""
         shard = bisect.bisect(self.starts, position) - 1
         return self.shards[shard].path, position - self.starts[shard]
 
@@ -194,7 +194,7 @@ class Stream:
         return read_windows([self], np.zeros_like(windows), windows, seq_len)
 
     def check(self, tokens: np.ndarray, where: str) -> int:
-        """The largest token id. Raises UserError if any is outside the vocabulary. `where` names the tokens in the message."""
+        """Return the largest id. Raises UserError, naming the tokens by `where`, if any id is outside the vocabulary."""
         if not len(tokens):
             return 0
         lowest, highest = int(tokens.min()), int(tokens.max())
@@ -205,7 +205,7 @@ class Stream:
 
 
 def open_stream(paths: list[Path], vocab_size: int) -> Stream:
-    """Open the shards of a split and check a sample of their ids. Batches are checked when read. Raises UserError."""
+    """Open the shards of a split and check a sample of their ids. Each batch is checked when it is read. Raises UserError."""
     with contextlib.suppress(ValueError, OSError):  # many systems allow 1024 open files by default, and some never more
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = soft + len(paths)
@@ -330,7 +330,7 @@ def _foreign_files(directory: Path, split: str) -> list[Path]:
 
 
 def characters_in(path: Path) -> int:
-    """The number of characters according to nanoGPT's meta.pkl, or 0. The pickle is searched, never unpickled."""
+    """Return the number of characters according to nanoGPT's meta.pkl, or 0. The pickle is searched, never unpickled."""
     if not path.is_file():
         return 0
     # "vocab_size", memoized (by MEMOIZE, or BINPUT and a number), followed by a BININT1, BININT2 or BININT.
@@ -339,5 +339,5 @@ def characters_in(path: Path) -> int:
 
 
 def digest(value: list) -> str:
-    """The sha256 of a value as JSON."""
+    """Return the sha256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Write a dataset directory in shards. A kill at any instant loses at most the last shard of each split.
 
-progress.json is published whenever a shard is finished. For each split, it lists the finished shards, and the position in the
-text at which the last one ends. dataset.json is published last.
+progress.json is published whenever a shard is finished. For each split, it lists the finished shards and where in the text the
+last one ends. dataset.json is published last.
 """
 
 import json
@@ -131,7 +131,7 @@ class DatasetWriter:
 
 
 def is_finished(directory: Path, request: dict) -> bool:
-    """Whether the directory contains the requested dataset. Raises UserError if it contains anything else."""
+    """Return whether the directory contains the requested dataset. Raises UserError if it contains anything else."""
     if not (directory / "dataset.json").exists():
         names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
         if names and "progress.json" not in names:

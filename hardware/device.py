@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
 NO_LIMIT = ("", "ALL", "DEFAULT")
 # Compiling for a CPU takes COMPILE_SECONDS and saves the fraction COMPILE_SAVES of eager training, which runs at about
-# EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). They are constants, because compiled code gives different bits.
+# EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). They are constants, because the choice affects the bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
@@ -46,7 +46,7 @@ GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 def prepare_device(
     name: str, local_rank: int = 0, threads: int | Auto = "auto", deterministic: bool = False, integers_only: bool = False
 ) -> torch.device:
-    """The device of this rank, made current and ready. Raises UserError if it is missing.
+    """Return the device of this rank, made current and ready. Raises UserError if it is missing.
 
     Call this before creating the process group: NCCL reads its environment variables when it creates the first communicator.
 
@@ -75,7 +75,7 @@ def prepare_device(
 
 
 def find_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank. auto: CUDA or mps if torch finds one, else the CPU. Raises UserError if it is missing."""
+    """Return the device of this rank. auto: CUDA or mps if torch finds one, else the CPU. Raises UserError if it is missing."""
     if name == "auto":
         found = {"cuda": torch.cuda, "mps": torch.backends.mps}
         name = next((kind for kind, module in found.items() if module.is_available()), "cpu")
@@ -123,17 +123,17 @@ def require_kernels(device: torch.device) -> None:
 
 
 def local_world_size() -> int:
-    """The number of ranks on this node."""
+    """Return the number of ranks on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def shares_gpu() -> bool:
-    """Whether several ranks share one GPU, for testing (with gloo, because NCCL refuses)."""
+    """Return whether several ranks share one GPU, for testing (with gloo, because NCCL refuses)."""
     return os.environ.get("LOCKSTEP_SHARE_GPU") == "1"
 
 
 def ranks_here() -> int:
-    """The number of ranks that `make train` starts: a power of two, to divide batches, up to the number of GPUs or cores.
+    """Return the number of ranks for `make train`: a power of two, to divide batches, up to the number of GPUs or cores.
 
     Small models train faster on four ranks of one thread than on one rank of four threads (bench/LOG.md, "Ranks and threads").
     """
@@ -143,7 +143,7 @@ def ranks_here() -> int:
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """`name`, or for auto the fastest precision: bfloat16 if fast here, else float16 on CUDA, else float32."""
+    """Return `name`, or for auto the fastest precision: bfloat16 if fast here, else float16 on CUDA, else float32."""
     if name != "auto":
         return name
     if fast_at_bfloat16(device):
@@ -152,11 +152,11 @@ def choose_dtype(name: str, device: torch.device) -> str:
 
 
 def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether `device` is known to multiply bfloat16 matrices faster than float32 ones.
+    """Return whether `device` is known to multiply bfloat16 matrices faster than float32 ones.
 
-    Speed on CPUs, relative to float32: 10 with a matrix unit (Intel's AMX), 0.37 with AVX512 alone, and 0.03 with AVX2. With
-    AVX512_BF16: 1.9 on AMD, below 1 on Intel (bench/LOG.md, "Classes of processors" and "Tokens per second").
-    Not measured: Metal, and Arm, where oneDNN lacks fast code for some matmuls (pytorch#180447).
+    On a CPU, the speed relative to float32 is 10 with a matrix unit (Intel's AMX), 0.37 with AVX512 alone, and 0.03 with AVX2.
+    With AVX512_BF16, it is 1.9 on AMD, but below 1 on Intel (bench/LOG.md, "Classes of processors" and "Tokens per second"). We
+    have not measured Metal, or Arm, where oneDNN lacks fast code for some matmuls (pytorch#180447).
     """
     if device.type != "cpu":
         return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -170,7 +170,7 @@ def fast_at_bfloat16(device: torch.device) -> bool:
 
 
 def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
-    """Whether a run is long enough for compiling to save time: always on CUDA, never on mps, where it is untested."""
+    """Return whether a run is long enough for compiling to save time: always on CUDA, never on mps, where it is untested."""
     if device.type != "cpu":
         return device.type == "cuda"
     kind = "bfloat16" if dtype == "bfloat16" else "float32"
@@ -178,7 +178,7 @@ def compiling_pays(device: torch.device, dtype: str, run_flops: float) -> bool:
 
 
 def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float) -> str:
-    """Resolve --compile to on or off. auto is on if compiling pays off. If no compiler works, warns and returns off."""
+    """Resolve --compile to on or off. auto is on if compiling pays off. Warns and returns off if no compiler works."""
     if name == "off" or (name == "auto" and not compiling_pays(device, dtype, run_flops)):
         return "off"
     for module in ("torch", "ctx_manager"):  # they warn about profiler hooks in optimizers and DDP, which cost nothing
@@ -204,12 +204,12 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
 
 
 def autocast(device: torch.device, dtype: str):
-    """A context in which matmuls use `dtype`."""
+    """Return a context in which matmuls use `dtype`."""
     return contextlib.nullcontext() if dtype == "float32" else torch.autocast(device.type, DTYPES[dtype])
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether `device` supports float8 matmuls: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
+    """Return whether `device` supports float8 matmuls: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
     if device.type != "cuda":
         return False
     if torch.version.hip:  # an MI200 (gfx90a) reports compute capability 9.0, the same as an H100
@@ -218,7 +218,7 @@ def has_float8(device: torch.device) -> bool:
 
 
 def kind(device: torch.device) -> str:
-    """cpu, cuda, mps, or rocm for AMD GPUs, which torch calls cuda."""
+    """Return cpu, cuda, mps, or rocm for AMD GPUs, which torch calls cuda."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
@@ -231,18 +231,18 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, for the threads that have a core."""
+    """Return the peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, of the threads with a core."""
     threads = min(torch.get_num_threads(), cores() / local_world_size()) if device.type == "cpu" else 1
     return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
 
 
 def known_peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The datasheet's peak for `dtype` in FLOP/s of this rank's GPU, or None if it has to be measured."""
+    """Return the datasheet's peak for `dtype` in FLOP/s of this rank's GPU, or None if it has to be measured."""
     return datasheet_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != "float32" else None
 
 
 def datasheet_flops(name: str) -> float | None:
-    """The dense bfloat16 peak in FLOP/s of the GPU with CUDA's `name`, or None if it is unknown or not a whole GPU."""
+    """Return the dense bfloat16 peak in FLOP/s of the GPU with CUDA's `name`, or None if it is unknown or not a whole GPU."""
     words = set(re.split(r"[ -]", name)) | set(name.split())
     fitting = [peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split()) and not words & GPU_PARTS]
     return fitting[0] if fitting else None
@@ -250,7 +250,7 @@ def datasheet_flops(name: str) -> float | None:
 
 @functools.cache
 def best_product(device: torch.device, dtype: str) -> float:
-    """FLOP/s of the fastest of ten or more matmuls in 50 ms; on a CPU, with one thread. Measured once.
+    """Measure, once, the FLOP/s of the fastest of ten or more matmuls in 50 ms; on a CPU, with one thread.
 
     On a CPU, the clock counts only this thread's processor time, so other programs do not distort it.
     """
@@ -269,14 +269,14 @@ def best_product(device: torch.device, dtype: str) -> float:
 
 
 def describe(device: torch.device) -> str:
-    """The hardware that bits may depend on: a GPU's name, or a CPU's name and the vector instructions that torch uses."""
+    """Name the hardware that bits may depend on: a GPU, or a CPU and the vector instructions that torch uses on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def libraries() -> dict[str, str]:
-    """The versions of the libraries besides torch that compute on a GPU, by name."""
+    """Return the versions of the libraries besides torch that compute on a GPU, by name."""
     found = {"cuda": torch.version.cuda or torch.version.hip, "cudnn": torch.backends.cudnn.version()}
     found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if torch.distributed.is_nccl_available() else {}
     if importlib.util.find_spec("triton"):
@@ -287,7 +287,7 @@ def libraries() -> dict[str, str]:
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """The free and total bytes of memory of this rank's GPU, or for a CPU, of the machine.
+    """Return the free and total bytes of memory of this rank's GPU, or for a CPU, of the machine.
 
     On mps, only this process's memory counts as used; how much other processes use is unknown.
     """
@@ -300,7 +300,7 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The peak memory of this process in GB: allocated on the GPU, or resident on a CPU and on mps."""
+    """Return the peak memory of this process in GB: allocated on the GPU, or resident on a CPU and on mps."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
@@ -309,8 +309,8 @@ def peak_memory_gb(device: torch.device) -> float:
 def keep_freed_memory() -> None:
     """Let glibc reuse the memory of freed tensors.
 
-    By default it returns large blocks to the kernel at every free. The page faults of allocating them again take a tenth of
-    an eager training step on a CPU.
+    By default it returns large blocks to the kernel at every free, and the page faults of allocating them again take a tenth
+    of an eager training step on a CPU.
     """
     with contextlib.suppress(AttributeError):  # a C library other than glibc
         libc = ctypes.CDLL(None)

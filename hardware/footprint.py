@@ -21,12 +21,12 @@ CPU_BYTES = 1 << 28  # bytes of activations on a CPU: few enough for the caches,
 
 
 def widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """C, F, Q and K of the resolved `model`."""
+    """Return C, F, Q and K of the resolved `model`."""
     return model.n_embd, model.d_ff, model.head_dim * model.n_head, model.head_dim * model.n_kv_head
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """The number of parameters of the resolved `model`, by part. Tied embeddings count once."""
+    """Return the number of parameters of the resolved `model`, by part. Tied embeddings count once."""
     C, F, Q, K = widths(model)
     layers, gpt2 = model.n_layer, model.architecture == "gpt2"
     head_norms = 2 * model.head_dim if model.architecture == "qwen3" else 0
@@ -42,21 +42,21 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """The number of all parameters of the resolved `model`."""
+    """Return the number of all parameters of the resolved `model`."""
     return sum(parameters(model).values())
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """The number of parameters in the attention and MLP of all blocks, nearly all of them in matrices."""
+    """Return the number of parameters in the attention and MLP of all blocks, nearly all of them in matrices."""
     sizes = parameters(model)
     return sizes["attention"] + sizes["MLP"]
 
 
 def flops_per_token(model: ModelConfig) -> int:
-    """Floating-point operations of forward and backward per token of a full context, as in MFU (PaLM, appendix B).
+    """Return the FLOPs of forward and backward per token of a full context, as in MFU (PaLM, appendix B).
 
-    They are 6 per weight in matmuls, and 12 Q T per layer for attention. The output layer counts. Embeddings do not, because
-    they are looked up. The half of attention that the causal mask removes counts; recomputation does not.
+    That is 6 per weight in matmuls, including the output layer but not the embeddings, which are looked up, plus 12 Q T per
+    layer for attention. The half of attention that the causal mask removes counts; recomputation does not.
     """
     C, F, Q, K = widths(model)
     layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
@@ -64,19 +64,19 @@ def flops_per_token(model: ModelConfig) -> int:
 
 
 def rows_at_a_time(vocab_size: int, device: str) -> int:
-    """The maximum number of rows of logits to compute at a time: a multiple of 128, which suits matrix units.
+    """Return the maximum number of rows of logits to compute at a time: a multiple of 128, which suits matrix units.
 
-    Four megabytes of float32 logits fit in a CPU's cache. Fewer than 256 rows would read the weights too often. A GPU needs
+    Four megabytes of float32 logits fit in a CPU's cache, but fewer than 256 rows would read the weights too often. A GPU needs
     more rows to stay busy: the same batch took 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480).
     """
     return max(256, (1 << 20) // vocab_size // 128 * 128) if device == "cpu" else 1 << 14
 
 
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
-    """The largest micro-batch in sequences that divides the ranks' shares equally and fits into `budget` bytes; at least 1.
+    """Return the largest micro-batch in sequences that divides the ranks' shares equally and fits in `budget` bytes, or 1.
 
-    Under `exact` the choice must not depend on the number of ranks. So it leaves work for eight ranks, and counts the memory of
-    a single rank, which is the largest. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths) and
+    Under `exact` the choice must not depend on the number of ranks, so it leaves work for eight ranks and counts the memory of
+    a run on one rank, which needs the most. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths) and
     logits.
     """
     model, sequences = config.model, config.sequences_per_update
@@ -95,7 +95,7 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
 
 
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
-    """The bytes of each part of one rank's memory at the peak of an update.
+    """Return the bytes of each part of one rank's memory at the peak of an update.
 
     config: resolved. device: its type, such as cuda. Not counted: the memory that CUDA and NCCL use themselves.
     """
@@ -149,9 +149,9 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
 
 
 def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool) -> tuple[float, float]:
-    """The bytes of the weights in the dtype of matmuls, at the end of forward and in backward.
+    """Return the bytes of the weights in the dtype of matmuls, at the end of forward and in backward.
 
-    Autocast keeps its copies of all blocks until backward; a recomputed block makes new ones. fsdp gathers two blocks at a
+    Autocast keeps its copies of all blocks until backward, and a recomputed block makes new ones. fsdp gathers two blocks at a
     time, and the embeddings for the whole update. For a fused matmul, autograd keeps the joined weights until backward, but
     autocast does not (native.fused_linear).
     """
@@ -165,7 +165,7 @@ def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool
 
 
 def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: str) -> tuple[float, float]:
-    """The bytes that a micro-batch's forward keeps for backward, and the bytes of one recomputed block.
+    """Return the bytes that a micro-batch's forward keeps for backward, and the bytes of one recomputed block.
 
     The blocks are counted tensor by tensor; eager and compiled code keep different ones.
     """
@@ -200,25 +200,25 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
 
 
 def fuses(train: TrainConfig, device: str) -> bool:
-    """Whether eager code computes queries, keys and values in one matmul, and gate and up in another: see `native.fuses`."""
+    """Return whether eager code computes queries, keys and values in one matmul, gate and up in another: see `native.fuses`."""
     return device in ("cuda", "rocm") and train.compile != "on"
 
 
 def joined_parameters(model: ModelConfig) -> int:
-    """The number of weights in a block's fused matmuls."""
+    """Return the number of weights in a block's fused matmuls."""
     C, F, Q, K = widths(model)
     return C * (Q + 2 * K + (0 if model.architecture == "gpt2" else 2 * F))
 
 
 def uses_flex(config: Config, device: str) -> bool:
-    """Whether attention within documents uses FlexAttention: see `attention.document_mask`. device: rocm for AMD GPUs."""
+    """Return whether `attention.document_mask` makes a mask for FlexAttention. device: rocm for AMD GPUs."""
     repeats = config.train.deterministic or config.parallel.strategy == "exact"
     fit = device == "cuda" or (device == "rocm" and not repeats)
     return fit and not config.model.dropout and config.numerics.numerics == "native"
 
 
 def document_mask(config: Config, device: str) -> int:
-    """The bytes of `attention.document_mask` per sequence."""
+    """Return the bytes of `attention.document_mask` per sequence."""
     if config.data.attend == "window":
         return 0
     if uses_flex(config, device):  # block numbers, by queries and by keys, of blocks seen in part and in full
@@ -227,7 +227,7 @@ def document_mask(config: Config, device: str) -> int:
 
 
 def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[float, float]:
-    """The bytes that the loss needs while it is computed, and when its backward begins."""
+    """Return the bytes that the loss needs while it is computed, and when its backward begins."""
     s, N = BYTES[train.dtype], train.micro_batch_size * model.seq_len
     weight, x = model.vocab_size * model.n_embd, s * N * model.n_embd
     logits = min(rows_at_a_time(model.vocab_size, device), N) * model.vocab_size
@@ -241,12 +241,12 @@ def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[f
 
 
 def optimizer_state(model: ModelConfig, optimizer: str) -> float:
-    """The bytes of the optimizer's state: two float32 numbers per parameter for AdamW, one for Muon's matrices."""
+    """Return the bytes of the optimizer's state: two float32 numbers per parameter for AdamW, one for Muon's matrices."""
     return 8.0 * parameter_count(model) - (4.0 * block_parameters(model) if optimizer == "muon" else 0.0)
 
 
 def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int) -> float:
-    """The bytes that Muon needs for the matrices of one shape: iterates and updates, and the updates in float32.
+    """Return the bytes that Muon needs for the matrices of one shape: iterates and updates, and the updates in float32.
 
     shards: for fsdp and exact, which also send and receive shares; else 0. Several `ranks` are still exchanging the updates of
     the previous shape.
@@ -268,11 +268,11 @@ def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """The bytes of a checkpoint: the weights and the optimizer's state."""
+    """Return the bytes of a checkpoint: the weights and the optimizer's state."""
     return 4.0 * parameter_count(config.model) + optimizer_state(config.model, config.optim.optimizer)
 
 
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
-    """The maximum number of a run's checkpoints on disk at once: the ones kept, and the one being written."""
+    """Return the maximum number of a run's checkpoints on disk at once: the ones kept, and the one being written."""
     saves = -(-steps // (checkpoint.save_every or steps))  # the last step is always saved
     return min(saves, checkpoint.keep_last + checkpoint.keep_best + 1) if checkpoint.keep_last else saves

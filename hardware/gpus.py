@@ -44,7 +44,7 @@ GPUS = {
 
 
 def deterministic_attention(model: ModelConfig) -> float:
-    """The share of an update's time on an H100 that cuDNN's attention backward would save over FlashAttention 2's.
+    """Return the share of an update's time on an H100 that cuDNN's attention backward would save over FlashAttention 2's.
 
     Calculated for five matmuls over half of the [T, T] scores at 166 and 470 TFLOP/s (Dao-AILab/flash-attention#1893), in an
     update with the typical MFU.
@@ -56,7 +56,7 @@ def deterministic_attention(model: ModelConfig) -> float:
 
 
 def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:
-    """The seconds that an update computes and waits for the network, and the bytes that each rank sends."""
+    """Return the seconds that an update computes and waits for the network, and the bytes that each rank sends."""
     train, strategy = config.train, config.parallel.strategy
     flops = footprint.flops_per_token(config.model) * train.tokens_per_update
     again = 4 / 3 if train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once
@@ -64,8 +64,8 @@ def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float,
     compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
 
     # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Replicas of
-    # weights or shards all-reduce their gradients. exact sends gradients or 8-byte integers. Then it sends its share of the
-    # mean to the ranks that compute norms, and finally its share of the weights.
+    # weights or shards all-reduce their gradients. exact sends gradients or 8-byte integers, then its share of the mean to the
+    # ranks that compute norms, and finally its share of the weights.
     P, exact = footprint.parameter_count(config.model), strategy == "exact"
     sharded = config.parallel.shard_gradients == "on"
     copies = config.parallel.replicate if strategy == "fsdp" else 1 if exact else world_size

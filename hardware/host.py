@@ -16,7 +16,7 @@ RANKS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # 
 
 
 def read_ranks() -> tuple[int, ...]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises UserError."""
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises UserError."""
     with contextlib.suppress(ValueError):
         rank, size, local_rank, local_size = values = tuple(int(os.environ.get(name, RANKS[name])) for name in RANKS)
         if 0 <= rank < size and 0 <= local_rank < local_size and ("RANK" in os.environ) == ("WORLD_SIZE" in os.environ):
@@ -29,7 +29,7 @@ def read_ranks() -> tuple[int, ...]:
 
 
 def cores() -> int:
-    """The number of CPU cores that this process may use. A fraction counts as a whole core."""
+    """Return the number of CPU cores that this process may use. A fraction counts as a whole core."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit, period = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ("max", "")
     return allowed if limit == "max" else min(allowed, -(-int(limit) // int(period)))
@@ -51,7 +51,7 @@ def prepare_torch() -> None:
 
 
 def spin_count() -> int:
-    """How often an idle GNU OpenMP thread polls for work before it sleeps: 10,000 times, or 1,000 beside other programs.
+    """Return how often an idle GNU OpenMP thread polls for work before it sleeps: 10,000 times, or 1,000 beside other programs.
 
     Waking a thread takes as long as a small model's matmul, but a polling thread keeps a core from other programs
     (bench/LOG.md, "Waiting threads").
@@ -65,19 +65,19 @@ def spin_count() -> int:
 
 
 def cpuinfo(key: str) -> str:
-    """The value of `key` in Linux's description of the first x86 core, such as `vendor_id`; empty if unknown."""
+    """Return the value of `key` in Linux's description of the first x86 core, such as `vendor_id`; empty if unknown."""
     path, x86 = Path("/proc/cpuinfo"), platform.machine() == "x86_64"  # under qemu the file describes the host
     found = re.search(rf"^{key}\s*: (.*)", path.read_text() if x86 and path.exists() else "", re.MULTILINE)
     return found[1] if found else ""
 
 
 def cpu_name() -> str:
-    """The CPU's name according to Linux, or its architecture."""
+    """Return the CPU's name according to Linux, or its architecture."""
     return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:
-    """The memory of this machine, or the container's limit, in bytes."""
+    """Return the memory of this machine, or the container's limit, in bytes."""
     limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
     texts = [limit.read_text().strip() for limit in limits if limit.exists()]
     allowed = [int(text) for text in texts if text.isdecimal()]
@@ -85,7 +85,7 @@ def memory_bytes() -> int:
 
 
 def nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver if this process may use a GPU (empty if unknown), or None without a GPU."""
+    """Return the version of NVIDIA's driver if this process may use a GPU (empty if unknown), or None without a GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return None
     if NVIDIA_VERSION.exists():

@@ -4,10 +4,10 @@
     python launch/datatrove_tokens.py TEXT --out=tokens/web --tokenizer=gpt2 --tasks=64 --workers=16
     python launch/datatrove_tokens.py s3://bucket/text --out=/shared/web --executor=slurm --partition=cpu --tasks=1000
 
-TEXT is a folder, or its fsspec URL, of .jsonl files (also .gz and .zst), or with --format=parquet of .parquet files with a
+TEXT is a folder of .jsonl files (also .gz and .zst), or its fsspec URL. With --format=parquet, it holds .parquet files with a
 column "text". Each task reads its share of the files, so use at least as many files as tasks. After a kill, the same command
-continues and keeps finished tasks. As in prepare_data.py, a hash of a document's text decides whether it goes to `val`.
-End-of-text comes after each document.
+picks up where it left off and keeps finished tasks. As in prepare_data.py, a hash of a document's text decides whether it goes
+to `val`. End-of-text comes after each document.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Tokenizer(DocumentTokenizer):
 
 
 def keep(documents, rank: int, world_size: int, split: str, val_fraction: float):
-    """The documents of a split."""
+    """Yield the documents of a split."""
     for document in documents:
         beginning = document.text.encode()[: 1 << 16]
         number = int.from_bytes(hashlib.blake2b(beginning, digest_size=6).digest(), "big") / 2**48  # uniform in [0, 1)
@@ -42,7 +42,7 @@ def keep(documents, rank: int, world_size: int, split: str, val_fraction: float)
 
 
 def executor(args: argparse.Namespace, name: str, pipeline: list, tasks: int, after=None):
-    """An executor that runs the pipeline as `tasks` tasks after the executor `after` has finished."""
+    """Return an executor that runs the pipeline as `tasks` tasks after the executor `after` has finished."""
     common = dict(tasks=tasks, workers=args.workers, logging_dir=f"{args.out}/logs/{name}", depends=after)
     if args.executor == "local":
         return LocalPipelineExecutor(pipeline, **common)

@@ -62,7 +62,7 @@ class Engine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode: without dropout, and without float8, as users of the weights will run it.
+        """Yield the model in evaluation mode: without dropout, and without float8, as users of the weights will run it.
 
         Compiling the forward pass alone pays off on a GPU, but on a CPU it takes longer than it saves.
         """
@@ -79,7 +79,7 @@ class Engine:
                 layer.__class__ = kind
 
     def autocast(self):
-        """The autocast context of the forward pass."""
+        """Return the autocast context of the forward pass."""
         return device.autocast(self.world.device, self.dtype)
 
     @contextlib.contextmanager
@@ -96,9 +96,9 @@ class Engine:
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run one synchronized forward and backward on dummy tokens and drop the gradients.
 
-        This triggers compilation. It also fixes DDP's buckets, which torch rearranges after the first backward by the order in
-        which gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks. So without this, the
-        first update of a resumed run would round differently from the same update of an uninterrupted run.
+        This triggers compilation, and it settles DDP's buckets, which torch rearranges after the first backward by the order in
+        which gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks, so without a warm-up
+        the first update of a resumed run would round differently from the same update of an uninterrupted run.
         """
         if self.world.size == 1 and not self.compiled:
             return
@@ -113,13 +113,13 @@ class Engine:
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before clipping, equal on all ranks."""
         gradients, exact = [p.grad for p in self.parameters.values() if p.grad is not None], isinstance(self.model, Exact)
-        # Only here does an update wait for the GPU. The optimizer's work then hides the kernel launches of the next update.
+        # An update waits for the GPU only here. The optimizer's work then hides the kernel launches of the next update.
         norm = self.model.total_norm(self.module.ops) if exact else nn.utils.get_total_norm(gradients)
         norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
         if muon and self.world.size > 1 and not self.sharded and not exact:
-            # Muon's step runs collectives. If one rank skipped the step, the others would wait for it there. Only a faulty rank
-            # can have a different norm here. (Under fsdp and exact the norm is global.)
+            # Muon's step runs collectives, so if one rank skipped the step, the others would wait for it there. Only a faulty
+            # rank can have a different norm here. (Under fsdp and exact the norm is global.)
             finite = torch.tensor(float(math.isfinite(norm)))
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
             if not finite:
@@ -137,7 +137,7 @@ class Engine:
             parameter.grad = None
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizers' state by "parameter.key", sharded like the parameters."""
+        """Return the optimizers' state by "parameter.key", sharded like the parameters."""
         name_of = {parameter: name for name, parameter in self.parameters.items()}
         return {f"{name_of[parameter]}.{key}": value for parameter, key, value in self.optimizers.state()}
 
@@ -170,7 +170,7 @@ class Engine:
         return copies
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory, or itself if already there."""
+        """Return `tensor` in host memory, or itself if it is already there."""
         if self.staging is None and tensor.device.type == "cuda":
             self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         return tensor.cpu() if self.staging is None else copy_through(self.staging, tensor)
@@ -212,8 +212,8 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
 def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
     """Give memory and values to `module`, whose parameters are on the meta device.
 
-    weights: names and values. A value is a tensor created on demand, or a tensor in a file, read by rows. So a rank never holds
-    more of a sharded model than its shards and one tensor.
+    weights: names and values. A value is created on demand, or read by rows from a file, so a rank never holds more of a
+    sharded model than its shards and one tensor.
     """
     if any(map(is_sharded, module.parameters())):
         module.to_empty(device=own_device)
@@ -226,14 +226,14 @@ def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: to
 
 
 def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig) -> nn.Module:
-    """`module` wrapped in torch's FSDP2: see `parallel.sharded.FullyShard`."""
+    """Wrap `module` in torch's FSDP2: see `parallel.sharded.FullyShard`."""
     from parallel.sharded import FullyShard  # imported here because importing FSDP2 takes a second
 
     return FullyShard(module, dtype, world, parallel.replicate, parallel.shard_gradients == "on")
 
 
 def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
-    """`module` wrapped in one of our own strategies, which average the ranks' gradients.
+    """Wrap `module` in one of our own strategies, which average the ranks' gradients.
 
     micro_batches: number per update, over all ranks. compiled: `exact` converts with compiled functions.
     """
@@ -243,7 +243,7 @@ def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bo
 
 
 def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World) -> tuple[dict[str, Any], Optimizers]:
-    """The tensors that this rank updates, by name (under `exact`, its shares of the parameters), and the optimizers."""
+    """Return the tensors that this rank updates, by name (under `exact`, its shares of the parameters), and the optimizers."""
     orthogonalize = share_orthogonalization(model, config.parallel.strategy, world)
     if isinstance(model, Exact):
         return model.shares, optim.build(model.shares, config.optim, module.ops, orthogonalize, model.gather_weights)
@@ -252,7 +252,7 @@ def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World
 
 
 def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> optim.Orthogonalize:
-    """Muon's `orthogonalize` for a strategy: the ranks divide the matrices, and each is orthogonalized on a single rank."""
+    """Return Muon's `orthogonalize` for a strategy: the ranks divide the matrices, and a single rank orthogonalizes each."""
     if world.size == 1:
         return optim.orthogonalize
     if strategy == "exact":
@@ -270,10 +270,10 @@ def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> op
 
 
 def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
-    """A copy of `tensor` in ordinary host memory, made piece by piece through the pinned memory `staging` [bytes].
+    """Return a copy of `tensor` in ordinary host memory, made piece by piece through the pinned memory `staging` [bytes].
 
-    A GPU writes at the full speed of its bus only to pinned memory. For ordinary memory, the driver copies again on one core;
-    here torch does that on all cores.
+    A GPU writes at the full speed of its bus only to pinned memory. For ordinary memory, the driver makes a second copy on one
+    core, while torch makes it here on all cores.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     staging = staging.view(tensor.dtype)
@@ -287,5 +287,5 @@ def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor) -> bool:
-    """Whether `tensor` is a DTensor or a Share, of which each rank holds a part."""
+    """Return whether `tensor` is a DTensor or a Share, of which each rank holds a part."""
     return hasattr(tensor, "to_local")

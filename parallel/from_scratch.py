@@ -1,23 +1,24 @@
 """Data parallelism from scratch: a lesson in four parts. Read it from top to bottom.
 
-W processes ("ranks") each hold a copy of the same model. Each rank computes the gradient of its share of the batch. If the
-shares are equal in size, the mean of the W gradients is the gradient of the whole batch. Every rank applies that mean in
-the same optimizer update, so the copies stay equal. That is the whole method: start equal, average the gradients, update.
-Averaging the weights after the update would not do the same, because AdamW is not linear in the gradient.
+W processes ("ranks") each hold a copy of the same model, and each computes the gradient of its share of the batch. If the
+shares are equal in size, the mean of the W gradients is the gradient of the whole batch. Every rank passes that mean to the
+same optimizer update, so the copies stay equal. That is the whole method: start equal, average the gradients, update. Averaging
+the weights after the update would not give the same result, because AdamW is not linear in the gradient.
 
-The parts are: (1) the idea, (2) when it runs, (3) what an all-reduce is made of, (4) communicating while backward runs.
-They lead to three strategies, which differ in how the mean reaches every rank. For P parameters with n bytes of gradients:
+The parts are (1) the idea, (2) when it runs, (3) what an all-reduce is made of, and (4) communicating while backward runs. They
+lead to three strategies, which differ in how the mean reaches every rank. With P parameter tensors, whose gradients take n
+bytes in all:
 
     strategy               collectives per update    bytes each rank sends     when
     ScratchAllReduce       P                         2 (W-1)/W n               after backward
     ScratchReduceScatter   2 (of one flat tensor)    2 (W-1)/W n               after backward
     ScratchOverlap         n / 25 MB                 2 (W-1)/W n               while backward is still running
 
-No all-reduce can send fewer bytes than 2 (W-1)/W n, and a ring sends exactly that many. (Patarasuk and Yuan 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations". Baidu brought it to deep learning in 2017.) So a
-rank among 1000 sends hardly more than a rank among 10. Two costs remain: the latency of P small messages, and the time
-the ranks spend sending instead of computing. The last strategy hides both, as torch's DistributedDataParallel does (Li et
-al. 2020, "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
+No all-reduce can get by with fewer than 2 (W-1)/W n bytes per rank, and a ring sends exactly that many (Patarasuk and Yuan
+2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; Baidu brought it to deep learning in 2017). So a
+rank among 1000 sends hardly more than a rank among 10. Two costs remain: the latency of P small messages, and the time the
+ranks spend sending instead of computing. The last strategy hides both, as torch's DistributedDataParallel does (Li et al. 2020,
+"PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
 
     model = ScratchOverlap(model)
     for i, (x, y) in enumerate(micro_batches):
@@ -25,9 +26,9 @@ al. 2020, "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
         loss_of(model(x), y).backward()
     optimizer.step()  # .grad is the mean over the ranks of what each has accumulated
 
-A rank without a gradient for a parameter counts as zero. If no rank has one, `.grad` stays None, as in a single process.
-Parameters that are frozen when the wrapper is built are left out. Buffers (batch norm's statistics) are made equal only
-at the start; DDP broadcasts them in every forward. Without a process group, or with one rank, the wrappers do nothing.
+If a rank has no gradient for a parameter, it counts as zero. If no rank has one, `.grad` stays None, as in a single process.
+Parameters that are frozen when the wrapper is built are left out. Buffers, such as batch norm's statistics, are made equal only
+at the start, while DDP broadcasts them in every forward. With one rank, or without a process group, the wrappers do nothing.
 """
 
 import weakref
@@ -42,10 +43,10 @@ from parallel.replicas import check_replicas
 
 
 class ScratchAllReduce(nn.Module):
-    """Checks that the replicas start equal. After backward, runs one all-reduce per parameter, one after another.
+    """Checks that the replicas start equal, and after backward runs one all-reduce per parameter, one after another.
 
-    A transformer has many vectors of a few KB. Sending them one by one costs P latencies and leaves the network mostly idle.
-    Raises ValueError on all ranks if their parameters or buffers differ (see `check_replicas`).
+    A transformer has many vectors of only a few KB, so sending them one by one costs P latencies and leaves the network mostly
+    idle. Raises ValueError on all ranks if their parameters or buffers differ (see `check_replicas`).
     """
 
     # 1. The idea -----------------------------------------------------------------------------------------------------
@@ -58,8 +59,8 @@ class ScratchAllReduce(nn.Module):
 
     # 2. When it runs -------------------------------------------------------------------------------------------------
     #
-    # Once per update, at the end of its last backward. The training loop marks that backward by setting
-    # `require_backward_grad_sync` before the forward. Autograd tells us when it has finished.
+    # Once per update, when its last backward ends. The training loop marks that backward by setting
+    # `require_backward_grad_sync` before the forward, and autograd tells us when it is done.
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -75,7 +76,7 @@ class ScratchAllReduce(nn.Module):
 
     def register_hooks(self) -> None:
         """Have autograd call `gradient_ready` for every trainable parameter."""
-        # A weak reference, because Python could never free a wrapper that its own parameters' hooks refer to.
+        # A weak reference, because otherwise the hooks of its own parameters would keep the wrapper alive forever.
         wrapper = weakref.ref(self)
 
         def hook(parameter: nn.Parameter) -> None:
@@ -86,7 +87,7 @@ class ScratchAllReduce(nn.Module):
             parameter.register_post_accumulate_grad_hook(hook)
 
     def ensure_equal_replicas(self) -> None:
-        """Make sure that all ranks start from the same parameters and buffers. This strategy raises an error otherwise."""
+        """Make sure that all ranks start from the same parameters and buffers. This strategy raises an error if they don't."""
         check_replicas(self.module, self.group)
 
     def forward(self, *args, **kwargs):
@@ -111,15 +112,15 @@ class ScratchAllReduce(nn.Module):
     def sync_gradients(self) -> None:
         """Replace the gradients by their mean over the ranks.
 
-        Runs automatically at the end of a backward whose forward saw `require_backward_grad_sync` true. After `no_sync`, you
-        may call it yourself, on all ranks. It costs the strategy's collectives plus one of 4 bytes per parameter.
+        This runs by itself at the end of a backward whose forward saw `require_backward_grad_sync` true. After `no_sync`, you
+        may call it yourself, on all ranks. It costs the strategy's collectives, plus one of 4 bytes per parameter tensor.
         """
         self.sync_is_queued = False
         if self.world_size == 1 or not self.trainable:
             return
-        # All ranks must call the same collectives in the same order, whichever gradients they lack. Otherwise they would
-        # wait for each other forever.
-        # Create the counts on the device: copying them there would wait for all the work queued on a GPU.
+        # All ranks must call the same collectives in the same order, or they would wait for each other forever. So a rank sends
+        # zeros for a gradient it lacks, and the ranks count how many have one. The counts are created on the device, because
+        # copying them there would wait for all the work queued on a GPU.
         ranks_with_gradient = torch.ones(len(self.trainable), dtype=torch.int32, device=self.trainable[0].device)
         missing = [i for i, parameter in enumerate(self.trainable) if parameter.grad is None]
         for i in missing:
@@ -133,16 +134,16 @@ class ScratchAllReduce(nn.Module):
                     parameter.grad = None
 
     def enable_grad_sync(self) -> None:
-        """From the next forward on, backward ends by averaging the gradients over the ranks."""
+        """Let backward end by averaging the gradients over the ranks, from the next forward on."""
         self.require_backward_grad_sync = True
 
     def disable_grad_sync(self) -> None:
-        """From the next forward on, backward only adds to this rank's own gradients."""
+        """Let backward only add to this rank's own gradients, from the next forward on."""
         self.require_backward_grad_sync = False
 
     @contextmanager
     def no_sync(self):
-        """Act as after `disable_grad_sync` for every forward in this context."""
+        """Disable the averaging for every forward in this context, as `disable_grad_sync` does."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -154,19 +155,18 @@ class ScratchAllReduce(nn.Module):
 
 
 class ScratchReduceScatter(ScratchAllReduce):
-    """Puts all gradients into one flat tensor and runs the two halves of a ring all-reduce.
+    """Puts all gradients into one flat tensor and runs the two halves of a ring all-reduce on it.
 
-    The flat tensor is padded with zeros and cut into W equal shards. Reduce-scatter takes W-1 rounds. In each, every rank
-    passes a shard to its neighbor, which adds its own values. At the end rank r holds the finished sum of shard r.
-    All-gather takes W-1 more rounds, in which the finished shards travel around the ring. In each of the 2 (W-1) rounds, a
-    rank sends n / W bytes. The flat tensor needs another n bytes of memory.
+    The flat tensor, which takes another n bytes of memory, is padded with zeros and cut into W equal shards. Reduce-scatter
+    takes W-1 rounds, in which every rank passes a shard to its neighbor, which adds its own values. At the end, rank r holds
+    the finished sum of shard r. All-gather takes W-1 more rounds, in which the finished shards travel around the ring. A rank
+    sends n / W bytes in each of the 2 (W-1) rounds.
 
     ZeRO and FSDP put the optimizer's update between the two halves. Each rank then updates only its own shard, and needs
     optimizer state only for that shard.
 
     NCCL's reduce-scatter is such a ring. Gloo's (torch 2.8 and later) runs W all-reduces instead, and each rank keeps the
-    result of one. The sums are the same, but each rank sends 3 (W-1)/W n bytes. So do not expect this class to be fast on
-    CPUs.
+    result of one. The sums are the same, but each rank sends 3 (W-1)/W n bytes, so don't expect this class to be fast on CPUs.
     """
 
     def ensure_equal_replicas(self) -> None:
@@ -208,7 +208,7 @@ def group_by_kind(parameters: list[nn.Parameter], capacity: float = float("inf")
 
 
 def views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Consecutive views of the 1-D `flat`, in the shapes of `parameters`."""
+    """Return consecutive views of the 1-D `flat`, in the shapes of `parameters`."""
     sizes = [p.numel() for p in parameters]
     return [piece.view(p.shape) for piece, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
 
@@ -228,10 +228,10 @@ class Bucket:
 class ScratchOverlap(ScratchAllReduce):
     """Fills buckets of about 25 MB and all-reduces each as soon as it is full, while backward continues. DDP does the same.
 
-    Backward starts at the last layer. So the buckets hold the parameters in reverse order of registration, and the first
-    bucket is sent soon after backward begins. Only the last bucket's all-reduce cannot be hidden. Larger buckets cost
-    fewer latencies; smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets: a new gradient is
-    copied there once, later micro-batches add to it in place, and nothing is copied back.
+    Backward starts at the last layer, so the buckets hold the parameters in reverse order of registration, and the first one is
+    sent soon after backward begins. Only the last bucket's all-reduce cannot be hidden. Larger buckets cost fewer latencies,
+    but smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets: a new gradient is copied there once,
+    later micro-batches add to it in place, and nothing is copied back.
 
     A module compiled as one graph returns all its gradients at the end of backward, which leaves nothing to overlap with.
     Compile its blocks one by one to keep the overlap.

@@ -1,4 +1,4 @@
-"""Check that all ranks hold the same model, bit for bit. If they do not, training goes wrong silently."""
+"""Check that all ranks hold the same model, bit for bit. If they don't, training silently goes wrong."""
 
 import hashlib
 import itertools
@@ -12,8 +12,8 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
     """Raise ValueError on all ranks if any parameter or buffer differs between them, by even one bit.
 
     The error names the first tensor that differs and the ranks that disagree with the majority. The ranks exchange only a
-    sha256 of each tensor's name, shape, dtype and bits. This also catches models of different shapes, for which comparing
-    tensors would hang.
+    sha256 of each tensor's name, shape, dtype and bits, which also catches models of different shapes, where comparing tensors
+    would hang.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -30,6 +30,6 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 
 def digest(name: str, tensor: Tensor) -> bytes:
-    """The sha256 of a tensor's name, shape, dtype and bits."""
+    """Return the sha256 of a tensor's name, shape, dtype and bits."""
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + bits.tobytes()).digest()

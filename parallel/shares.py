@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optim import local, share_size
 
-# Elements in a cache line. Shares are multiples of it: AdamW's CPU kernel rounds a full vector and a remainder differently.
+# Elements in a cache line. Shares are multiples, because AdamW's CPU kernel rounds a full vector and a remainder differently.
 UNIT = 16
 AT_ONCE = 1 << 20  # maximum number of elements that a rank receives per exchange, unless a single tensor is larger
 
@@ -28,7 +28,7 @@ class Share:
         self.ndim, self.device, self.grad = len(shape), values.device, None
 
     def to_local(self) -> Tensor:
-        """The elements, flat."""
+        """Return the elements, flat."""
         return self.values
 
     @classmethod
@@ -38,7 +38,7 @@ class Share:
 
 
 def share_of(whole: Tensor, rank: int, ranks: int) -> Share:
-    """The share of `rank`, in the memory of the contiguous `whole`."""
+    """Return the share of `rank`, in the memory of the contiguous `whole`."""
     size = math.ceil(whole.numel() / ranks / UNIT) * UNIT
     return Share(whole.detach().view(-1)[rank * size :][:size], whole.shape, size, rank)
 
@@ -80,6 +80,6 @@ def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) ->
 
 
 def held(tensor, rank: int) -> int:
-    """The number of elements of a DTensor or Share on `rank`."""
+    """Return the number of elements of a DTensor or Share on `rank`."""
     size, elements = share_size(tensor), math.prod(tensor.shape)
     return max(0, min(size, elements - rank * size))

@@ -43,7 +43,7 @@ class World:
         return range(first, first + each + (self.rank < more))
 
     def zeros(self, count: int) -> torch.Tensor:
-        """Zeros [count] to sum over the ranks, in float64 (float32 on mps, which does not support float64)."""
+        """Return zeros [count] to sum over the ranks, in float64 (float32 on mps, which does not support float64)."""
         return torch.zeros(count, device=self.device, dtype=torch.float32 if self.device.type == "mps" else torch.float64)
 
     def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,21 +53,21 @@ class World:
         return tensor
 
     def broadcast(self, value):
-        """The master's `value` (any picklable object) on every rank."""
+        """Send the master's `value` (any picklable object) to every rank, and return it."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
     def all_gather(self, value) -> list:
-        """The `value` (any picklable object) of every rank, in the order of ranks."""
+        """Return every rank's `value` (any picklable object), in the order of ranks."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def difference(self, facts: dict[str, Any]) -> str:
-        """The first of `facts` in which a rank differs from the master, as text; empty if none. All ranks must call this."""
+        """Say in which of `facts` a rank first differs from the master; empty if in none. All ranks must call this."""
         found = self.all_gather(facts)
         for rank, others in enumerate(found):
             for name in found[0] | others:
@@ -81,7 +81,7 @@ class World:
             raise UserError(f"{difference}; all ranks need the same command, tokens and torch version")
 
     def leave(self) -> None:
-        """Wait until every rank is done, including a master that is still writing. If one left earlier, others would fail."""
+        """Wait until every rank is done, even a master that is still writing. If one left earlier, others would fail."""
         if self.size > 1:
             options = dist.AllreduceOptions()
             options.timeout = LONGEST_END  # dist.barrier would time out after --timeout_minutes
@@ -99,13 +99,13 @@ class World:
 
 
 def is_communication(error: RuntimeError) -> bool:
-    """Whether `error` comes from a collective, not from this rank's computation. gloo's errors are plain RuntimeErrors."""
+    """Return whether `error` comes from a collective, not from this rank's own work. gloo's errors are plain RuntimeErrors."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout")
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(w in str(error).lower() for w in words))
 
 
 def reason(error: Exception) -> str:
-    """The first sentence of torch's message, without the location in torch's source."""
+    """Return the first sentence of torch's message, without the location in torch's source."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error)).splitlines()[0].partition(". ")[0]
 
 
@@ -160,7 +160,7 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address on the route to `host`; empty if there is no route."""
+    """Return this machine's IPv4 address on the route to `host`; empty if there is no route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # asks the kernel for a route and sends nothing
         return probe.getsockname()[0]
@@ -168,10 +168,10 @@ def address_towards(host: str) -> str:
 
 
 def gloo_interface(store: dist.Store, size: int, host: str) -> str:
-    """The network interface to the other nodes; empty if it is not found.
+    """Return the network interface to the other nodes; empty if it is not found.
 
-    gloo would use the address of this machine's name, which often belongs to the loopback device or a different network.
-    `host` is rank 0's name. On its own node that may mean loopback too, so there the route to a rank on another node decides.
+    gloo would use the address of this machine's name, which often belongs to the loopback device or a different network. `host`
+    is rank 0's name, which may also mean loopback on its own node, so there the route to a rank on another node decides.
     """
     own = address_towards(host)
     if own.startswith("127."):
@@ -216,7 +216,7 @@ class Stop:
             self._work = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, async_op=True)
 
     def agreed(self) -> bool:
-        """Whether any rank had seen a request at the last `ask`."""
+        """Return whether any rank had seen a request at the last `ask`."""
         if self._work is not None:
             self._work.wait()
         if self._asked:

@@ -27,7 +27,7 @@ class Machines:
 
 
 def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict) -> Config:
-    """`config` with every `auto` resolved. Raises UserError if settings conflict.
+    """Resolve every `auto` in `config`. Raises UserError if settings conflict.
 
     previous: the run's settings so far. The run keeps its precision, micro-batch size, warmup and --compile, because its bits
     depend on them.
@@ -61,7 +61,7 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
 
 
 def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Config:
-    """`config` with --shard_gradients resolved: on if a rank would otherwise need more than `room` bytes."""
+    """Resolve --shard_gradients: on if a rank would otherwise need more than `room` bytes."""
     if config.parallel.shard_gradients != "auto":
         return config
     off, on = (settings.replace(config, shard_gradients=value) for value in ("off", "on"))
@@ -72,7 +72,7 @@ def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Con
 
 
 def for_portable(config: Config, ranks: int) -> Config:
-    """`config` with each auto set to what --numerics=portable needs.
+    """Set each auto in `config` to what --numerics=portable needs.
 
     Micro-batches become single sequences, so --micro_batch_size does not affect the bits. A single rank uses `exact`, to sum
     gradients as several ranks do.
@@ -88,7 +88,7 @@ def for_portable(config: Config, ranks: int) -> Config:
 
 
 def fit_micro_batch(config: Config, previous: int | None, machines: Machines) -> int:
-    """Sequences per micro-batch for auto: the largest equal share of an update that fits (see `footprint`).
+    """Return the sequences per micro-batch for auto: the largest equal share of an update that fits (see `footprint`).
 
     A run keeps its `previous` choice if the ranks can divide the batch into such micro-batches. Under `exact`, the choice must
     not depend on what else uses the memory now, so it counts the total memory, rounded down.

@@ -35,9 +35,9 @@ SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 
 
 def turn(config: Config, args: list[str]) -> Config:
-    """`config` with the settings that follow from --depth. Settings in `args`, or in a preset that sets depth, take precedence.
+    """Add the settings that follow from --depth to `config`. Those in `args`, or in a preset that sets depth, take precedence.
 
-    The dial adapts to these settings. A resumed run keeps its settings. Raises UserError.
+    The dial adapts to these settings, and a run that continues keeps its own. Raises UserError.
     """
     depth = config.run.depth
     if depth == "off":
@@ -63,7 +63,7 @@ def turn(config: Config, args: list[str]) -> Config:
 
 
 def dataset(config: Config):
-    """The `data.Mixture` of a run, or None if a dataset is missing, and the vocabulary size."""
+    """Return the `data.Mixture` of a run, or None if a dataset is missing, and the vocabulary size."""
     import data  # imported here because it imports numpy, which --help does not need
 
     vocab_size = config.model.vocab_size
@@ -74,7 +74,7 @@ def dataset(config: Config):
 
 
 def shape_of(config: Config, given: set[str]) -> dict:
-    """The model's shape at the --depth of `config`. Settings that are `given` stay; the preset's shape is ignored."""
+    """Return the model's shape at the --depth of `config`. Settings that are `given` stay; the preset's shape is ignored."""
     width = config.model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
     shape = dict.fromkeys(SHAPE, "auto")
     shape |= dict(n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)))
@@ -82,22 +82,22 @@ def shape_of(config: Config, given: set[str]) -> dict:
 
 
 def weights(model: ModelConfig) -> int:
-    """The number of weights that multiply a token in a resolved `model`: in the blocks and the output layer."""
+    """Return the number of weights that multiply a token in a resolved `model`: in the blocks and the output layer."""
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
 def tuned(optimizer: str) -> Tuned:
-    """The sweep's result for `optimizer`, or AdamW's if it was not swept."""
+    """Return the sweep's result for `optimizer`, or AdamW's if it was not swept."""
     return TUNED.get(optimizer, TUNED["adamw"])
 
 
 def batch_of(tokens: float, optimizer: str) -> float:
-    """The right number of tokens per update for a run of `tokens`."""
+    """Return the right number of tokens per update for a run of `tokens`."""
     return tuned(optimizer).batch * (tokens / TOKENS) ** GROWTH
 
 
 def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
-    """The steps and batch size for a run of `tokens`; chooses each that is 0. Raises UserError if there are too few tokens.
+    """Return the steps and batch size for a run of `tokens`, choosing each that is 0. Raises UserError for too few tokens.
 
     If the batch is large enough, 2, 4 and 8 ranks can divide its sequences equally.
     """
@@ -123,9 +123,9 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
 
 
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
-    """The learning rate, its schedule and the weight decay of a run.
+    """Return the learning rate, its schedule and the weight decay of a run.
 
-    An update should change activations equally at every width. So AdamW's rate falls with the width (muP, arXiv 2203.03466),
+    An update should change activations equally at every width, so AdamW's rate falls with the width (muP, arXiv 2203.03466),
     and Muon's with the square root of the width (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used
     here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's more slowly (measured).
     """

@@ -13,7 +13,7 @@ QUANTILE = 1.645  # half-width of a 90 % interval, in standard deviations
 
 
 def effective_tokens(tokens: np.ndarray, unique_tokens: float) -> np.ndarray:
-    """The number of fresh tokens that `tokens` are worth if the text has only `unique_tokens` and must be repeated.
+    """Return the number of fresh tokens that `tokens` are worth if the text has only `unique_tokens` and must be repeated.
 
     Each repetition is worth less than the one before (Muennighoff et al. 2023, equation 5).
     """
@@ -22,7 +22,7 @@ def effective_tokens(tokens: np.ndarray, unique_tokens: float) -> np.ndarray:
 
 
 def terms(sizes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """The factors of E, A and B, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
+    """Return the factors of E, A and B, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
     powers = sizes[None] ** -exponents[:, None]
     return np.concatenate((np.ones_like(powers[..., :1]), powers), axis=2)
 

@@ -70,7 +70,7 @@ def read_command(args: list[str], description: str) -> Config:
 
 
 def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
-    """The settings of a command line, including those from the dial, and its plan flags. Raises UserError."""
+    """Return the settings of a command line, including those from the dial, and its plan flags. Raises UserError."""
     start = Command(settings.start_of(args))
     command = cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]")
     if not command.plan.plan:
@@ -80,7 +80,7 @@ def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]
 
 
 def not_taken(args: list[str], config: Config) -> str:
-    """A note if the run that continues as `config` differs from the preset in `args`; else empty."""
+    """Return a note if the run that continues as `config` differs from the preset in `args`; else empty."""
     preset, flags = settings.divide(args)
     given = settings.given(flags)
     unnamed = flags == args and "name" in given  # only the default preset, while the run may have used a different one
@@ -94,7 +94,7 @@ def not_taken(args: list[str], config: Config) -> str:
 
 
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
-    """`config` resolved for the planned GPUs, and the epochs of each dataset (empty if one is missing)."""
+    """Resolve `config` for the planned GPUs. Also returns the epochs of each dataset (empty if one is missing)."""
     if config.model.init_from != "scratch":
         from checkpoints import huggingface, lookup  # import torch
 
@@ -118,7 +118,7 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
-    """The mildest flags that make a rank fit in `usable` bytes, on these or more GPUs, and the bytes that it then needs."""
+    """Return the mildest flags that make a rank fit in `usable` bytes, on these or more GPUs, and the bytes it then needs."""
     own, found = config.parallel.strategy, {}
     small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():
@@ -137,7 +137,7 @@ def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
 
 
 def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
-    """The plan for a resolved `config` as a table, verdict first. epochs: from `resolve`."""
+    """Return the plan for a resolved `config` as a table, verdict first. epochs: from `resolve`."""
     model, train, ranks, gpu = config.model, config.train, options.plan_world_size, gpus.GPUS[options.plan_gpu]
     sizes, memory, usable = footprint.parameters(model), footprint.of_rank(config, ranks, "cuda"), footprint.USABLE * gpu.memory
     count, needed, tokens = sum(sizes.values()), sum(memory.values()), train.steps * train.tokens_per_update
@@ -191,5 +191,5 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
 
 
 def gb(size: float) -> str:
-    """Bytes as gigabytes."""
+    """Format bytes as gigabytes."""
     return f"{size / 1e9:,.2f}" if size >= 1e7 else f"{size / 1e9:.4f}"

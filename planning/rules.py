@@ -20,7 +20,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def setting_problems(config: Config, world_size: int) -> Iterator[str]:
-    """The settings that the strategy, or another setting, does not support."""
+    """Yield a message for each setting that the strategy, or another setting, does not support."""
     parallel, strategy, train, optim = config.parallel, config.parallel.strategy, config.train, config.optim
     if optim.min_lr != "auto" and optim.min_lr > optim.lr:
         yield f"--min_lr={optim.min_lr} must be at most --lr={optim.lr}"
@@ -51,7 +51,7 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def portable_problems(config: Config, world_size: int) -> Iterator[str]:
-    """The settings that --numerics=portable does not support."""
+    """Yield a message for each setting that --numerics=portable does not support."""
     if config.numerics.numerics == "native":
         return
     train, strategy = config.train, config.parallel.strategy
@@ -68,7 +68,7 @@ def portable_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def shape_problems(model: ModelConfig) -> Iterator[str]:
-    """The sizes of a model from scratch that are incompatible."""
+    """Yield a message for each size that cannot work in a model from scratch."""
     if model.init_from != "scratch":
         return
     rotary = model.architecture != "gpt2"
@@ -89,7 +89,7 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def share_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Why the ranks cannot share the global batch in whole micro-batches.
+    """Yield a message if the ranks cannot share the global batch in whole micro-batches.
 
     Shares must be equal, except under exact, where each rank only needs at least one micro-batch.
     """
@@ -108,6 +108,6 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def nearest(value: int, unit: int, smallest: int) -> str:
-    """The nearest multiples of `unit` below and above `value`, at least `smallest`, as text."""
+    """Return the nearest multiples of `unit` below and above `value`, at least `smallest`, as text."""
     below, above = value // unit * unit, -(-value // unit) * unit
     return f"{below} or {above}" if below >= smallest else str(max(above, smallest))

@@ -30,7 +30,7 @@ BLAME = {
 
 
 def survey(world: World) -> Machines:
-    """What the hardware of all ranks can do. All ranks must call this."""
+    """Return what the hardware of all ranks can do. All ranks must call this."""
     own = world.device
     facts = world.all_gather((device.choose_dtype("auto", own), device.fast_at_bfloat16(own), *device.memory(own)))
     dtypes, fasts, free, total = zip(*facts, strict=True)
@@ -44,7 +44,7 @@ def survey(world: World) -> Machines:
 
 
 def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]:
-    """A warning if the ranks' hardware or libraries differ. Raises UserError if the bits of `exact` would depend on that."""
+    """Return a warning if the ranks' hardware or libraries differ. Raises UserError if the bits of `exact` depend on that."""
     if config.numerics.numerics == "portable" or not (difference := world.difference(versions)):
         return []
     if config.parallel.strategy == "exact":
@@ -66,7 +66,7 @@ def check(config: Config, world: World) -> list[str]:
 
 
 def gpu_notes(config: Config, world: World) -> list[str]:
-    """Notes on this node's idle GPUs, and on a faster attention kernel that is not deterministic."""
+    """Return notes on this node's idle GPUs, and on a faster attention kernel that is not deterministic."""
     notes, own, train = [], world.device, config.train
     if (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
@@ -130,7 +130,7 @@ def check_disk(config: Config) -> list[str]:
 
 
 def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> str:
-    """What is about to run, as aligned lines. config: resolved. step: where it begins."""
+    """Return what is about to run, as aligned lines. config: resolved. step: where it begins."""
     model, train, own, ranks = config.model, config.train, world.device, plural(world.size, "rank")
     batches = data.make_batches(config, mixture)
     each, more = divmod(config.micro_batches, world.size)

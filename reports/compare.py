@@ -22,14 +22,14 @@ MISSING = "-"
 
 
 def settings_of(run: Path) -> dict[str, str]:
-    """A run's settings by flag name, from its config.toml; empty without one. Raises UserError."""
+    """Return a run's settings by flag name, from its config.toml; empty without one. Raises UserError."""
     path = run / "config.toml"
     settings = cli.flat_values(read_preset(path)) if path.exists() else {}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
 
 
 def differences(runs: list[Path]) -> list[dict[str, str]]:
-    """For each of `runs`, the settings in which they differ, by flag name. Settings that follow from others are left out."""
+    """Find the settings in which `runs` differ: for each run, by flag name. Settings that follow from others are left out."""
     found = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for settings in found for name in settings if name not in SILENT)
     columns = {name: [settings.get(name, MISSING) for settings in found] for name in sorted(names, key=DERIVED.__contains__)}
@@ -44,12 +44,12 @@ def differences(runs: list[Path]) -> list[dict[str, str]]:
 
 
 def choose_x(runs: list[Path]) -> str:
-    """Which x-axis to use: tokens if the runs have different global batches, else steps."""
+    """Return which x-axis to use: tokens if the runs have different global batches, else steps."""
     return "tokens" if any("tokens_per_update" in settings for settings in differences(runs)) else "step"
 
 
 def table(runs: list[Path]) -> list[str]:
-    """A table as aligned lines: a header, then one row per run, lowest validation loss first."""
+    """Return a table as aligned lines: a header, then one row per run, lowest validation loss first."""
     rows = []
     for run, settings in zip(runs, differences(runs), strict=True):
         curves = read(run)

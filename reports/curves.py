@@ -48,14 +48,14 @@ class Curves:
         return np.interp(steps, [record["step"] for record in records], tokens).tolist()
 
     def points(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
-        """The positions on the axis `x` of all finite values logged as `key`, and the values."""
+        """Return the positions on the axis `x` of all finite values logged as `key`, and the values."""
         records = self.training + self.validation + self.scores  # their keys differ
         found = [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         return self.at([step for step, _ in found], x), [y for _, y in found]
 
 
 def is_finite(value) -> bool:
-    """Whether a logged value can be drawn: null, NaN and Infinity cannot."""
+    """Return whether a logged value can be drawn: null, NaN and Infinity cannot."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -77,7 +77,7 @@ def read(run: Path) -> Curves:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centered running median over 5 % of the values (at most 201), which has no lag and ignores single spikes."""
+    """Take a centered running median over 5 % of the values (at most 201), which has no lag and ignores single spikes."""
     reach = min(len(values) // 40, 100)
     halves = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [median(values[i - half : i + half + 1]) for i, half in enumerate(halves)]

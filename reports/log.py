@@ -34,7 +34,7 @@ Record = TypedDict(
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
-    """Each line of a metrics.jsonl with its record, or None if the line is not a record or was cut short by a kill.
+    """Yield each line of a metrics.jsonl with its record, or None if the line is not a record or was cut short by a kill.
 
     Besides the fields of `Record`, a record contains scores on tasks.
     """
@@ -231,7 +231,7 @@ def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], r
 
 
 def tag(name: str) -> str:
-    """The name of a value in wandb and TensorBoard, which group values by the first word."""
+    """Return the name of a value in wandb and TensorBoard, which group values by the first word."""
     if name in ("step", "time", "sample") or name.startswith("tasks/"):
         return name
     return f"val/{name[4:]}" if name.startswith("val_") else f"speed/{name}" if name in SPEED else f"train/{name}"
@@ -248,7 +248,7 @@ def add_to_board(board, record: dict[str, Any]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 1:02:03 h, 2:03 min, 12 s or 1.2 s."""
+    """Format seconds as 1:02:03 h, 2:03 min, 12 s or 1.2 s."""
     if round(seconds) < 60:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)

@@ -75,7 +75,7 @@ class Progress:
         self.log.say(line)
 
     def speed(self) -> dict:
-        """Means since the last report: tokens/s over all ranks, MFU, and ms per update and waiting. Empty without updates."""
+        """Average since the last report: tokens/s over all ranks, MFU, and ms per update and waiting. Empty without updates."""
         if self.updates < 1:
             return {}
         speed = self.updates * self.train.tokens_per_update / self.seconds
@@ -135,12 +135,12 @@ class Progress:
 
 
 def due(every: int, step: int) -> bool:
-    """Whether something done every `every` steps (0: never) is due after `step` updates."""
+    """Return whether something done every `every` steps (0: never) is due after `step` updates."""
     return every > 0 and step > 0 and step % every == 0
 
 
 def score_lines(scores: dict[str, dict[str, float]]) -> list[str]:
-    """One line per task, with its scores by metric."""
+    """Return one line per task, with its scores by metric."""
     return [
         f"{task}  " + "  ".join(f"{metric} {value:.4f}" for metric, value in found.items()) for task, found in scores.items()
     ]

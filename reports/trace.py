@@ -62,7 +62,7 @@ class Trace:
         self.profiler, self.steps = None, range(0)
 
     def table(self) -> list[str]:
-        """One line per kind of operation, the most expensive first: its share of the time, and its largest operations."""
+        """Return one line per kind of operation, most expensive first: its share of the time, and its largest operations."""
         times, kinds = Counter(), {}
         for event in self.profiler.key_averages():
             on_gpu = event.device_type != DeviceType.CPU  # a kernel

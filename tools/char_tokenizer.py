@@ -1,10 +1,10 @@
 """Make a tokenizer.json from nanoGPT's characters: `python tools/char_tokenizer.py data/shakespeare_char/meta.pkl`.
 
-Put it beside train.bin and val.bin; then sample.py, transformers and prepare_data.py understand these tokens. Characters keep
-their ids. After them come the bytes that are not among the characters, so that any text can be encoded, and end-of-text.
+Put it beside train.bin and val.bin, and sample.py, transformers and prepare_data.py will understand these tokens. Characters
+keep their ids. After them come the bytes that are not among the characters, so that any text can be encoded, and end-of-text.
 
-meta.pkl is a pickle, which could execute anything when loaded. So it is never loaded: its opcodes are only listed, and a file
-with an opcode that nanoGPT does not write is rejected. The text it was made from (input.txt) gives the same tokenizer.
+meta.pkl is a pickle, which could execute anything when loaded, so it is never loaded. Instead, its opcodes are listed, and a
+file with an opcode that nanoGPT does not write is rejected. The text it was made from (input.txt) gives the same tokenizer.
 """
 
 import pickletools
@@ -55,16 +55,15 @@ def main(config: CharConfig) -> None:
 
 
 def read_text(path: Path) -> list[str]:
-    """The characters of a text by id. Line ends become \\n, as in nanoGPT. Raises UserError or UnicodeError."""
+    """Return the characters of a text by id. Line ends become \\n, as in nanoGPT. Raises UserError or UnicodeError."""
     with open(files.require_file(path), encoding="utf-8") as text:
         return sorted(set(text.read()))
 
 
 def read_meta(path: Path) -> list[str]:
-    """The characters in a meta.pkl by id. Raises UserError if nanoGPT would not write such a file.
+    """Return the characters in a meta.pkl by id. Raises UserError if nanoGPT would not write such a file.
 
-    Pickle writes each string once and refers to it afterwards. So only in the dictionary itos does a new character follow an
-    id.
+    Pickle writes each string once and refers to it afterwards, so a new character follows an id only in the dictionary itos.
     """
     characters, previous = {}, None
     try:

@@ -1,8 +1,8 @@
 """Convert a nanoGPT or build-nanogpt checkpoint to a model: `python tools/convert_nanogpt.py out/ckpt.pt --out=DIR`.
 
-`--init_from=DIR`, sample.py, evaluate.py and transformers then accept DIR. The logits are the same. The optimizer state is not
-converted, because we read the data in a different order. The file is a pickle: only tensors and plain values are read, and
-anything else is rejected (torch.load with weights_only=True).
+`--init_from=DIR`, sample.py, evaluate.py and transformers then accept DIR, with the same logits. The optimizer state is left
+behind, because we read the data in a different order. The checkpoint is a pickle, so only tensors and plain values are read,
+and anything else is rejected (torch.load with weights_only=True).
 """
 
 import sys
@@ -87,12 +87,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
 
 
 def is_weight(item: tuple) -> bool:
-    """Whether an item of a state dictionary is a named tensor."""
+    """Return whether an item of a state dictionary is a named tensor."""
     return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """nanoGPT's parameters by our names, with zeros for missing biases. Raises UserError if they do not match `config`."""
+    """Rename nanoGPT's parameters to ours, with zeros for missing biases. Raises UserError if they do not match `config`."""
     compiled = "_orig_mod."  # the prefix of the names in a compiled model
     theirs = {name.removeprefix(compiled): value.float() for name, value in tensors.items()}
     unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
