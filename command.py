@@ -31,7 +31,7 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
         status = end.code or 0
     except BaseException:
         traceback.print_exc()
-    # Everything is on disk by now, so skip the interpreter's teardown: threads of torch's libraries and of the process group
+    # Everything is on disk by now, so skip the interpreter's teardown. Threads of torch's libraries and of the process group
     # may deadlock there, while other ranks wait for this process to end.
     with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()

@@ -3,8 +3,8 @@
 The train shards of a dataset form one stream of N tokens, which has n = (N - 1) // T windows. Window i is tokens [iT, iT + T]:
 T inputs, and T targets shifted by one. In epoch k // n, sequence k of a dataset is window permute(k mod n). In a mixture, every
 block of 4,096 sequences contains each dataset's share, in shuffled order. A phase changes the shares from a given step on, and
-each dataset carries on with its next sequence. All of this is a pure function of (seed, sequence), so there is no data position
-to save, and a step sees the same tokens on any number of ranks.
+each dataset carries on with its next sequence. All of this is a pure function of (seed, sequence). So a run saves no position
+in the data, and a step sees the same tokens on any number of ranks.
 """
 
 import bisect

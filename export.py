@@ -1,7 +1,7 @@
 """Export a model for publication: `python export.py runs/NAME --out=DIR --dtype=bfloat16 --max_shard_size=5GB`.
 
-DIR becomes a Hugging Face model directory: one or more safetensors files, config.json, the tokenizer and
-generation_config.json, plus the run's settings (config.toml) and a model card (README.md). `--push=OWNER/NAME` uploads it.
+DIR becomes a Hugging Face model directory: one or more safetensors files, config.json, the tokenizer, generation_config.json,
+the run's config.toml, and a model card (README.md). `--push=OWNER/NAME` uploads it.
 """
 
 from dataclasses import dataclass

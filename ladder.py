@@ -156,7 +156,7 @@ def choose_rungs(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
 
     The largest model is the deepest that gets at least a third of the dial's tokens. Smaller ones get more tokens per weight,
     so that the fit can separate weights from tokens. A one-layer model behaves differently, because it cannot look up what
-    followed an earlier token, so it is a rung only if the budget does not allow three layers.
+    followed an earlier token. So it is a rung only if the budget does not allow three layers.
     """
     models = {depth: ladder.model(depth) for depth in DEPTHS}
     sizes, flops = ({depth: of(model) for depth, model in models.items()} for of in (dial.weights, flops_per_token))

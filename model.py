@@ -220,7 +220,7 @@ class RotaryTable(nn.Module):
 def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
     """Scale rotary frequencies for a context longer than the original `context`, as Llama 3.1 and its successors do.
 
-    A frequency that makes more than `high` turns in the original context stays as it is, one that makes fewer than `low` is
+    A frequency that makes more than `high` turns in the original context stays as it is. One that makes fewer than `low` is
     divided by `factor`, and the ones in between are interpolated (the `llama3` rope type of transformers).
     """
     turns = context * frequencies / (2 * math.pi)
@@ -236,8 +236,8 @@ def norm_layer(config: ModelConfig, ops) -> nn.Module:
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield initial weights as in GPT-2, by name, one at a time, on the CPU. They depend only on the shapes and `seed`.
 
-    Matrices are drawn from normal(0, 0.02) in the order of their names, and divided by sqrt(2 n_layer) if they write to the
-    residual stream. Norms start at 1, biases at 0. `model` may be on the meta device.
+    Matrices are drawn from normal(0, 0.02), in the order of their names. Those that write to the residual stream are divided by
+    sqrt(2 n_layer). Norms start at 1, biases at 0. `model` may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5

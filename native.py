@@ -45,7 +45,7 @@ def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, rows: int | None = None) -> Tensor:
     """Return the mean cross-entropy, a float32 scalar, of logits `x` [N, C] @ `weight` [V, C].T at `targets` [N] int64.
 
-    The full [N, V] logits never exist: they are computed a few rows at a time, each time followed by those rows' gradients, as
+    The full [N, V] logits never exist. They are computed a few rows at a time, each time followed by those rows' gradients, as
     in Liger Kernel (Hsu et al. 2024). Matmuls run in autocast's dtype, sums in float32.
     part: a compiled `cross_entropy_part` (None: the plain function). rows: the maximum number of rows at a time.
     """
@@ -232,8 +232,8 @@ def rotate_into(out: Tensor, x: Tensor, first: tuple[Tensor, Tensor], second: tu
 def gelu(x: Tensor) -> Tensor:
     """Compute GELU in its tanh form (Hendrycks & Gimpel 2016).
 
-    On a CPU, tanh takes as long as the matmul before it, so compiled code uses a sigmoid instead, which takes less than half
-    that time. The hand-written backward pass saves only `x`, while the compiler would save three tensors.
+    On a CPU, tanh takes as long as the matmul before it. So compiled code uses a sigmoid, which takes less than half that time.
+    The hand-written backward pass saves only `x`, while the compiler would save three tensors.
     """
     return Gelu.apply(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
 

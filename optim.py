@@ -114,7 +114,8 @@ def orthogonalize_by_owners(
 
     One all-to-all sends the shares of each matrix to its owner, which orthogonalizes it, and another returns the shares of the
     result. A rank owns a multiple of `multiple` matrices; the last ranks may own fewer, or none. If that is BATCH, the batches
-    are the same as on a single rank: the number of matrices multiplied together may change the bits of a product.
+    are the same as on a single rank. This matters because the number of matrices multiplied together can change a product's
+    bits.
     """
     shape, size, mine = matrices[0].shape, share_size(matrices[0]), local(matrices[0])
     each = math.ceil(len(matrices) / multiple / group.size()) * multiple

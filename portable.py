@@ -2,7 +2,7 @@
 
 The bits of a sum depend on its order, and so on vector width, threads and library. The bits of an exact sum, or of a single
 IEEE 754 operation, do not. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
-(`to_grid`), and everything else is separate additions, multiplications and divisions. Nothing is compiled, because a fused
+(`to_grid`). Everything else is separate additions, multiplications and divisions. Nothing is compiled, because a fused
 multiply-add rounds once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library.
 
 Shapes are as in model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
@@ -26,8 +26,8 @@ causal_mask = functools.lru_cache(16)(native.causal_mask)
 def to_grid(x: Tensor, bits: int, dim: int | tuple[int, ...]) -> Tensor:
     """Round each row of `x` (along `dim`) to multiples of 2^(e - bits), in float64, with 2^e just above its largest element.
 
-    A float64 of 1.5 * 2^52 grid steps has no digits below the grid, so adding it rounds half to even, and subtracting it is
-    exact.
+    A float64 of 1.5 * 2^52 grid steps has no digits below the grid. Adding it therefore rounds half to even, and subtracting it
+    is exact.
     """
     e = (x.abs().amax(dim, keepdim=True).view(torch.int32) >> 23) - 126  # read from the exponent bits of a float32
     magic = ((e.to(torch.int64) + (1023 + 52 - bits)) << 52).view(torch.float64) * 1.5
@@ -44,7 +44,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     A and B are the largest |element| in its row of `a` and its column of `b`. Every number is at most 2^bits grid steps, so
     float64 adds 2^(53 - 2 bits) products exactly, in any order. Longer sums are split into pieces of TERMS, so bits >= 20.
-    Rounding moves a number by at most half a step, 2^-bits A, and therefore a term by at most A B (2 * 2^-20 + 2^-40).
+    Rounding moves a number by at most half a step, 2^-bits A. So it moves a term by at most A B (2 * 2^-20 + 2^-40).
     """
     pieces = factor(a, -1).split(TERMS, -1), factor(b, -2).split(TERMS, -2)
     return functools.reduce(torch.add, map(torch.matmul, *pieces)).float()

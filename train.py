@@ -224,7 +224,7 @@ def train(run: Run) -> int:
         run.progress.done(state, run.dataset, run.val_loss)
         return 0
     mine = world.share(config.micro_batches)
-    # The tokens depend only on (step, micro-batch), so there is no position in the data to save.
+    # The tokens depend only on (step, micro-batch), so the checkpoint needs no position in the data.
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop, trace = Stop(world, config.run.max_minutes), Trace(log, config.log.profile, world.device)
@@ -272,8 +272,8 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     """Take one optimizer step on the global batch. Returns the mean loss of its micro-batches and the gradient norm."""
     config, engine, model, optimizers, state = run.config, run.engine, run.engine.model, run.engine.optimizers, run.state
     optimizers.set_learning_rate(optim.learning_rate(state.step, config.train.steps, config.optim, engine.module.ops.cosine))
-    # Each rank fills in the losses of its own micro-batches, so the sum over the ranks holds all of them. Their mean is then
-    # computed in the same order on any number of ranks.
+    # Each rank fills in the losses of the micro-batches it computes, so the sum over the ranks holds all of them. Their mean is
+    # then computed in the same order on any number of ranks.
     losses = run.world.zeros(config.micro_batches)
     mine = run.world.share(config.micro_batches)  # this rank's indices in the global batch, such as range(4, 8)
     for micro_step, micro_batch in enumerate(mine):

@@ -58,8 +58,8 @@ def user_errors():
 def outcome(error: BaseException) -> tuple[str | None, int]:
     """Return the message and exit status for an error that ends a command. The message is None if the user cannot fix it.
 
-    The status is 2 for bad input (a UserError, or a file that cannot be opened), 1 if the run cannot continue (a RunError or
-    a full disk), and 130 after Ctrl-C.
+    The status is 2 for bad input (a UserError, or a file that cannot be opened). It is 1 if the run cannot continue (a RunError
+    or a full disk), and 130 after Ctrl-C.
     """
     if isinstance(error, UserError | RunError):
         return f"error: {error}", 2 if isinstance(error, UserError) else 1

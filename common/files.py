@@ -1,6 +1,6 @@
 """Files: written completely or not at all, and checked when read.
 
-Everything is written under a hidden name, flushed to disk, and then renamed, so a kill at any instant leaves either the old
+Everything is written under a hidden name, flushed to disk, and then renamed. So a kill at any instant leaves either the old
 content or the new, never a mixture. `read_json` validates JSON against a type.
 """
 

@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizers, on disk as a Hugging Face tokenizer.json.
 
 tiktoken encodes with train:N, OpenAI's tokenizers and .tiktoken files. Each is saved as a tokenizer.json that gives the same
-tokens, because the file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. tiktoken
-also encodes with a file saved this way; any other tokenizer.json is left to Hugging Face's tokenizers library.
+tokens. The file lists the merges that tiktoken makes, and the patterns mean the same in both regex engines. tiktoken also
+encodes with a file saved this way; any other tokenizer.json is left to Hugging Face's tokenizers library.
 """
 
 import base64

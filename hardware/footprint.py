@@ -55,8 +55,8 @@ def block_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig) -> int:
     """Return the FLOPs of forward and backward per token of a full context, as in MFU (PaLM, appendix B).
 
-    That is 6 per weight in matmuls, including the output layer but not the embeddings, which are looked up, plus 12 Q T per
-    layer for attention. The half of attention that the causal mask removes counts; recomputation does not.
+    That is 6 per weight in matmuls, plus 12 Q T per layer for attention. The output layer counts, but not the embeddings, which
+    are looked up. The half of attention that the causal mask removes counts; recomputation does not.
     """
     C, F, Q, K = widths(model)
     layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
@@ -75,7 +75,7 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
     """Return the largest micro-batch in sequences that divides the ranks' shares equally and fits in `budget` bytes, or 1.
 
-    Under `exact` the choice must not depend on the number of ranks, so it leaves work for eight ranks and counts the memory of
+    Under `exact` the choice must not depend on the number of ranks. So it leaves work for eight ranks and counts the memory of
     a run on one rank, which needs the most. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths) and
     logits.
     """

@@ -97,8 +97,8 @@ class Engine:
         """Run one synchronized forward and backward on dummy tokens and drop the gradients.
 
         This triggers compilation, and it settles DDP's buckets, which torch rearranges after the first backward by the order in
-        which gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks, so without a warm-up
-        the first update of a resumed run would round differently from the same update of an uninterrupted run.
+        which gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks. So without a warm-up, a
+        resumed run's first update would round differently from the same update of an uninterrupted run.
         """
         if self.world.size == 1 and not self.compiled:
             return
@@ -212,7 +212,7 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
 def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
     """Give memory and values to `module`, whose parameters are on the meta device.
 
-    weights: names and values. A value is created on demand, or read by rows from a file, so a rank never holds more of a
+    weights: names and values. A value is created on demand, or read by rows from a file. So a rank never holds more of a
     sharded model than its shards and one tensor.
     """
     if any(map(is_sharded, module.parameters())):

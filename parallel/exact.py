@@ -1,8 +1,8 @@
 """Data parallelism whose result is the same on any number of ranks, bit for bit.
 
 Floating-point addition is not associative, so a sum of gradients depends on how the ranks share the micro-batches, and on the
-order in which they add. Integer addition is associative. So here each micro-batch's gradient becomes 64-bit fixed point (a
-multiple of 2^-50), only integers are added, within a rank and between ranks, and only the total is converted back to float32.
+order of addition. Integer addition is associative. So here each micro-batch's gradient becomes 64-bit fixed point, a multiple
+of 2^-50. Only integers are added, within a rank and between ranks, and only the total is converted back to float32.
 
 Every rank holds all weights, but only its share of the rest, as in ZeRO (Rajbhandari et al. 2020). It adds up all ranks'
 gradients for its share of each parameter, updates that share of the weights, and sends it to all ranks:
@@ -72,7 +72,7 @@ class Exact(ScratchOverlap):
     """ScratchOverlap that adds integers. Of M micro-batches, a rank may compute M // W or one more.
 
     Do not divide a micro-batch's loss by anything before backward. If the forward saw `require_backward_grad_sync` true, then
-    after backward the `.grad` of each of `shares` is this rank's share of the update's mean gradient: the sum over all
+    after backward the `.grad` of each of `shares` is this rank's share of the update's mean gradient. That is the sum over all
     micro-batches of all ranks, divided by `micro_batches`. With one rank, the shares are the parameters themselves. Once the
     optimizer has updated them, `gather_weights` sends the new weights to all ranks.
 

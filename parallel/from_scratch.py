@@ -14,8 +14,8 @@ bytes in all:
     ScratchReduceScatter   2 (of one flat tensor)    2 (W-1)/W n               after backward
     ScratchOverlap         n / 25 MB                 2 (W-1)/W n               while backward is still running
 
-No all-reduce can get by with fewer than 2 (W-1)/W n bytes per rank, and a ring sends exactly that many (Patarasuk and Yuan
-2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; Baidu brought it to deep learning in 2017). So a
+No all-reduce can get by with fewer than 2 (W-1)/W n bytes per rank, and a ring sends exactly that many. (Patarasuk and Yuan
+2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; Baidu brought it to deep learning in 2017.) So a
 rank among 1000 sends hardly more than a rank among 10. Two costs remain: the latency of P small messages, and the time the
 ranks spend sending instead of computing. The last strategy hides both, as torch's DistributedDataParallel does (Li et al. 2020,
 "PyTorch Distributed", VLDB 13(12)). All three have DDP's interface:
@@ -76,7 +76,7 @@ class ScratchAllReduce(nn.Module):
 
     def register_hooks(self) -> None:
         """Have autograd call `gradient_ready` for every trainable parameter."""
-        # A weak reference, because otherwise the hooks of its own parameters would keep the wrapper alive forever.
+        # A weak reference, because otherwise the hooks of its parameters would keep the wrapper alive forever.
         wrapper = weakref.ref(self)
 
         def hook(parameter: nn.Parameter) -> None:
@@ -228,7 +228,7 @@ class Bucket:
 class ScratchOverlap(ScratchAllReduce):
     """Fills buckets of about 25 MB and all-reduces each as soon as it is full, while backward continues. DDP does the same.
 
-    Backward starts at the last layer, so the buckets hold the parameters in reverse order of registration, and the first one is
+    Backward starts at the last layer. The buckets hold the parameters in reverse order of registration, so the first one is
     sent soon after backward begins. Only the last bucket's all-reduce cannot be hidden. Larger buckets cost fewer latencies,
     but smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets: a new gradient is copied there once,
     later micro-batches add to it in place, and nothing is copied back.

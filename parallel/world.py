@@ -160,7 +160,7 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's IPv4 address on the route to `host`; empty if there is no route."""
+    """Return this machine's IPv4 address on the route to `host`; empty without a route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # asks the kernel for a route and sends nothing
         return probe.getsockname()[0]

@@ -125,7 +125,7 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
     """Return the learning rate, its schedule and the weight decay of a run.
 
-    An update should change activations equally at every width, so AdamW's rate falls with the width (muP, arXiv 2203.03466),
+    An update should change activations equally at every width. So AdamW's rate falls with the width (muP, arXiv 2203.03466),
     and Muon's with the square root of the width (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used
     here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's more slowly (measured).
     """
