@@ -112,7 +112,7 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
     if mixture.vocab_size > model.config.vocab_size:
         raise UserError(f"{mixture} has a vocabulary of {mixture.vocab_size}, but the model's is {model.config.vocab_size}")
     if config.seq_len > model.config.seq_len:
-        raise UserError(f"--seq_len={config.seq_len} exceeds the model's context of {model.config.seq_len}")
+        raise UserError(f"--seq_len={config.seq_len} exceeds the model's context of {model.config.seq_len}; lower it")
     lines = huggingface.check_tokenizer(directory, mixture.tokenizer)
     model.to(world.device)
     seq_len = config.seq_len or model.config.seq_len

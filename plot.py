@@ -1,6 +1,6 @@
 """Draw the curves of one or more runs: loss, learning rate, gradient norm and throughput.
 
-`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two runs, and prints a table, lowest validation loss first.
+`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two runs and prints a table, sorted by validation loss.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def main(config: PlotConfig) -> None:
     """Draw the curves, and print a table if there are several runs. Raises UserError."""
     if not config.runs:
         raise UserError(f"name at least one run, such as runs/NAME{cli.similar_runs('runs')}")
-    cli.require_local("out", config.out, "copy the picture there")
+    cli.require_local("out", config.out, "write the image to a local file, then copy it there")
     runs = [Path(run) for run in config.runs]
     x = compare.choose_x(runs) if config.x == "auto" else config.x
     curves.draw(runs, Path(config.out), x)

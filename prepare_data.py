@@ -150,7 +150,7 @@ def prepare(config: PrepareConfig) -> None:
         writer.finish()
         for name, part in writer.splits.items():
             say(describe(name, part.finished))
-        say(f"{directory}: vocabulary {tokenizer.vocab_size:,}, made in {time.perf_counter() - began:.1f} s")
+        say(f"{directory}: a vocabulary of {tokenizer.vocab_size:,} tokens, prepared in {time.perf_counter() - began:.1f} s")
 
 
 def out_directory(config: PrepareConfig) -> Path:

@@ -81,7 +81,7 @@ class Past:
 def main(config: ReplayConfig) -> int:
     """Replay or verify, and print the result. Returns 1 if anything differs from the run's records. Raises UserError."""
     if not config.verify and (config.from_ != "auto" or config.to):
-        raise UserError("--from and --to need --verify; --step looks at a single step")
+        raise UserError("--from and --to need --verify; to look at a single step, use --step")
     newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
     world = train.join(anywhere(state.config))
@@ -103,7 +103,7 @@ def look_back(past: Past, step: int, count: int) -> int:
     last = max(records, default=0)
     step = step or last
     if not 1 <= step <= last:
-        raise UserError(f"--step={step}: {past.directory} has steps 1 to {last}")
+        raise UserError(f"--step={step}: {past.directory} has only steps 1 to {last}")
     run = open_before(past, step)
     say(f"replaying steps {run.state.step + 1} to {step}")
     found = replay(run, step - 1)
@@ -141,7 +141,7 @@ def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list
         return f"{plural(len(recorded), 'recorded step')}: {same}" if recorded else "no step was logged (--log_every)"
     step = different[0]
     (loss, norm), (loss_before, norm_before) = found[step], recorded[step]
-    differ = f"loss {loss!r}, recorded {loss_before!r}; gradient norm {norm!r}, recorded {norm_before!r}"
+    differ = f"loss {loss!r} (recorded: {loss_before!r}), gradient norm {norm!r} (recorded: {norm_before!r})"
     return f"step {step} is the first that differs: {differ}"
 
 
@@ -167,10 +167,10 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     begun = [era for era in state.history if era["step"] < step]
     if not begun:
         begins = state.history[0]["step"]
-        raise UserError(f"{directory} begins at step {begins}; earlier steps belong to the run it started from")
+        raise UserError(f"{directory} begins at step {begins}; to replay earlier steps, name the run that it started from")
     era = begun[-1]
     since = list(takewhile(lambda other: conditions(other) == conditions(era), reversed(begun)))[-1]["step"]
-    config = settings.from_record(era["settings"], f"{directory} from step {era['step']} on")
+    config = settings.from_record(era["settings"], f"the settings of {directory} from step {era['step']} on")
     if config.parallel.strategy != "exact" and world.size != era["world_size"]:
         launcher = f"torchrun --standalone --nproc_per_node={era['world_size']} replay.py {shlex.join(sys.argv[1:])}"
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
@@ -187,7 +187,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         began = settings.from_record(state.history[0]["settings"], str(directory))
         start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it first started
     if start.state.step < since:
-        gone = f"no intact checkpoint remains between that step and step {step} (see --keep_last)"
+        gone = f"no intact checkpoint remains between that step and step {step} (a larger --keep_last keeps more)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
     if (ours := checkpoint.versions(config, world.device)) != era["versions"] and config.numerics.numerics == "native":
         say(f"warning: the step was computed with {era['versions']}; this machine has {ours}")
@@ -238,7 +238,7 @@ def verify(past: Past, config: ReplayConfig) -> int:
     first = min(kept) if config.from_ == "auto" else config.from_
     last = config.to or max(kept)
     if config.step or first not in {0, *kept} or not first < last <= past.state.step:
-        steps = f"{past.directory} has checkpoints of steps {', '.join(map(str, kept))} (see --keep_last)"
+        steps = f"{past.directory} has checkpoints at steps {', '.join(map(str, kept))} (see --keep_last)"
         raise UserError(f"--verify needs --from (0 or the step of a checkpoint) and a later --to, without --step; {steps}")
     wrong = 0
     for start, end in pairwise([first, *(step for step in kept if first < step < last), last]):

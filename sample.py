@@ -1,6 +1,6 @@
 """Generate text with a model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
 
-In a terminal, without --prompt, continues each line that you type.
+Without --prompt, in a terminal, it continues each line that you type.
 """
 
 import sys
@@ -20,7 +20,7 @@ class SampleConfig:
     run: tyro.conf.Positional[str]
     """A run directory (uses its newest checkpoint), a checkpoint, or any Hugging Face model directory or Hub id."""
     prompt: str = ""
-    """Text to continue, or FILE:path to read it from a file. Empty: in a terminal, you type it; elsewhere, start a document."""
+    """Text to continue, or FILE:path to read it from a file. Empty: type it in a terminal; elsewhere, start a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Length of a sample in tokens, unless the model ends the document first."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
@@ -31,7 +31,7 @@ class SampleConfig:
     num_samples: Size = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     tokenizer: str = ""
-    """For a model without tokenizer.json: a tokenizer.json, gpt2, or any other --tokenizer of prepare_data.py."""
+    """For a model without tokenizer.json: a tokenizer.json, gpt2, or whatever else --tokenizer of prepare_data.py takes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of matmuls. auto: float32 on a CPU, else bfloat16 if the hardware supports it."""
     numerics: Literal["auto", "native", "portable"] = "auto"
@@ -57,11 +57,11 @@ from hardware import device, host
 from model import generate
 from parallel.world import connect
 
-PROMPT_TOKENS, NEW_TOKENS = 8, 64  # tokens of a sample during training
+PROMPT_TOKENS, NEW_TOKENS = 8, 64  # lengths of the prompt and of a sample during training
 
 
 def main(config: SampleConfig) -> None:
-    """Print the prompt and, as they are sampled, the tokens after it. A line of dashes ends each sample. Raises UserError."""
+    """Print the prompt, then each token as it is sampled. A line of dashes ends each sample. Raises UserError."""
     directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json; pass the model's tokenizer with --tokenizer=FILE")
@@ -103,7 +103,7 @@ def encode(text, prompt: str, model) -> list[int]:
 
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
-    """Yield the text of `prompt`, then of each `new` token, without end-of-text. Holds back incomplete characters."""
+    """Yield the text of `prompt`, then of each `new` token, without end-of-text tokens. Holds back incomplete characters."""
     yield text.decode([token for token in prompt if token != text.eot_token])
     tokens = []  # since the last complete character
     for token in new:
@@ -136,7 +136,7 @@ def converse(model, text, options: tuple) -> None:
 def write_sample(engine, dataset: Mixture, seed: int) -> str:
     """For --sample_every: continue the first validation tokens with a model in training. Does not change a bit of the run.
 
-    All ranks must call this; all sample the same tokens.
+    All ranks must call this, and they all sample the same tokens.
     """
     text = tokenizer.load(dataset.tokenizer)
     start = torch.from_numpy(dataset.streams("val")[0].read_windows(np.zeros(1, int), PROMPT_TOKENS)[:, :-1])

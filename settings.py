@@ -34,9 +34,9 @@ class RunConfig:
     name: str = ""
     """Name of the run, which is stored in OUT_DIR/NAME. Empty: the preset's file name."""
     out_dir: str = "runs"
-    """Directory of all runs."""
+    """Directory that holds all runs."""
     seed: Seed = 1337
-    """Seed of initialization, data order and dropout."""
+    """Seed for initialization, data order and dropout."""
     resume: str = "auto"
     """auto: continue from the newest intact checkpoint; off: start over; PATH: start a new run from another checkpoint."""
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
@@ -57,9 +57,9 @@ class DataConfig:
     skip_steps: str = ""
     """Leave out the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
     attend: Literal["window", "document"] = "window"
-    """Whether tokens attend to all earlier tokens of the window, or only to earlier tokens of the same document."""
+    """Whether tokens attend to all earlier tokens in the window, or only to those in the same document."""
     prepare_command: str = ""
-    """The command that makes the dataset, printed if the dataset is missing."""
+    """The command that creates the dataset, shown if the dataset is missing."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ModelConfig:
             factors = tuple(float(number) for number in self.rope_scaling.split(",") if self.rope_scaling != "none")
             if not factors or len(factors) == 4 and 0 < min(factors) <= max(factors) < math.inf and factors[1] < factors[2]:
                 return factors
-        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or like Llama 3.1's 8,1,4,8192, all positive")
+        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or four positive numbers, as in 8,1,4,8192")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class TrainConfig:
     fp8: bool = False
     """Use float8 matmuls in the blocks (torchao). Pays off on Hopper or newer GPUs, from a billion parameters up."""
     activation_checkpointing: bool = False
-    """Keep only each block's input for backward and recompute the rest: much less memory, a third more compute."""
+    """Keep only each block's input for the backward pass and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
     """CPU threads per rank. auto: cores // local ranks, or 1 under --strategy=exact."""
     deterministic: bool = True
@@ -189,7 +189,7 @@ class EvalConfig:
     tasks: str = ""
     """lm-eval tasks to score the model on: names or YAML files, such as hellaswag,arc_easy."""
     tasks_every: Count = 0
-    """Steps between scores on the tasks (0: only at the end)."""
+    """Steps between scorings on the tasks (0: only at the end)."""
     tasks_limit: Count = 0
     """Documents per task (0: all)."""
 
@@ -275,7 +275,7 @@ def start_of(args: list[str]) -> Config:
 def complete(config: Config, args: list[str]) -> Config:
     """Add the run's own settings to `config`, a preset with the flags in `args`. Precedence: default < preset < run < flag.
 
-    So a run that continues keeps its settings unless a flag changes them. Raises UserError.
+    A run that continues therefore keeps its settings unless a flag changes them. Raises UserError.
     """
     preset, flags = divide(args)
     if sum(word.partition("=")[0] == "--phase" for word in flags) > 1:  # the last one would win
@@ -385,9 +385,9 @@ def with_chosen(group, chosen: dict[str, Any]):
 
 
 def dumps(config: Config, asked: Config | None = None) -> str:
-    """Return `config` as TOML, one table per group. If you pass it to train.py as a preset, it repeats the run.
+    """Return `config` as TOML, one table per group. Passed to train.py as a preset, it repeats the run.
 
-    asked: the settings before `auto` was resolved. The ones that differ go into the table `asked`, for continuing the run.
+    asked: the settings before `auto` was resolved. Those that differ go into the table `asked`, for when the run continues.
     """
     tables = {group.name: vars(getattr(config, group.name)) for group in dataclasses.fields(config)}
     resolved = flat_values(config)

@@ -1,4 +1,4 @@
-"""Scores on tasks such as hellaswag, by EleutherAI's lm-eval, for a model in memory. All ranks share the work.
+"""Score a model in memory on tasks such as hellaswag, with EleutherAI's lm-eval. All ranks share the work.
 
 Only the master runs lm-eval, which turns tasks into requests and answers into scores. Each rank computes a share of the
 answers, in the same batches on any number of ranks. The scores equal those from HFLM, lm-eval's class for Hugging Face models.
@@ -113,7 +113,7 @@ class Tasks:
         return [answers[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """Return the log-probability of each text, in windows of the context's length."""
+        """Return the log-probability of each text, computed in windows as long as the context."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows, sums = [], [0.0] * len(requests)
@@ -206,7 +206,7 @@ def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, wo
 
 
 def pack(rows, width: int = 0) -> list[list[Row]]:
-    """Pack rows, longest first, into batches of at most MOST_TOKENS. width: count this many per row, and do not mix lengths."""
+    """Pack rows, longest first, into batches of at most MOST_TOKENS. width: count rows as this long, and do not mix lengths."""
     batches, longest = [[]], math.inf
     for row in sorted(rows, key=lambda row: -len(row[0])):
         full = (len(batches[-1]) + 1) * (width or longest) > MOST_TOKENS
@@ -221,8 +221,8 @@ def pack(rows, width: int = 0) -> list[list[Row]]:
 def as_alone():
     """Run lm-eval as if it were alone in the process, and undo its changes afterwards.
 
-    The global generators are seeded as by lm-eval's own command, and its progress bars and warnings are hidden. `import
-    evaluate` finds the package that some tasks use, not evaluate.py.
+    The global random generators get the seeds that lm-eval's own command sets, and its progress bars and warnings are hidden.
+    `import evaluate` finds the package that some tasks use, not our evaluate.py.
     """
     states, path, ours = (random.getstate(), np.random.get_state()), sys.path[:], sys.modules.pop("evaluate", None)
     sys.path[:] = [place for place in path if Path(place).resolve() != Path(__file__).resolve().parent]

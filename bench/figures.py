@@ -10,28 +10,28 @@ import machine  # puts the project's folder on the path
 from common.files import publish_text
 
 PAGE = machine.ROOT / "docs" / "figures.md"
-# Where the measurement of a script is now that is gone.
+# Where to find the measurements of scripts that no longer exist.
 NOW = {"hard_kills": "drill.py kills", "resume": "drill.py resume", "tokens_per_second": "speed.py steps"}
 NOW |= {"time_to_loss": "speed.py loss"}
 OURS = {"out", "runs", "jobs", "name", "save_every"}  # flags that change no figure
 PREFACE = """# All figures, and where they come from
 
-`python bench/figures.py --out=bench/results` writes this page from the files in `bench/results/`. Each file has the date, the
-machine, the versions, the commit, the load, and every single measurement. Nothing here was measured on a GPU. The code has
-since changed: run a row's command for a figure of today. It writes to `runs/bench` unless `--out` says otherwise.
-[bench/LOG.md](../bench/LOG.md) has what was tried, also what did not help.
+Nothing on this page was measured on a GPU. The code has changed since these measurements, so for an up-to-date figure, run the
+command in its row, which writes to `runs/bench` unless you set `--out`. `python bench/figures.py --out=bench/results` generates
+the page from the files in `bench/results/`, which also record the versions, the commit, the load and every single measurement.
+[bench/LOG.md](../bench/LOG.md) describes what was tried, including what didn't help.
 
-The machines are two or four cores of an Intel Xeon with a matrix unit (AMX), or of an AMD EPYC with bfloat16 instructions and
-without a matrix unit. *As AVX2* means an EPYC held to AVX2 by `--processor=avx2`. *Under load* means that other programs ran.
+The machines have two or four cores of an Intel Xeon with a matrix unit (AMX), or of an AMD EPYC with bfloat16 instructions but
+no matrix unit. *As AVX2* means an EPYC limited to AVX2 by `--processor=avx2`. *Under load* means that other programs ran.
 """
 SPEED = """
 ## Speed, compared with others
 
-Contenders took turns. A ratio is the median of the ratios within the rounds, and Lockstep is slower where it is below 1. The
-slower rows come first. Training rows train a model of 6 layers, 384 wide, with 256 tokens of context and 8 sequences an update.
-A loss is that of a character of tiny Shakespeare, from the command to its end. Only [bench/LOG.md](../bench/LOG.md) has this
-one: a Xeon whose matrix unit was switched off by `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` reached **0.79** of nanoGPT's tokens/s
-(bfloat16 against float32, 22 Nov 2026).
+A ratio below 1 means that Lockstep is slower, and these rows come first. Contenders took turns, and each ratio is the median
+over the rounds. The rows with tokens/s train a model with 6 layers, a width of 384 and a context of 256 tokens, on 8 sequences
+per update. Losses are per character of tiny Shakespeare, with the time from the start of the command to its end. One result is
+only in [bench/LOG.md](../bench/LOG.md): a Xeon whose matrix unit was switched off by `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`
+reached **0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
 
 | ratio | what | machine | command | result |
 |---|---|---|---|---|"""
@@ -44,15 +44,15 @@ def prepared(result: dict) -> list[tuple[float, str]]:
     for key in result:
         if key.startswith("ours / ") and "processor" not in key:
             other = key.removeprefix("ours / ")
-            words = f"{result['bytes'] / 1e6:.0f} MB of text to shards on disk: {ours:.0f} MB/s, {other}"
-            words += " in memory, nothing written" if other.startswith("tiktoken") else "'s process pool"
+            words = f"{result['bytes'] / 1e6:.0f} MB of text to shards on disk: {ours:.0f} MB/s; {other}"
+            words += " in memory, without writing" if other.startswith("tiktoken") else "'s process pool"
             rows.append((result[key], f"{words}: {result[f'{other}, MB/s']['median']:.0f}"))
     return rows
 
 
 def trained(result: dict) -> list[tuple[float, str]]:
     """Tokens/s in training, beside each contender."""
-    if "ratios" not in result:  # of an earlier form of the script, where ours took the faster precision and nanoGPT float32
+    if "ratios" not in result:  # an older version of the script: the faster precision for ours, float32 for nanoGPT
         ours, mine = "ours, compile on, tokens/s", result["ours, compile on, tokens/s"]["median"]
         dtype = "float32" if result["machine"].get("instructions") == "avx2" else "bfloat16"
         rows = []
@@ -61,7 +61,7 @@ def trained(result: dict) -> list[tuple[float, str]]:
             words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; nanoGPT in float32, {words}: {result[other]['median']:,.0f}"
             rows.append((result[f"{ours} / {other}"], words))
         for products in (values["median"] for key, values in result.items() if key.startswith("the products")):
-            words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; the products with its weights alone: {products:,.0f}"
+            words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; the matmuls with its weights alone: {products:,.0f}"
             rows.append((1 / result[f"a step / its products, {ours}"], words))
         return rows
     speeds, rows = {name: values["median"] for name, values in result["tokens/s"].items()}, []
@@ -98,12 +98,12 @@ def exact_cost(result: dict) -> str:
 def synced(result: dict) -> str:
     rows = {(row["strategy"], row["ranks"]): row["update_ms"] for row in result["rows"]}
     cells = [f"`{name}` {rows[name, 2] / rows['ddp', 2]:.2f}" for name in ("exact", "fsdp", "scratch_overlap")]
-    return f"times `ddp` ({rows['ddp', 2]:.0f} ms): " + ", ".join(cells)
+    return f"relative to `ddp` ({rows['ddp', 2]:.0f} ms): " + ", ".join(cells)
 
 
 def kills(result: dict) -> str:
     same = "one sha256" if all(result["same"].values()) else "DIFFERENT"
-    return f"{len(result['unusable']) or 'no'} unusable state, {same}"
+    return f"{len(result['unusable']) or 'no'} unusable states, {same}"
 
 
 def same_run(result: dict) -> str:
@@ -114,22 +114,22 @@ def same_run(result: dict) -> str:
 
 
 def factors(result: dict) -> str:
-    return "the best rate moves by " + ", ".join(
+    return "the best rate moves by a factor of " + ", ".join(
         f"{found['dial']:.2f} ({'AdamW' if name == 'adamw' else 'Muon'})" for name, found in result["factors"].items()
     )
 
 
 def own_length(result: dict) -> str:
     found = [f"{row['best_rate'] / row['dial']:.2f} ({row['optimizer']}, depth {row['depth']})" for row in result["curves"]]
-    return "the best rate in units of the dial's: " + ", ".join(found)
+    return "the best rate, divided by the dial's: " + ", ".join(found)
 
 
 def batches(result: dict) -> str:
     rows = {}
     for row in result["curves"]:
         rows.setdefault(row["optimizer"], []).append((row["dial_loss"], row["batch"]))
-    best = [f"{min(found)[1]:,} tokens ({name}, of {sorted(batch for _, batch in found)})" for name, found in rows.items()]
-    return "the lowest loss at the dial's rate with batches of " + ", ".join(best)
+    best = [f"{min(found)[1]:,} tokens ({name}, among {sorted(batch for _, batch in found)})" for name, found in rows.items()]
+    return "at the dial's rate, the loss is lowest with batches of " + ", ".join(best)
 
 
 def within_documents(result: dict) -> str:
@@ -149,7 +149,7 @@ def document_time(result: dict) -> str:
 
 def stalls(result: dict) -> str:
     waited = [statistics.median(result[mode]["waited_s"]) for mode in ("async", "sync")]
-    return f"{waited[0]:.2f} s in the background, {waited[1]:.2f} s not"
+    return f"{waited[0]:.2f} s in the background, {waited[1]:.2f} s otherwise"
 
 
 def larger_batch(result: dict) -> str:
@@ -176,11 +176,11 @@ def learned(result: dict) -> str:
 
 SAME = [
     ("same_run", "200 steps on 1 to 4 ranks, and killed six times", same_run),
-    ("machines", "`make same` with other instructions, threads, ranks, kills, versions, and on 64-bit Arm in qemu",
+    ("machines", "`make same` with other instruction sets, threads, ranks and versions, after kills, and on 64-bit Arm in qemu",
      lambda r: f"{len({str(row['found']['llama']) for row in r['machines']})} sha256 in {len(r['machines'])} configurations"),
-    ("portable_speed", "processor time of an update in portable numerics, beside native float32, eager, one thread", portable),
+    ("portable_speed", "CPU time of an update in portable numerics, relative to native float32 (eager, one thread)", portable),
     ("portable_loss", "validation loss of the laptop preset after 110 steps, float32, eager, three seeds", learned),
-    ("portable_mutations", "a method of portable numerics replaced by torch's own", mutated),
+    ("portable_mutations", "methods of portable numerics, each replaced in turn by torch's own", mutated),
     ("resume", "cases run twice and resumed, on 3 to 8 ranks",
      lambda r: f"{len(r['cases'])} cases, {sum(len({str(s) for s in c['sha256']}) == 1 for c in r['cases'])} with one sha256"),
     ("audit", "Lockstep and other trainers: repeated, killed, on more ranks, from damaged checkpoints",
@@ -190,27 +190,27 @@ SAME = [
     ("hard_kills_fsdp_3", "125 kills of `fsdp` on three ranks", kills),
     ("hard_kills_exact_6", "125 kills of `exact` on up to six ranks", kills),
     ("hard_kills_fsdp_sharded_3", "300 kills of `fsdp`, 28 files in each checkpoint", kills),
-    ("hard_kills_ddp_2_mirror", "20 kills with `--mirror`, an S3 server on loopback; half of them lose the disk, too", kills),
-    ("power_cut", "power cuts and failures of a disk",
+    ("hard_kills_ddp_2_mirror", "20 kills with `--mirror` to an S3 server on loopback; half of them also lose the disk", kills),
+    ("power_cut", "simulated power cuts and disk failures",
      lambda r: f"{r['total']['crash cases']:,} and {r['total']['faults']:,}; {r['total']['broken'] or 'nothing'} lost"),
 ]  # fmt: skip
 STRATEGIES = [
-    ("exact_cost", "an update under `exact`, compiled, a Qwen3 of 4.3 M parameters", exact_cost),
-    ("grad_sync", "an update on two ranks, eager ([ddp.md](ddp.md) has all)", synced),
-    ("grad_sync_larger_batch", "two ranks on two cores under `ddp` compared with one, batches of 16", larger_batch),
+    ("exact_cost", "time of an update under `exact` (compiled, a Qwen3 of 4.3 M parameters)", exact_cost),
+    ("grad_sync", "time of an update on two ranks, eager (all strategies: [ddp.md](ddp.md))", synced),
+    ("grad_sync_larger_batch", "two ranks on two cores under `ddp` against one, 16 micro-batches per update", larger_batch),
 ]
 OTHERS = [
-    ("memory", "memory of a rank, predicted and taken",
+    ("memory", "predicted memory of a rank, compared with what it took",
      lambda r: f"off by at most {r['largest_error']:.1%} in {len(r['settings'])} settings"),
-    ("fake_gpu", "memory of a rank on a GPU, predicted, and counted on fake CUDA tensors, eager, 1 to 512 ranks",
+    ("fake_gpu", "predicted memory of a rank on a GPU, compared with a count on fake CUDA tensors (eager, 1 to 512 ranks)",
      lambda r: f"off by at most {r['largest_error']:.1%} in {len(r['settings'])} settings"),
-    ("dial", "the learning rate of `--depth` over a factor of 4 in width and depth, in units of the dial's", factors),
+    ("dial", "best learning rate relative to that of `--depth` (the dial), over a factor of 4 in width and depth", factors),
     ("dial_text", "the same on another text", factors),
     ("dial_length", "the same at the dial's own length, batch and weight decay, one seed", own_length),
     ("dial_tokens", "the batch of `--depth` (4,096 tokens at depth 4) at an equal number of tokens, one seed", batches),
     ("phases", "one trunk with three decays ([phases.md](phases.md)), and a cosine run of each length, one seed", phases),
-    ("documents_loss", "attention within documents: what it adds to the validation loss, three seeds", within_documents),
-    ("documents_time", "the same: the time of an update by context", document_time),
+    ("documents_loss", "attention within documents: change of the validation loss, three seeds", within_documents),
+    ("documents_time", "the same: time of an update by context length", document_time),
     ("save_stall", "how long training waits for a save of 0.74 GB", stalls),
     ("scale", "data of 8 to 16,384 ranks, simulated", lambda r: "[scale.md](scale.md)"),
 ]  # fmt: skip
@@ -219,7 +219,7 @@ SECTIONS |= {"Memory, time and start": OTHERS}
 
 
 def conditions(result: dict) -> str:
-    """Which machine, and when."""
+    """Return which machine measured a result, and when."""
     host = result["machine"]
     cpu = "Xeon (AMX)" if "Xeon" in host["cpu"] else host["cpu"].removeprefix("AMD ")
     cpu = "EPYC as AVX2" if host.get("instructions") == "avx2" else cpu
@@ -228,7 +228,7 @@ def conditions(result: dict) -> str:
 
 
 def command(result: dict) -> str:
-    """The command that repeats a result, by the scripts of today."""
+    """Return the command that repeats a result with the current scripts."""
     script, *arguments = result["command"]
     name = Path(script).stem
     shown = []
@@ -244,7 +244,7 @@ def command(result: dict) -> str:
         shown = ["nanogpt", "--path=PATH"]
     script = NOW.get(name, f"{name}.py")
     if not (machine.ROOT / "bench" / script.split()[0]).exists():
-        return "a script that is gone"
+        return "a script that no longer exists"
     return f"`{' '.join([f'python bench/{script}', *shown])}`"
 
 

@@ -4,8 +4,8 @@ A checkpoint is a Hugging Face model directory that also holds optimizer.safeten
 (size and sha256 of every file, written last). It is renamed into place, so a kill at any instant leaves either the previous
 checkpoint or the new one, complete.
 
-Large sets of tensors are split over several files (`tensor_files`). The ranks that share the first copy of the weights write
-them: under fsdp all ranks, or the first group with `--replicate`, and otherwise only the master. The bytes of a file do not
+Large sets of tensors are split over several files (`tensor_files`), written by the ranks that share the first copy of the
+weights: under fsdp all ranks (with `--replicate`, the first group), otherwise only the master. The bytes of a file do not
 depend on which rank writes it.
 """
 
@@ -51,7 +51,7 @@ Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "v
 
 @dataclass
 class TrainState:
-    """All resumed state except tensors: the content of trainer_state.json."""
+    """Everything that a run resumes from, except tensors: the content of trainer_state.json."""
 
     step: Count = 0  # updates done
     tokens: Count = 0  # tokens seen
@@ -123,7 +123,7 @@ def open_optimizer(
 
 
 def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None = None) -> Any:
-    """Run `work` on the master, or on the ranks where `mine` is true, for longer than --timeout_minutes if necessary.
+    """Run `work` on the master, or on the ranks where `mine` is true. It may take longer than --timeout_minutes.
 
     Returns the master's result on all ranks.
     """
@@ -157,12 +157,12 @@ class Snapshot:
 
 
 def count_writers(engine) -> int:
-    """Return the number of ranks that write checkpoints: the first ones, which share the first copy of the weights."""
+    """Return how many ranks write checkpoints. They are the first ones, which share the first copy of the weights."""
     return engine.model.mesh.get_group("shard").size() if engine.sharded else 1
 
 
 def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write. Files of at most `limit` bytes go to the writers in turn. All ranks must call this."""
+    """Copy what this rank will write. The writers take turns at files of up to `limit` bytes. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
@@ -179,7 +179,7 @@ def take_snapshot(engine, limit: int) -> Snapshot:
 def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Write this rank's files, wait for the other writers in `group` (None: no others), and return all records.
 
-    If one could not write, raises OSError on all of them. A rank reports every kind of failure, or the others would hang.
+    If any of them fails, raises OSError on all. A rank reports failures of every kind, because the others would hang otherwise.
     """
     records, problem = {}, ""
     try:

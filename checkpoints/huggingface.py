@@ -132,7 +132,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
     if found.seq_len < model.seq_len:
         longest = f"--seq_len={model.seq_len}: {directory} has a context of {found.seq_len}"
         if found.architecture == "gpt2":
-            raise UserError(f"{longest} learned positions and no weights for more; use --seq_len={found.seq_len} or less")
+            raise UserError(f"{longest} learned positions, and no weights for more; use --seq_len={found.seq_len} or less")
         if model.rope_factors:
             rope["rope_scaling"] = model.rope_scaling
         if model.rope_theta > found.rope_theta:
@@ -225,7 +225,7 @@ def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor
         raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; weights must be {', '.join(FLOATS)}")
     if stored.shape[:: -1 if transposed else 1] != (shape[0] * (3 if fused else 1), *shape[1:]):
         needed = f"config.json gives {name} the shape {list(shape)}"
-        raise UserError(f"{stored.path}: {stored.name} has the wrong shape: {list(stored.shape)}; {needed}")
+        raise UserError(f"{stored.path}: {stored.name} has the wrong shape, {list(stored.shape)}; {needed}")
     first = "qkv".index(name.rpartition(".")[0][-1]) * shape[0] if fused else 0
     return dataclasses.replace(stored, shape=shape, transposed=transposed, first=first)
 
@@ -316,7 +316,7 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     theirs = vocabulary(path)
     for i, token in sorted(vocabulary(tokenizer).items()):
         if theirs.get(i) != token:
-            differ = f"token {i} is {token!r} in {tokenizer}, but {theirs.get(i)!r} there"
+            differ = f"token {i} is {token!r} in {tokenizer}, but {theirs.get(i)!r} in the model's"
             made = f"the tokens were not made with the tokenizer of {directory}"
             raise UserError(f"{made}: {differ}; prepare the text again with --tokenizer={path}")
     return []

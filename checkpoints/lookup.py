@@ -24,7 +24,7 @@ from settings import Config, ModelConfig
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # may change without a note
-NO_URL = "a model on the Hub is named OWNER/NAME, and train.py --mirror=URL continues a run from a store"
+NO_URL = "for a model on the Hub, use OWNER/NAME; train.py --mirror=URL continues a run from a store"
 
 
 def find(name: str) -> tuple[Path, list[str]]:
@@ -69,7 +69,7 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
 
 
 def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[Path, GPT]:
-    """Open a model for inference: its directory, and the model on the CPU, without dropout. See `find_model`.
+    """Load a model for inference, on the CPU and without dropout. Returns its directory and the model. See `find_model`.
 
     numerics: native or portable; auto: as in training, if known. dtype: the requested precision of matmuls.
     """
@@ -125,7 +125,7 @@ class Start:
 
     @property
     def weights(self) -> Path | None:
-        """The directory that the weights come from, or None from scratch."""
+        """The directory that the weights come from, or None if the run starts from scratch."""
         return self.checkpoint or self.pretrained
 
     def settle(self, config: Config) -> Config:
@@ -159,8 +159,8 @@ class Start:
                 raise UserError(f"--decay_steps={decay} {problem}; for a new run use --schedule=wsd and --cooldown_fraction")
             peak = settings.resolve_schedule(before.optim, before.train.steps)
             if (rate := learning_rate(done, before.train.steps, peak)) < peak.lr:
-                problem = f"the learning rate of {self.checkpoint} is {rate:.3g}, already below its peak of {peak.lr:.3g}"
-                raise UserError(f"--decay_steps={decay}: {problem}; use a checkpoint from the stable part")
+                problem = f"at {self.checkpoint}, the learning rate is {rate:.3g}, already below its peak of {peak.lr:.3g}"
+                raise UserError(f"--decay_steps={decay}: {problem}; use one from the stable part of the schedule")
             steps = done + decay
         return settings.replace(config, schedule="wsd", steps=steps)
 
@@ -217,8 +217,9 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
 def check_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:
     """Return a line for each setting and version that differs from the checkpoint's. Raises UserError if one must not change.
 
-    dataset: identity of the data. versions: this machine's. A run keeps its model and its data; a new run from a checkpoint may
-    change the data.
+    A run keeps its model and its data, but a new run that starts from a checkpoint may change the data.
+
+    dataset: the identity of the data. versions: of the software on this machine.
     """
     state, own, done = start.state, start.continues, start.state.step
     now, before, was = cli.flat_values(config), state.settings, state.config
@@ -241,7 +242,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
     if config.train.steps < least:
         refused.append(f"--steps={config.train.steps}, but {done} steps are done; --steps must be at least {least}")
     if refused:
-        other_run = f"start a run other than {Path(config.run.out_dir, config.run.name)} with --name=..."
+        other_run = f"leave {Path(config.run.out_dir, config.run.name)} as it is and start a new run with --name=..."
         way_out = other_run if own else "use only the weights with --init_from=PATH, or leave out --resume"
         refuse([*refused, f"restore these settings, or {way_out}"])
     if done >= config.train.steps:
@@ -253,7 +254,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
         known = state.versions
         lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]
     if skips_otherwise and not other_tokens:
-        lines.append(f"warning: {skip}, and these weights already include it; an earlier checkpoint does not")
+        lines.append(f"warning: {skip}, and these weights were already trained on it; an earlier checkpoint was not")
     if other_tokens:
         lines.append(f"changed: tokens {was.data.tokens} -> {now['tokens']}")
     if (state.dataset or dataset).split()[1:] != dataset.split()[1:]:

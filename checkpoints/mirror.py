@@ -104,7 +104,8 @@ class Mirror:
                 raise
             except Exception as error:  # each kind of store has its own exception classes
                 if attempt == TRIES - 1:
-                    raise RunError(f"--mirror={self.url} cannot be read: {errors.explain(error)}") from None
+                    problem = f"--mirror={self.url} cannot be read: {errors.explain(error)}"
+                    raise RunError(f"{problem}; check the URL, the credentials and the network") from None
             time.sleep(2.0**attempt)
 
     # -----------------------------------------------------------------------------------------------------------------

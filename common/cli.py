@@ -184,7 +184,7 @@ def new_directory(out: str) -> Path:
     if not out:
         raise UserError("--out=DIR is missing; it names the directory to create")
     if Path(out).exists():
-        raise UserError(f"--out={out} already exists and will not be overwritten; choose another")
+        raise UserError(f"--out={out} already exists and will not be overwritten; choose another directory")
     return Path(out)
 
 

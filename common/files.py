@@ -1,4 +1,4 @@
-"""Files: written completely or not at all, and checked when read.
+"""Write files completely or not at all, and check them when they are read.
 
 Everything is written under a hidden name, flushed to disk, and then renamed. So a kill at any instant leaves either the old
 content or the new, never a mixture. `read_json` validates JSON against a type.
@@ -37,7 +37,7 @@ def sync(path: Path) -> None:
 def publish(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a binary file to write to. It becomes `path` when the block ends, and is deleted if the block raises.
 
-    durable: False does not wait for the disk, so a power failure may lose the file.
+    durable: if False, do not wait for the disk; a power failure may then lose the file.
     """
     temporary = hidden(path)
     try:
@@ -92,7 +92,7 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock a directory for the block. Creates it if missing, and removes it if it ends up empty.
+    """Lock a directory while the block runs. Creates it if it is missing, and removes it if it ends up empty.
 
     Raises UserError if another live process has locked it.
     """
@@ -156,13 +156,13 @@ def require_file(path: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Return the hex digest of a file. Raises UserError if it does not exist."""
+    """Return the SHA-256 of a file in hex. Raises UserError if the file does not exist."""
     with open(require_file(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_bytes(path: Path, limit: int = LARGEST_TEXT) -> bytes:
-    """Read a file of at most `limit` bytes. Raises UserError, or OSError if it cannot be read."""
+    """Read a file of at most `limit` bytes. Raises UserError if it is missing or larger, OSError if unreadable."""
     if (size := require_file(path).stat().st_size) > limit:
         raise UserError(f"{path} has {size:,} bytes; the limit is {limit:,}")
     return path.read_bytes()

@@ -12,13 +12,13 @@ from dataset.tokenizer import load, resolve
 from dataset.tokens import open_dataset, read_metadata
 
 SCANNED_TOKENS = 1 << 22  # tokens to read at a time
-SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # the beginning of each split to show
+SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # how much of the beginning of each split to show
 
 
 def check(directory: Path, spec: str = "") -> None:
-    """Read a whole dataset directory, ours or another tool's, and print its contents.
+    """Read a whole dataset directory, written by Lockstep or another tool, and print what it contains.
 
-    spec: the tokenizer of another tool's tokens, as in --tokenizer. Raises a UserError that names the first problem.
+    spec: the tokenizer of another tool's tokens, in the syntax of --tokenizer. Raises a UserError that names the first problem.
     """
     if not directory.is_dir():
         raise UserError(f"--check={directory}: no such directory")
@@ -62,4 +62,4 @@ def describe(split: str, records: list[dict]) -> str:
 def check_sha256(path: Path, record: dict) -> None:
     """Raise UserError if a file does not match its record in dataset.json."""
     if files.sha256(path) != record["sha256"]:
-        raise UserError(f"{path} does not match its sha256 in dataset.json; copy it or prepare it again")
+        raise UserError(f"{path} does not match its sha256 in dataset.json; copy it again, or prepare the dataset again")

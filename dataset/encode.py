@@ -58,7 +58,7 @@ def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> 
             if documents >= FEW_DOCUMENTS:
                 return Split(0.05 if val_fraction == "auto" else val_fraction)
     if not documents:
-        raise UserError("the source contains no text")
+        raise UserError("the source contains no text; check its path, and --column for .jsonl and .parquet files")
     val_fraction = 0.1 if val_fraction == "auto" else val_fraction
     boundary = int(characters * (1 - val_fraction))
     if not 0 < boundary < characters:

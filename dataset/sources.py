@@ -1,4 +1,4 @@
-"""Sources of text: files and folders, local or at any URL that fsspec opens, read about a megabyte at a time."""
+"""Read text from files and folders, on disk or at any URL that fsspec opens, about a megabyte at a time."""
 
 import contextlib
 import functools
@@ -54,7 +54,7 @@ class SourceFile:
 
     @property
     def form(self) -> str:
-        """The file's suffix without compression, which gives its format. Empty if it is not one of SUFFIXES."""
+        """The suffix that gives the file's format, without that of a compression. Empty if it is not one of SUFFIXES."""
         path = PurePosixPath(self.name)
         suffix = PurePosixPath(path.stem).suffix if path.suffix in OPENERS else path.suffix
         return suffix if suffix in SUFFIXES else ""
@@ -80,7 +80,7 @@ class Piece:
 
 @contextlib.contextmanager
 def named_errors(name: object) -> Iterator[None]:
-    """Turn any error of a file system, a server or a damaged file into a UserError that begins with `name`."""
+    """Turn any error from a file system, a server or a damaged file into a UserError that begins with `name`."""
     try:
         yield
     except UserError:
@@ -152,7 +152,7 @@ def at_commit(source: str, commit: str = "") -> tuple[str, str]:
 def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
     """Read and decompress a file in chunks of about CHUNK_BYTES. Yields (bytes on disk, content).
 
-    find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, also for long lines.
+    find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, for long lines too.
     """
     unpack = OPENERS.get(PurePosixPath(file.name).suffix, contextlib.nullcontext)
     with named_errors(file), file.open() as raw, unpack(raw) as stream:
@@ -171,7 +171,7 @@ def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[
 
 
 def end_of_words(content: bytes) -> int:
-    """Find the end of the last word before white space. Tokens never cross it, so cutting there does not change them.
+    """Return the end of the last word that white space follows. No token crosses it, so a cut there changes no tokens.
 
     If the last 4096 bytes contain no such place, returns the end of the last whole character.
     """

@@ -99,7 +99,7 @@ class Tokenizer:
         if self.tiktoken:
             with contextlib.suppress(ValueError):  # a million spaces exhaust tiktoken's regex engine, but not Hugging Face's
                 return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        with library_errors(f"{self.name} failed to encode a text"):  # such as one that makes a regex backtrack for too long
+        with library_errors(f"{self.name} failed to encode part of the text"):  # such as when a regex backtracks for too long
             found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
         return np.array(found[0].ids, dtype=np.uint32)
 
@@ -188,7 +188,7 @@ def download(name: str) -> Tokenizer:
     try:  # tiktoken's download has no timeout
         found = within(DOWNLOAD_SECONDS, ENCODING_CONSTRUCTORS[name])
     except Exception as error:  # network, proxy or disk: the fix is the same
-        remedy = "offline, set TIKTOKEN_CACHE_DIR to a cache filled on another machine, or use train:N, bytes, or the path of a"
+        remedy = "if offline, set TIKTOKEN_CACHE_DIR to a cache filled elsewhere, or use train:N, bytes, or the path of a"
         reason = str(error)[:200] or f"nothing in {DOWNLOAD_SECONDS} s"
         problem = f"--tokenizer={name}: tiktoken could not download it ({reason})"
         raise UserError(f"{problem}\n       {remedy} tokenizer.json or .tiktoken file") from None
@@ -253,7 +253,7 @@ def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
     if not isinstance(theirs.model, models.BPE) or not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
         raise UserError(f"{name} is not a byte-level BPE over all 256 bytes, the only supported type")
     if (eot_token := end_of_text(added)) is None:
-        raise UserError(f"{name} has no end-of-text token; looked for {', '.join(ENDS_OF_TEXT)}")
+        raise UserError(f"{name} has no end-of-text token; add one of {', '.join(ENDS_OF_TEXT)}")
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True  # treat a special token spelled out in text as ordinary text

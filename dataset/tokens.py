@@ -316,7 +316,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     if eot_token is not None:
         remark += f"; token {eot_token} separates documents (from {'its tokenizer' if ids else 'GPT-2'})"
     if not tokenizer:
-        made = f": run python tools/char_tokenizer.py {directory}/meta.pkl" if characters else ", such as --tokenizer=gpt2"
+        made = f"; run python tools/char_tokenizer.py {directory}/meta.pkl" if characters else ", such as --tokenizer=gpt2"
         remark += f"; sample.py will need the tokenizer of these tokens{made}"
     sizes = [(str(path.relative_to(directory)), path.stat().st_size) for paths in names.values() for path in paths]
     return Dataset(directory, vocab_size, eot_token, tokenizer, splits, digest(sizes), remark=remark)

@@ -24,8 +24,8 @@ END: Position = (sys.maxsize, 0)  # after all units
 class ShardWriter:
     """Cuts the tokens of one split into shards. The split ends after `max_tokens`.
 
-    earlier: this split in an earlier run's progress.json. `finished`: the records of its shards. `position`: the unit in which
-    the last shard ends. `taken`: the number of that unit's tokens that are in shards.
+    earlier: the entry of this split in an earlier run's progress.json. Its `finished` has the records of the shards, `position`
+    is the unit in which the last shard ends, and `taken` is how many of that unit's tokens are in shards.
     """
 
     def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int, earlier: dict):
@@ -68,7 +68,7 @@ class ShardWriter:
 class DatasetWriter:
     """Writes both splits of a dataset. Continues after the finished shards of an earlier run with the same request.
 
-    request: describes the dataset, as JSON. Shards from a different request are removed.
+    request: a description of the dataset, as JSON. Shards from a different request are removed.
     """
 
     def __init__(self, directory: Path, request: dict, tokenizer: Tokenizer, val_fraction: float):
@@ -112,7 +112,7 @@ class DatasetWriter:
             if writer.filled:
                 writer.publish()
             if not writer.finished:
-                raise UserError(f"--val_fraction={self.val_fraction} leaves no document for {split}; try another value")
+                raise UserError(f"--val_fraction={self.val_fraction} leaves no documents for {split}; try another value")
         self.tokenizer.save(self.directory / "tokenizer.json")
         metadata = {
             "format": "lockstep-tokens",
@@ -135,7 +135,7 @@ def is_finished(directory: Path, request: dict) -> bool:
     if not (directory / "dataset.json").exists():
         names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
         if names and "progress.json" not in names:
-            raise UserError(f"{directory} contains other files; choose another --out, or remove it")
+            raise UserError(f"{directory} contains other files; choose another --out, or remove the directory")
         return False
     metadata = read_metadata(directory)
     found = metadata | metadata.get("options", {}) | {"tokenizer": metadata["tokenizer"]["name"]}

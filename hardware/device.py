@@ -30,8 +30,8 @@ from hardware.host import cores, cpu_name, cpuinfo, memory_bytes, nvidia_driver
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
 NO_LIMIT = ("", "ALL", "DEFAULT")
-# Compiling for a CPU takes COMPILE_SECONDS and saves the fraction COMPILE_SAVES of eager training, which runs at about
-# EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). They are constants, because the choice affects the bits.
+# Compiling for a CPU takes COMPILE_SECONDS and saves a fraction COMPILE_SAVES of the time of eager training, which runs at
+# about EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). These are constants because the choice affects the bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
@@ -39,7 +39,7 @@ MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-# Words in the names of GPUs without the datasheet's peak: slices, virtual GPUs, and variants with other units or power.
+# Words in the names of GPUs whose peak is not the datasheet's: slices, virtual GPUs, and variants with other units or power.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 
 
@@ -110,7 +110,7 @@ def require_no_gpu() -> None:
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise UserError unless this torch includes kernels for the GPU's major version (and at most its minor), or older PTX."""
+    """Raise UserError unless this torch can run on the GPU: with kernels for its major and at most its minor version or PTX."""
     built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(torch.cuda.get_arch_list()))
     if torch.version.hip or not built:
         return
@@ -133,7 +133,7 @@ def shares_gpu() -> bool:
 
 
 def ranks_here() -> int:
-    """Return the number of ranks for `make train`: a power of two, to divide batches, up to the number of GPUs or cores.
+    """Return the number of ranks for `make train`: a power of two, so that batches divide evenly, up to the GPUs or cores.
 
     Small models train faster on four ranks of one thread than on one rank of four threads (bench/LOG.md, "Ranks and threads").
     """
@@ -143,7 +143,7 @@ def ranks_here() -> int:
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """Return `name`, or for auto the fastest precision: bfloat16 if fast here, else float16 on CUDA, else float32."""
+    """Return `name`, or for auto the fastest precision: bfloat16 if that is fast here, else float16 on CUDA, else float32."""
     if name != "auto":
         return name
     if fast_at_bfloat16(device):
@@ -156,7 +156,7 @@ def fast_at_bfloat16(device: torch.device) -> bool:
 
     On a CPU, the speed relative to float32 is 10 with a matrix unit (Intel's AMX), 0.37 with AVX512 alone, and 0.03 with AVX2.
     With AVX512_BF16, it is 1.9 on AMD, but below 1 on Intel (bench/LOG.md, "Classes of processors" and "Tokens per second"). We
-    have not measured Metal, or Arm, where oneDNN lacks fast code for some matmuls (pytorch#180447).
+    have measured neither Metal nor Arm, where oneDNN lacks fast code for some matmuls (pytorch#180447).
     """
     if device.type != "cpu":
         return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -183,7 +183,7 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
         return "off"
     for module in ("torch", "ctx_manager"):  # they warn about profiler hooks in optimizers and DDP, which cost nothing
         logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
-    # Otherwise the compiler would build and run a test program for each of the CPU's vector instruction sets: 4 seconds.
+    # Otherwise the compiler would spend 4 seconds on a test program for each of the CPU's vector instruction sets.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if device.type == "cpu":
         # The compiler's cache ignores the processor, and code for wider vectors would corrupt memory on another one.
@@ -231,7 +231,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Return the peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, of the threads with a core."""
+    """Return the peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, of threads with a core each."""
     threads = min(torch.get_num_threads(), cores() / local_world_size()) if device.type == "cpu" else 1
     return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
 
@@ -242,7 +242,7 @@ def known_peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def datasheet_flops(name: str) -> float | None:
-    """Return the dense bfloat16 peak in FLOP/s of the GPU with CUDA's `name`, or None if it is unknown or not a whole GPU."""
+    """Return the dense bfloat16 peak in FLOP/s of the GPU that CUDA calls `name`, or None if unknown or not a whole GPU."""
     words = set(re.split(r"[ -]", name)) | set(name.split())
     fitting = [peak for known, peak in GPU_PEAK_FLOPS.items() if words.issuperset(known.split()) and not words & GPU_PARTS]
     return fitting[0] if fitting else None
@@ -250,7 +250,7 @@ def datasheet_flops(name: str) -> float | None:
 
 @functools.cache
 def best_product(device: torch.device, dtype: str) -> float:
-    """Measure, once, the FLOP/s of the fastest of ten or more matmuls in 50 ms; on a CPU, with one thread.
+    """Return the FLOP/s of the fastest of ten or more matmuls in 50 ms, measured only once; on a CPU, with one thread.
 
     On a CPU, the clock counts only this thread's processor time, so other programs do not distort it.
     """
@@ -287,7 +287,7 @@ def libraries() -> dict[str, str]:
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """Return the free and total bytes of memory of this rank's GPU, or for a CPU, of the machine.
+    """Return the free and total memory in bytes: of this rank's GPU or, on a CPU, of the machine.
 
     On mps, only this process's memory counts as used; how much other processes use is unknown.
     """

@@ -64,11 +64,13 @@ def main() -> None:
     parser.add_argument("--val_fraction", type=float, default=0.05)
     parser.add_argument("--tasks", type=int, default=1, help="number of tasks, each of which writes a file")
     parser.add_argument("--workers", type=int, default=-1, help="tasks at a time (-1: all)")
-    parser.add_argument("--tokens_per_file", type=float, default=0, help="merge the results into files of this many tokens")
+    parser.add_argument(
+        "--tokens_per_file", type=float, default=0, help="merge the output into files of this many tokens (0: do not merge)"
+    )
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")
     parser.add_argument("--partition", default="cpu", help="SLURM partition")
     parser.add_argument("--qos", default="", help="SLURM quality of service")
-    parser.add_argument("--time", default="24:00:00", help="SLURM time limit of a task")
+    parser.add_argument("--time", default="24:00:00", help="SLURM time limit per task")
     args = parser.parse_args()
     if "://" in args.out:
         parser.error(f"--out={args.out} must be a local path, because train.py reads the tokens there")

@@ -22,7 +22,7 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
     dist.all_gather_object(digests, [digest(name, tensor) for name, tensor in tensors], group=group)
     for i, copies in enumerate(itertools.zip_longest(*digests)):
         if len(set(copies)) > 1:
-            name = tensors[i][0] if i < len(tensors) else f"number {i}, which this rank does not have"
+            name = tensors[i][0] if i < len(tensors) else f"number {i} (missing on this rank)"
             ranks_by_copy = {copy: [rank for rank, other in enumerate(copies) if other == copy] for copy in copies}
             *others, most = sorted(ranks_by_copy.values(), key=len)
             found = f"differs between ranks {', '.join(map(str, others))} and the other {len(most)}"

@@ -43,7 +43,7 @@ def turn(config: Config, args: list[str]) -> Config:
     if depth == "off":
         return config
     if config.model.init_from != "scratch":
-        raise UserError(f"--depth={depth} is for models from scratch; leave out --init_from={config.model.init_from}")
+        raise UserError(f"--depth={depth} is for models trained from scratch; leave out --init_from={config.model.init_from}")
     if (own := settings.of_run(config)) and own.run.depth == depth:
         return config
     preset, flags = settings.divide(args)

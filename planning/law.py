@@ -1,4 +1,4 @@
-"""A scaling law, with its uncertainty, fitted to small runs: how the loss depends on a run's weights and tokens.
+"""Fit a scaling law to small runs: how the loss depends on a run's weights and tokens, and how uncertain that is.
 
 loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models").
 """
@@ -6,8 +6,8 @@ loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute
 import numpy as np
 
 PRIOR_EXPONENT, PRIOR_SPREAD = 0.33, 0.4  # prior mean of a and b, and the spread of their logarithms (arXiv 2404.10102)
-NOISE, NOISE_RUNS = 0.01, 3  # prior noise of the loss between seeds, and its weight in runs
-EXTRAPOLATION_ERROR = 0.013  # nats per doubling of FLOPs beyond the largest fitted run: docs/dial.md
+NOISE, NOISE_RUNS = 0.01, 3  # prior for the noise of the loss between seeds, and how many runs it counts for
+EXTRAPOLATION_ERROR = 0.013  # nats per doubling of FLOPs beyond the largest fitted run; see docs/dial.md
 HALF_LIFE = 15.4  # epochs of repetition (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")
 QUANTILE = 1.645  # half-width of a 90 % interval, in standard deviations
 
@@ -31,8 +31,8 @@ def predict(runs: list, losses: list[float], wanted: list, unique_tokens: float)
     """Predict the losses [m] of the `wanted` runs. Also returns the half-widths [m] of their 90 % intervals, and a formula.
 
     runs: [n, 2], the weights and tokens of runs with these `losses`, on a text of `unique_tokens`. wanted: [m, 2], likewise.
-    For each pair of exponents, a law is fitted robustly, so that outliers count less. The prediction averages the laws by
-    probability; the formula is the most probable law.
+    For each pair of exponents, a law is fitted robustly, so that outliers count less. The prediction averages these laws,
+    weighted by their probability; the formula is the most probable one.
     """
     (weights, tokens), y = np.array([*runs, *wanted], float).T, np.array(losses)
     sizes, wanted = np.split(np.stack((weights, effective_tokens(tokens, unique_tokens)), axis=1), [len(y)])

@@ -89,7 +89,7 @@ def not_taken(args: list[str], config: Config) -> str:
     values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
     names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
     other = [f"--{name}={values[name]}" for name in sorted(names) if values[name] != now[name]]
-    keeps = f"note: {config.run.name} keeps its own settings; to use these from {os.path.relpath(preset)}, pass them as flags:"
+    keeps = f"note: {config.run.name} keeps its own settings; to use those of {os.path.relpath(preset)}, pass them as flags:"
     return f"{keeps} {files.shortened(other)}" if other else ""
 
 
@@ -172,7 +172,7 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         ("Time and money",),
         ("  FLOPs", f"{flops * tokens:.2e}"),
         ("  MFU", f"{mfu:.0%}", ("assumed" if options.plan_mfu == "auto" else "--plan_mfu")
-          + f", of a peak of {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
+          + f"; the peak is {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
         ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for the network"),
         ("  efficiency", f"{ideal_s / step_s:.1%}", f"of {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),

@@ -33,7 +33,7 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
         if step >= steps:
             yield f"--phase={step}:{mixture} begins after the last step; --steps must be more than {step}"
     if not re.fullmatch(r"([1-9]\d{0,11}:[1-9]\d{0,5})?", config.log.profile):
-        yield f"--profile={config.log.profile} must be STEP:COUNT, such as 100:3 for the updates of steps 100 to 102"
+        yield f"--profile={config.log.profile} must be STEP:COUNT, such as 100:3 to trace steps 100 to 102"
     if config.eval.tasks_every and not config.eval.tasks:
         yield f"--tasks_every={config.eval.tasks_every} needs --tasks, such as --tasks=hellaswag,arc_easy"
     if strategy == "exact" and train.dtype == "float16":

@@ -94,7 +94,7 @@ def check_memory(config: Config, world: World) -> None:
     sizes = {part: parts.get(part, 0.0) for part in ("activations", "logits")}
     sizes |= {part: 16.0 * count for part, count in footprint.parameters(config.model).items()}
     largest = max(sizes, key=sizes.get)
-    what = largest if largest in parts else f"the {largest}, its gradients and optimizer state"
+    what = largest if largest in parts else f"the {largest} with its gradients and optimizer state"
     flags = " ".join(f"--{name}={flat_values(config)[name]}" for name in BLAME[largest])
     raise UserError(
         f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
@@ -144,7 +144,7 @@ def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> st
     shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # for each dataset: its share in each phase
     parts = zip(mixture.datasets, shares, batches.streams, batches.epochs(train.steps), strict=True)
     several = len(mixture.datasets) > 1
-    source = "from the datasheet" if known else "measured here by matrix products"
+    source = "from the datasheet" if known else "measured here with matmuls"
     rows = [
         f"model   {model.architecture}, {footprint.parameter_count(model):,} parameters: "
         f"{plural(model.n_layer, 'layer')}, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}",

@@ -14,7 +14,7 @@ from reports import curves
 from reports.log import Log, duration
 from settings import TrainConfig
 
-DRAW_SECONDS = 20  # seconds between drawings; training waits half a second for each
+DRAW_SECONDS = 20  # seconds between redraws, each of which holds up training for half a second
 
 
 class Progress:
@@ -27,7 +27,7 @@ class Progress:
         self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
         self.datasets, self.batches = datasets, batches
         self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
-        # Since the last report. Skip the first update: it allocates memory, warms caches and may compile.
+        # Totals since the last report, without the first update, which allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
         self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
@@ -51,7 +51,7 @@ class Progress:
             self.report(state, loss, grad_norm, lr)
 
     def watch(self, state, loss: float) -> None:
-        """Warn when losses rise far above the run's lowest, because the exit status will not show it."""
+        """Warn when losses rise far above the run's lowest, because the exit status will not show this."""
         self.losses.append(loss if math.isfinite(loss) else math.inf)
         recent, was_high = median(self.losses), self.is_high  # the median ignores a single spike
         self.lowest = min(self.lowest, recent, state.best_val_loss or math.inf)
@@ -75,11 +75,14 @@ class Progress:
         self.log.say(line)
 
     def speed(self) -> dict:
-        """Average since the last report: tokens/s over all ranks, MFU, and ms per update and waiting. Empty without updates."""
+        """Return averages since the last report: tokens/s over all ranks, MFU, ms per update, and ms of waiting for data.
+
+        Empty if there were no updates.
+        """
         if self.updates < 1:
             return {}
         speed = self.updates * self.train.tokens_per_update / self.seconds
-        if self.is_peak_measured:  # too low if the machine was busy
+        if self.is_peak_measured:  # the measurement is too low if the machine was busy
             self.peak_speed = max(self.peak_speed, speed)
         report = {
             "tokens_per_second": round(speed, 1),

@@ -85,7 +85,7 @@ def test_steps_and_batch_agree_whichever_is_given():
         (["--depth=0"], "--depth must be greater than 0 and at most 256, not '0'"),
         (["--depth=1000000000"], "--depth must be greater than 0 and at most 256"),
         (["--depth=deep"], "--depth must be INTEGER|off, not 'deep'"),
-        (["--depth=2", "--init_from=gpt2"], "--depth=2 is for models from scratch"),
+        (["--depth=2", "--init_from=gpt2"], "--depth=2 is for models trained from scratch"),
         (["--depth=2", "--n_head=7"], "is not a multiple of --n_head=7"),
     ],
 )

@@ -171,7 +171,7 @@ CASES = [
     case("train.py --tokens=a:1,b:1e999999999", None, "weight greater than 0"),
     case("train.py --seed=x --debug", None, "Traceback", "error: --seed must be INTEGER"),
     case("evaluate.py runs/run --seq_len=17", None, "exceeds the model's context of 16"),
-    case("replay.py runs/run --step=99", None, "has steps 1 to 2"),
+    case("replay.py runs/run --step=99", None, "has only steps 1 to 2"),
     case("replay.py runs/nothing", None, "neither a run"),
     case("plot.py nothing", None, "nothing/metrics.jsonl does not exist"),
     case("prepare_data.py --part=1/2", None, "unknown flag --part (--help lists all flags)"),

@@ -169,7 +169,7 @@ def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path
     assert f"{tmp_path} has no tokenizer.json" in huggingface.check_tokenizer(tmp_path, tokenizer_json)[0]
     other = tmp_path / "other.json"
     tokenizer.resolve("bytes").save(other)
-    with pytest.raises(UserError, match=r"token 0 is 'Ā' in .*other.json, but '<|endoftext|>' there; .*--tokenizer="):
+    with pytest.raises(UserError, match=r"token 0 is 'Ā' in .*other.json, but '<|endoftext|>' in the model's; .*--tokenizer="):
         huggingface.check_tokenizer(tmp_path / "model", other)
 
 

@@ -167,7 +167,7 @@ def test_exact_takes_the_same_micro_batch_on_any_number_of_gpus(memory):
         ),
         (
             ["--n_embd=65536", "--n_head=64", "--vocab_size=384"],
-            "the MLP, its gradients and optimizer state: lower one of --n_embd=65536",
+            "the MLP with its gradients and optimizer state: lower one of --n_embd=65536",
         ),
         (["--vocab_size=16000000", "--n_embd=256", "--n_head=4"], "lower one of --vocab_size=16000000 "),
     ],

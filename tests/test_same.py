@@ -121,7 +121,7 @@ def test_a_segment_ends_at_any_step(portable):
     assert verify(portable, "--from=6", "--to=8") == "step 8 follows from step-00000006\n"
     assert verify(portable, "--from=3", "--to=6") == "step-00000006 follows from step-00000003\n"
     for wrong in (["--from=4"], ["--from=6", "--to=6"], ["--to=13"], ["--step=3"]):
-        assert "checkpoints of steps 3, 6, 9, 12" in verify(portable, *wrong, status=2)
+        assert "checkpoints at steps 3, 6, 9, 12" in verify(portable, *wrong, status=2)
     assert "need --verify" in execute([sys.executable, "replay.py", portable, "--from=3"], status=2).stderr
     assert "--from must be INTEGER|auto" in verify(portable, "--from=x", status=2)
 

@@ -293,7 +293,7 @@ def test_a_preset_that_a_run_does_not_follow_is_named(mine, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     load("config/gpt2_124m.toml", "--steps=40", *mine)
     assert capsys.readouterr().out == (
-        "note: mine keeps its own settings; to use these from config/gpt2_124m.toml, pass them as flags: --lr=0.0006\n"
+        "note: mine keeps its own settings; to use those of config/gpt2_124m.toml, pass them as flags: --lr=0.0006\n"
     )
 
 

@@ -218,6 +218,6 @@ def test_a_regex_that_only_the_corpus_sends_back_and_forth_is_refused(tmp_path):
     command = [sys.executable, ROOT / "prepare_data.py", "a.txt", "--tokenizer=tokenizer.json", "--out=out"]
     refused = execute(command, 2, cwd=tmp_path).stderr
     assert refused.splitlines()[-1].startswith(
-        "error: tokenizer.json failed to encode a text: Onig: Regex search error: retry-limit"
+        "error: tokenizer.json failed to encode part of the text: Onig: Regex search error: retry-limit"
     )
     assert "Traceback" not in refused

@@ -203,7 +203,7 @@ def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretc
 def test_learned_positions_have_no_longer_context(train):
     train("gpt2", steps=1, architecture="gpt2", optimizer="adamw")
     longer = dict(init_from=train.runs / "gpt2", seq_len=32, rope_scaling="2,1,4,16", optimizer="adamw")
-    assert "has a context of 16 learned positions and no weights for more; " in train("longer", status=2, **longer).stderr
+    assert "has a context of 16 learned positions, and no weights for more; " in train("longer", status=2, **longer).stderr
 
 
 FULL_DISK = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=9)"

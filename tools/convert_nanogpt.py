@@ -103,7 +103,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
         if value is not None and key in theirs and "c_attn" in key:
             value = value.chunk(3)["qkv".index(module[-1])]
         if value is None or value.shape != shape:
-            raise UserError(f"the checkpoint has no {key} of shape {list(shape)} (our {name})")
+            raise UserError(f"the checkpoint has no {key} of shape {list(shape)}, which our {name} needs")
         found[name] = value
         unused.discard(key)
     if unused:

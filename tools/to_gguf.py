@@ -35,13 +35,13 @@ class GgufConfig:
 
 
 def main(config: GgufConfig) -> None:
-    """Convert the model. Raises UserError if llama.cpp would tokenize differently from the model's training text."""
+    """Convert the model. Raises UserError if llama.cpp would split text differently from the model's tokenizer."""
     model, checkout = Path(config.model), Path(config.llama_cpp)
     if not config.llama_cpp or not (checkout / "convert_hf_to_gguf.py").exists():
         raise UserError(f"--llama_cpp={config.llama_cpp} must be a checkout of llama.cpp with convert_hf_to_gguf.py")
     definition = files.read_json(model / "tokenizer.json")
     if f'"{json.dumps(LLAMA3_PATTERN)[1:-1]}"' not in json.dumps(definition.get("pre_tokenizer")):
-        remedy = "train on text prepared with --tokenizer=train:N:llama3 or gpt2"
+        remedy = "prepare the text with --tokenizer=train:N:llama3 or --tokenizer=gpt2, and train on that"
         raise UserError(f"{model}/tokenizer.json uses a pattern that llama.cpp does not know; {remedy}")
     sys.path.insert(0, str(checkout))
     try:
