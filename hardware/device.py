@@ -309,8 +309,8 @@ def peak_memory_gb(device: torch.device) -> float:
 def keep_freed_memory() -> None:
     """Let glibc reuse the memory of freed tensors.
 
-    By default it returns large blocks to the kernel at every free. The page faults of allocating them again take a tenth of an
-    eager training step on a CPU.
+    By default, it returns large freed blocks to the kernel at once. The page faults when they are allocated again take a tenth
+    of an eager training step on a CPU.
     """
     with contextlib.suppress(AttributeError):  # a C library other than glibc
         libc = ctypes.CDLL(None)

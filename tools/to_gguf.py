@@ -1,9 +1,9 @@
 """Convert a model with the tokenizer train:N:llama3 to GGUF for llama.cpp: `python tools/to_gguf.py DIR --llama_cpp=CHECKOUT`.
 
-This runs llama.cpp's convert_hf_to_gguf.py. By itself, that command would reject a tokenizer trained here, because it
-identifies published ones by a hash of a test text's tokens. So this script checks tokenizer.json instead: with Llama 3's
-pattern, llama.cpp splits text by the same rule under the name llama-bpe. Models with the tokenizer gpt2 need only llama.cpp's
-own command.
+This runs llama.cpp's convert_hf_to_gguf.py. On its own, that would reject a tokenizer trained here, because it recognizes
+only published tokenizers, by a hash of the tokens that they make of a test text. This script checks the pattern in
+tokenizer.json instead: Llama 3's pattern is the rule that llama.cpp knows as llama-bpe. A model with the tokenizer gpt2 needs
+only llama.cpp's own command.
 """
 
 import importlib
