@@ -1,9 +1,9 @@
 """Look back at a step of a run: `python replay.py runs/NAME --step=12345`. Was it the data, or the machine?
 
-Recomputes the steps since the newest intact checkpoint before that step, without writing to the run. If loss and gradient norm
-match metrics.jsonl bit for bit, the machine is fine, and the step's sequences show what the model saw. Otherwise it prints the
-first step that differs. Any number of ranks can replay a run with --strategy=exact; for other runs, use the original number:
-`torchrun --standalone --nproc_per_node=W replay.py ...`.
+Recomputes the steps from the newest intact checkpoint before that step, without writing to the run. If loss and gradient norm
+match metrics.jsonl bit for bit, the machine is fine, and the step's sequences show what the model saw. Otherwise, replay.py
+prints the first step that differs. A run with --strategy=exact can be replayed on any number of ranks; other runs need the
+original number: `torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ReplayConfig:
     step: Count = 0
     """The step to replay, numbered as in metrics.jsonl (0: the last recorded step)."""
     sequences: Count = 8
-    """Sequences of the step to show, worst loss first (0: all)."""
+    """How many of the step's sequences to show, worst loss first (0: all)."""
     verify: bool = False
     """Check that each kept checkpoint follows from the previous one, sha256 for sha256."""
     from_: Annotated[Count | Auto, tyro.conf.arg(name="from")] = "auto"
@@ -130,15 +130,15 @@ def read_steps(past: Past) -> dict[int, tuple[float, float]]:
 
 
 def differing(found: dict[int, tuple], recorded: dict[int, tuple]) -> list[int]:
-    """Return the recorded steps whose (loss, gradient norm) differs. Compared by repr, in which NaN equals NaN."""
+    """Return the recorded steps whose (loss, gradient norm) differs. Compares them by repr, so that NaN equals NaN."""
     return [step for step in recorded if repr(recorded[step]) != repr(found[step])]
 
 
 def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list[int]) -> str:
-    """Return whether the (loss, gradient norm) of the steps match the run's records."""
+    """Say whether the (loss, gradient norm) of each step matches the run's records."""
     if not different:
         same = "loss and gradient norm match the records bit for bit; look at the data"
-        return f"{plural(len(recorded), 'recorded step')}: {same}" if recorded else "no step was logged (--log_every)"
+        return f"{plural(len(recorded), 'recorded step')}: {same}" if recorded else "no step was logged (see --log_every)"
     step = different[0]
     (loss, norm), (loss_before, norm_before) = found[step], recorded[step]
     differ = f"loss {loss!r} (recorded: {loss_before!r}), gradient norm {norm!r} (recorded: {norm_before!r})"
@@ -146,7 +146,7 @@ def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list
 
 
 def anywhere(config: settings.Config) -> settings.Config:
-    """Return settings with which any machine can recompute a portable run. A native run's settings stay unchanged."""
+    """Return settings that let any machine recompute a portable run. A native run's settings stay unchanged."""
     if config.numerics.numerics == "native":
         return config
     return settings.replace(config, threads="auto", device="cpu" if config.train.device == "cpu" else "auto")

@@ -42,7 +42,7 @@ class RunConfig:
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 after this many minutes (0: no limit)."""
     depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
-    """The dial: number of layers. Sets width, batch, steps, learning rate and weight decay to match, unless flags set them."""
+    """The dial: the number of layers. Width, batch, steps, learning rate and weight decay follow, unless flags set them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DataConfig:
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows within an epoch."""
     skip_steps: str = ""
-    """Leave out the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
+    """Leave out the batches of these steps, such as 812-815,990. When you resume a run, you may add future steps."""
     attend: Literal["window", "document"] = "window"
     """Whether tokens attend to all earlier tokens in the window, or only to those in the same document."""
     prepare_command: str = ""
@@ -75,7 +75,7 @@ class ModelConfig:
     n_embd: Size = 768
     """Width of the residual stream."""
     head_dim: Size | Auto = "auto"
-    """Width of a head. auto: n_embd / n_head, required for gpt2."""
+    """Width of a head. auto: n_embd / n_head, the only choice for gpt2."""
     d_ff: Size | Auto = "auto"
     """Width inside the MLP. auto: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64."""
     seq_len: Size = 1024
@@ -165,7 +165,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     strategy: Literal["ddp", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"] = "ddp"
-    """ddp: torch's DistributedDataParallel. fsdp: shard weights, gradients and optimizer state over the ranks.
+    """ddp: torch's DistributedDataParallel. fsdp: shard weights, gradients and optimizer state across ranks.
     exact: the same bits on any number of ranks. scratch_*: the lessons in parallel/from_scratch.py."""
     replicate: Ranks = 1
     """Copies of the weights under fsdp, each shared by a group of ranks such as a node (1: all ranks share one)."""
@@ -203,7 +203,7 @@ class CheckpointConfig:
     keep_best: Count = 1
     """Also keep this many checkpoints with the lowest validation loss."""
     max_shard_bytes: Annotated[int, Meta(gt=0, le=1 << 62)] = 10**9
-    """Largest file of weights or optimizer state. A larger tensor gets its own file."""
+    """Maximum size of a file of weights or optimizer state, in bytes. A larger tensor gets its own file."""
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
     mirror: str = ""

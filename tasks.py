@@ -192,7 +192,7 @@ def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, wo
     names: lm-eval's names or paths of YAML files, separated by commas. first: the token that starts and ends a text.
     """
     if tokenizer is None or first is None:
-        raise UserError("--tasks needs a tokenizer.json with an end-of-text token beside the tokens or the model")
+        raise UserError("--tasks needs a tokenizer.json with an end-of-text token, next to the tokens or to the model")
     kind = Tasks
     if world.is_master:
         if find_spec("lm_eval") is None:

@@ -16,22 +16,24 @@ NOW |= {"time_to_loss": "speed.py loss"}
 OURS = {"out", "runs", "jobs", "name", "save_every"}  # flags that change no figure
 PREFACE = """# All figures, and where they come from
 
-Nothing on this page was measured on a GPU. The code has changed since these measurements, so for an up-to-date figure, run the
-command in its row, which writes to `runs/bench` unless you set `--out`. `python bench/figures.py --out=bench/results` generates
-the page from the files in `bench/results/`, which also record the versions, the commit, the load and every single measurement.
-[bench/LOG.md](../bench/LOG.md) describes what was tried, including what didn't help.
+Each row gives a figure, the machine that it was measured on, and the command that measures it again. Nothing on this page was
+measured on a GPU. The code has changed since, so run the command for an up-to-date figure; it writes to `runs/bench` unless you
+set `--out`. `python bench/figures.py --out=bench/results` generates the page from the files in `bench/results/`, which also
+record the versions, the commit, the load and every single measurement. [bench/LOG.md](../bench/LOG.md) describes what we tried,
+including what didn't help.
 
 The machines have two or four cores of an Intel Xeon with a matrix unit (AMX), or of an AMD EPYC with bfloat16 instructions but
-no matrix unit. *As AVX2* means an EPYC limited to AVX2 by `--processor=avx2`. *Under load* means that other programs ran.
+no matrix unit. *As AVX2* means an EPYC limited to AVX2 by `--processor=avx2`. *Under load* means that other programs were
+running.
 """
 SPEED = """
 ## Speed, compared with others
 
-A ratio below 1 means that Lockstep is slower, and these rows come first. Contenders took turns, and each ratio is the median
-over the rounds. The rows with tokens/s train a model with 6 layers, a width of 384 and a context of 256 tokens, on 8 sequences
-per update. Losses are per character of tiny Shakespeare, with the time from the start of the command to its end. One result is
-only in [bench/LOG.md](../bench/LOG.md): a Xeon whose matrix unit was switched off by `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`
-reached **0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
+The rows where Lockstep is slower, with ratios below 1, come first. Contenders took turns, and each ratio is the median over the
+rounds. The rows with tokens/s train a model with 6 layers, a width of 384 and a context of 256 tokens, on 8 sequences per
+update. The rows with a loss (per character of tiny Shakespeare) time the whole command, from start to end. One result is only
+in [bench/LOG.md](../bench/LOG.md): with its matrix unit switched off by `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`, a Xeon reached
+**0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
 
 | ratio | what | machine | command | result |
 |---|---|---|---|---|"""
@@ -61,7 +63,7 @@ def trained(result: dict) -> list[tuple[float, str]]:
             words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; nanoGPT in float32, {words}: {result[other]['median']:,.0f}"
             rows.append((result[f"{ours} / {other}"], words))
         for products in (values["median"] for key, values in result.items() if key.startswith("the products")):
-            words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; the matmuls with its weights alone: {products:,.0f}"
+            words = f"tokens/s: {mine:,.0f} in {dtype}, compiled; only the matmuls with its weights: {products:,.0f}"
             rows.append((1 / result[f"a step / its products, {ours}"], words))
         return rows
     speeds, rows = {name: values["median"] for name, values in result["tokens/s"].items()}, []
@@ -78,7 +80,7 @@ def reached(result: dict) -> list[tuple[float, str]]:
     for name in seconds:
         if name != "nanoGPT, s":
             recipe, loss = name.removesuffix(", s"), losses[name.removesuffix(", s")]
-            words = "a recipe tuned to this loss" if recipe == "ours" else recipe
+            words = "a recipe tuned for this loss" if recipe == "ours" else recipe
             words = f"{words}: {seconds[name]['median']:.1f} s to {loss:.2f}; nanoGPT's README run for a CPU in float32: "
             words += f"{seconds['nanoGPT, s']['median']:.1f} s to {losses['nanoGPT']:.2f}"
             faster = result["times_faster"]
@@ -174,6 +176,11 @@ def learned(result: dict) -> str:
     return "; ".join(f"{name} {', '.join(f'{loss:.4f}' for loss in losses)}" for name, losses in each.items())
 
 
+def known(result: dict) -> str:
+    minutes, losses = zip(*((row["minutes to 1.4697"], row["least loss"]) for row in result["rows"]), strict=True)
+    return f"{', '.join(f'{m:.0f}' for m in minutes)} minutes; lowest loss {', '.join(f'{loss:.3f}' for loss in losses)}"
+
+
 SAME = [
     ("same_run", "200 steps on 1 to 4 ranks, and killed six times", same_run),
     ("machines", "`make same` with other instruction sets, threads, ranks and versions, after kills, and on 64-bit Arm in qemu",
@@ -192,24 +199,27 @@ SAME = [
     ("hard_kills_fsdp_sharded_3", "300 kills of `fsdp`, 28 files in each checkpoint", kills),
     ("hard_kills_ddp_2_mirror", "20 kills with `--mirror` to an S3 server on loopback; half of them also lose the disk", kills),
     ("power_cut", "simulated power cuts and disk failures",
-     lambda r: f"{r['total']['crash cases']:,} and {r['total']['faults']:,}; {r['total']['broken'] or 'nothing'} lost"),
+     lambda r: f"{r['total']['crash cases']:,} power cuts, {r['total']['faults']:,} failures; "
+     f"{r['total']['broken'] or 'nothing'} lost"),
 ]  # fmt: skip
 STRATEGIES = [
     ("exact_cost", "time of an update under `exact` (compiled, a Qwen3 of 4.3 M parameters)", exact_cost),
     ("grad_sync", "time of an update on two ranks, eager (all strategies: [ddp.md](ddp.md))", synced),
-    ("grad_sync_larger_batch", "two ranks on two cores under `ddp` against one, 16 micro-batches per update", larger_batch),
+    ("grad_sync_larger_batch", "`ddp` on two ranks (two cores) against one, 16 micro-batches per update", larger_batch),
 ]
 OTHERS = [
-    ("memory", "predicted memory of a rank, compared with what it took",
+    ("known_loss", "time to nanoGPT's 1.4697 on tiny Shakespeare with `config/shakespeare_10m.toml`: bfloat16, compiled, "
+     "three seeds", known),
+    ("memory", "memory of a rank, predicted and measured",
      lambda r: f"off by at most {r['largest_error']:.1%} in {len(r['settings'])} settings"),
-    ("fake_gpu", "predicted memory of a rank on a GPU, compared with a count on fake CUDA tensors (eager, 1 to 512 ranks)",
+    ("fake_gpu", "memory of a rank on a GPU, predicted and counted with fake CUDA tensors (eager, 1 to 512 ranks)",
      lambda r: f"off by at most {r['largest_error']:.1%} in {len(r['settings'])} settings"),
-    ("dial", "best learning rate relative to that of `--depth` (the dial), over a factor of 4 in width and depth", factors),
+    ("dial", "best learning rate relative to the rate of `--depth` (the dial), over a factor of 4 in width and depth", factors),
     ("dial_text", "the same on another text", factors),
     ("dial_length", "the same at the dial's own length, batch and weight decay, one seed", own_length),
-    ("dial_tokens", "the batch of `--depth` (4,096 tokens at depth 4) at an equal number of tokens, one seed", batches),
-    ("phases", "one trunk with three decays ([phases.md](phases.md)), and a cosine run of each length, one seed", phases),
-    ("documents_loss", "attention within documents: change of the validation loss, three seeds", within_documents),
+    ("dial_tokens", "best batch for a fixed number of tokens (`--depth=4` sets 4,096 tokens), one seed", batches),
+    ("phases", "one trunk with three decays ([phases.md](phases.md)), beside a cosine run of each length, one seed", phases),
+    ("documents_loss", "attention within documents: change in validation loss, three seeds", within_documents),
     ("documents_time", "the same: time of an update by context length", document_time),
     ("save_stall", "how long training waits for a save of 0.74 GB", stalls),
     ("scale", "data of 8 to 16,384 ranks, simulated", lambda r: "[scale.md](scale.md)"),

@@ -107,7 +107,7 @@ def load_state(directory: Path) -> TrainState:
 def open_optimizer(
     directory: Path, parameters: dict[str, Tensor], state: TrainState, optimizer: str
 ) -> dict[str, tensor_files.LazyTensor]:
-    """Return the optimizer state by "parameter.key", to be read by rows. Raises UserError if it does not match `parameters`."""
+    """Return the optimizer state as lazy tensors, by "parameter.key". Raises UserError if it does not match `parameters`."""
     tensors = tensor_files.open_tensors(directory, "optimizer")
     if not tensors and state.skipped == state.step:  # no update so far
         return tensors
@@ -212,7 +212,7 @@ class Checkpoints:
         self._save: Future | None = None  # the save in progress, or done but not yet checked
         self._mirror = Mirror(options.mirror, log) if options.mirror and self.world.is_master else None
         self._writers = range(count_writers(engine))
-        # In the background, writers exchange records of what they wrote. The other ranks are not in this group.
+        # A group of only the writers, in which they exchange the records of their files in the background.
         self._group: dist.ProcessGroup | None = None
         if len(self._writers) > 1 and self.world.rank in self._writers:
             self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", use_local_synchronization=True)
@@ -229,7 +229,7 @@ class Checkpoints:
             self.intact = retention.prepare(self.directory, step_directory(self.directory, start_step))
 
     def save(self, state: TrainState, now: bool) -> None:
-        """Save a checkpoint if due at this step, or if `now`. With async_save, training waits only for the copy to the host."""
+        """Save a checkpoint if one is due, or if `now`. With async_save, training waits only for the copy to the host."""
         if state.step == self.saved_at or not (now or due(self.options.save_every, state.step)):
             return
         began = time.perf_counter()
@@ -264,7 +264,7 @@ class Checkpoints:
         retention.verify(self.directory, self.intact, self.options.keep_last)
 
     def wait(self, failed: bool = False) -> None:
-        """Wait for the save in progress, if any. If training has `failed`, the wait is short: other writers may be gone."""
+        """Wait for the save in progress, if any. If training has `failed`, wait only briefly: other writers may be gone."""
         if self._save is not None:
             futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
 
@@ -293,7 +293,7 @@ class Checkpoints:
         if not self.world.is_master:
             return
         keep_best = self.options.keep_best
-        # Until its checkpoint is written, the previous best one stays.
+        # The previous best checkpoint stays until the new one is written.
         if self._evaluated and step_directory(self.directory, self._evaluated[1]) in self.intact:
             state.best = sorted([*state.best, self._evaluated])[: max(1, keep_best)]
             self._evaluated = None

@@ -290,7 +290,7 @@ def vocabulary(tokenizer: Path) -> dict[int, str]:
 def token_text(tokenizer: Path, token: int) -> str:
     """Return the text of a token in a tokenizer.json. Raises UserError."""
     if (text := vocabulary(tokenizer).get(token)) is None:
-        raise UserError(f"{tokenizer} has no token {token}, the dataset's end-of-text token; prepare the text again")
+        raise UserError(f"{tokenizer} has no token {token}, which the dataset uses as end-of-text; prepare the text again")
     return text
 
 

@@ -194,7 +194,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
     if published(run / "checkpoints"):
         if resume == "off":
-            raise UserError(f"--resume=off: {run} has checkpoints; choose another --name, or delete the directory")
+            raise UserError(f"--resume=off: {run} already has checkpoints; choose another --name, or delete the directory")
         path, damaged = newest(run / "checkpoints")
         if path is None:
             refuse([f"{run} has no intact checkpoint; delete it to start over", *damaged])

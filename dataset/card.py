@@ -20,9 +20,11 @@ Tokens for pretraining, made with Lockstep from {sources}:
 |---|---|---|---|---|
 {rows}
 
-The tokenizer is {tokenizer}, with {vocab_size:,} tokens. End-of-text (token {eot_token}) comes before every document. Shards
-use llm.c's layout: a header of 256 int32, then {dtype} tokens. `tokenizer.json` decodes them, and `dataset.json` lists the
-sha256 of every shard.
+The tokenizer is {tokenizer}, with {vocab_size:,} tokens, and an end-of-text token ({eot_token}) comes before every document.
+Shards use llm.c's layout: a header of 256 int32 values, followed by {dtype} tokens. `tokenizer.json` decodes the tokens, and
+`dataset.json` lists the sha256 of every shard.
+
+To download the dataset, check it, and train on it:
 
 ```sh
 hf download {repository} --repo-type=dataset --local-dir=tokens/{name}
@@ -30,7 +32,7 @@ python prepare_data.py --check tokens/{name}
 python train.py --tokens=tokens/{name}
 ```
 
-This command made it:
+The dataset was made with this command:
 
 ```sh
 {command}
@@ -39,7 +41,7 @@ This command made it:
 
 
 def totals(metadata: Metadata, split: str) -> dict[str, int]:
-    """Count a split's tokens, documents, bytes of text and shards."""
+    """Return the number of tokens, documents, bytes of text and shards in a split."""
     rows = [row for row in metadata["shards"] if row["split"] == split]
     return {key: sum(row[key] for row in rows) for key in ("tokens", "documents", "bytes_of_text")} | {"shards": len(rows)}
 

@@ -24,7 +24,7 @@ def read_ranks() -> tuple[int, ...]:
     found = " ".join(f"{name}={os.environ[name]}" for name in RANKS if name in os.environ)
     raise UserError(
         "RANK must be from 0 to WORLD_SIZE - 1, and LOCAL_RANK from 0 to LOCAL_WORLD_SIZE - 1; "
-        f"found {found}; start with torchrun, which sets all four, or unset them"
+        f"found {found}; start with torchrun, which sets all four variables, or unset them"
     )
 
 

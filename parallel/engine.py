@@ -200,8 +200,8 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
         return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)
 
     if not any(map(fits, module.blocks.modules())):
-        sides = f"multiples of 16 and at least {LEAST_FLOAT8}"
-        raise UserError(f"--fp8=true needs matrices whose sides are {sides}; this model has none; change --n_embd or --d_ff")
+        needed = f"matrices whose dimensions are multiples of 16 and at least {LEAST_FLOAT8}"
+        raise UserError(f"--fp8=true needs {needed}, and this model has none; change --n_embd or --d_ff")
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:

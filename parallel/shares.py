@@ -1,6 +1,6 @@
-"""Tensors of which each rank holds a share, and how to gather them whole.
+"""Tensors that are split across ranks, and how to gather them.
 
-FSDP2 uses DTensors, with some rows on each rank. `exact` uses `Share`s. `optim.py` works on both.
+FSDP2 uses DTensors, with some rows on each rank, and `exact` uses `Share`s. `optim.py` works on both.
 """
 
 import math
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from optim import local, share_size
 
-# Elements in a cache line. Shares are multiples, because AdamW's CPU kernel rounds a full vector and a remainder differently.
+# Elements in a cache line. Share sizes are multiples of it, because AdamW's CPU kernel rounds full vectors and remainders
+# differently.
 UNIT = 16
 AT_ONCE = 1 << 20  # maximum number of elements that a rank receives per exchange, unless a single tensor is larger
 
@@ -38,13 +39,13 @@ class Share:
 
 
 def share_of(whole: Tensor, rank: int, ranks: int) -> Share:
-    """Return the share of `rank`, in the memory of the contiguous `whole`."""
+    """Return the share of `rank` as a view of `whole`, which must be contiguous."""
     size = math.ceil(whole.numel() / ranks / UNIT) * UNIT
     return Share(whole.detach().view(-1)[rank * size :][:size], whole.shape, size, rank)
 
 
 def gather_own(tensors: dict, owners: dict[str, int], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the whole of each tensor that this rank of `group` owns. tensors: DTensors or Shares.
+    """Yield the name and full value of each tensor that this rank of `group` owns. tensors: DTensors or Shares.
 
     All ranks must pass the same tensors and owners, and iterate to the end. To limit memory, each exchange gives every owner
     one tensor, or several small ones.
@@ -65,7 +66,7 @@ def take(queue: list[str], tensors: dict) -> list[str]:
 
 
 def exchange(tensors: dict, names: list[list[str]], group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Send the whole tensors names[r] to each rank r of `group`. Yields the ones for this rank."""
+    """Assemble the tensors names[r] on each rank r of `group`. Yields the names and full values of this rank's tensors."""
     mine, ranks = names[group.rank()], range(group.size())
     shares = [[local(tensors[name]).reshape(-1) for name in each] for each in names]
     sent = torch.cat([share for each in shares for share in each])

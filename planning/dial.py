@@ -1,7 +1,7 @@
 """One dial for the size of a model: `--depth=N` sets its shape, batch, steps and learning rate.
 
-`turn` fills in the settings that a command line does not set. docs/dial.md explains the formulas and their sources. Does not
-import torch.
+`turn` fills in the settings that the command line leaves open. docs/dial.md explains the formulas and their sources. This
+module does not import torch.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ class Tuned(NamedTuple):
     """What bench/dial.py found for an optimizer: the rate at WIDTH and RATE_BATCH, and the batch for a run of TOKENS."""
 
     lr: float
-    width_power: float  # the best rate grows as the width to this power
-    batch_power: float  # and as the batch to this power
+    width_power: float  # the best rate is proportional to the width to this power
+    batch_power: float  # and to the batch to this power
     batch: int  # tokens per update
 
 
 TUNED = {"adamw": Tuned(4.0e-3, -1.1, 0.5, 2048), "muon": Tuned(1.45e-2, -0.9, 0.2, 4096)}
 WIDTH, RATE_BATCH, TOKENS = 96, 2048, 1 << 19
-GROWTH = 0.383  # the batch grows as a run's tokens to this power (arXiv 2505.13738)
+GROWTH = 0.383  # the batch is proportional to a run's tokens to this power (arXiv 2505.13738)
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # as in nanochat; Chinchilla's 20 counts different weights
-EPOCHS = 4  # up to here, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al. 2023, arXiv 2305.16264)
+EPOCHS = 4  # up to this many, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al., arXiv 2305.16264)
 FEWEST_STEPS = 100
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 
@@ -37,7 +37,7 @@ SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 def turn(config: Config, args: list[str]) -> Config:
     """Add the settings that follow from --depth to `config`. Those in `args`, or in a preset that sets depth, take precedence.
 
-    The dial adapts to these settings, and a run that continues keeps its own. Raises UserError.
+    The other settings adapt to them. A run that continues keeps its own settings. Raises UserError.
     """
     depth = config.run.depth
     if depth == "off":
@@ -92,7 +92,7 @@ def tuned(optimizer: str) -> Tuned:
 
 
 def batch_of(tokens: float, optimizer: str) -> float:
-    """Return the right number of tokens per update for a run of `tokens`."""
+    """Return the best number of tokens per update for a run of `tokens`."""
     return tuned(optimizer).batch * (tokens / TOKENS) ** GROWTH
 
 
@@ -125,14 +125,15 @@ def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, token
 def rate_of(model: ModelConfig, optimizer: str, steps: int, tokens_per_update: int) -> dict:
     """Return the learning rate, its schedule and the weight decay of a run.
 
-    An update should change activations equally at every width. So AdamW's rate falls with the width (muP, arXiv 2203.03466),
-    and Muon's with the square root of the width (arXiv 2310.17813). Both fall faster if depth grows with width; the powers used
-    here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), Muon's more slowly (measured).
+    An update should change activations by the same amount at every width. So AdamW's rate falls with the width (muP, arXiv
+    2203.03466), and Muon's with its square root (arXiv 2310.17813). Both fall faster if depth grows with width, so the powers
+    used here are measured. AdamW's rate grows with the square root of the batch (arXiv 2205.10287), and Muon's more slowly
+    (measured).
     """
     # Not measured: whether a batch larger than the dial's allows a larger rate.
     batch, best = min(tokens_per_update, batch_of(steps * tokens_per_update, optimizer)), tuned(optimizer)
     lr = float(f"{best.lr * (model.n_embd / WIDTH) ** best.width_power * (batch / RATE_BATCH) ** best.batch_power:.3g}")
-    # Weights forget their past within 1 / (lr weight_decay) steps. As a fraction of all steps, the best value of this is
+    # Weights forget their past within 1 / (lr weight_decay) steps. The best value of that time, as a fraction of all steps, is
     # 1.084 (tokens / weights)^-0.527 (arXiv 2505.13738).
     forgotten = 1.084 * (steps * tokens_per_update / weights(model)) ** -0.527
     weight_decay = min(1.0, 1 / (lr * steps * forgotten))

@@ -103,7 +103,8 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     factors = [f"--seq_len={config.model.seq_len}"] + [f"--micro_batch_size={micro}"] * (micro != "auto")
     factors += [f"{world_size} ranks"] * (world_size > 1 and (not exact or tokens % unit == 0))
     wrong = "not a multiple of" if tokens % unit else "less than"
-    other = "; or --strategy=exact, which works with any" * (not exact and tokens % micro_batch == 0 and tokens >= smallest)
+    unequal = not exact and tokens % micro_batch == 0 and tokens >= smallest  # shares that exact would accept
+    other = "; or --strategy=exact, which allows unequal shares" * unequal
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 

@@ -60,7 +60,7 @@ def check(config: Config, world: World) -> list[str]:
     warnings, train, optim = check_disk(config), config.train, config.optim
     chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
-        faster = "--dtype=float32 --muon_dtype=float32 may be faster, but changes the bits"
+        faster = "--dtype=float32 --muon_dtype=float32 may be faster, but gives different bits"
         warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
     return warnings + (gpu_notes(config, world) if world.device.type == "cuda" else [])
 

@@ -23,7 +23,7 @@ from common.errors import EX_TEMPFAIL, FULL_DISK, UserError, outcome, plural, pr
 from common.records import Count
 from settings import LogConfig
 
-FINISH_SECONDS = (3600, 30)  # how long trackers may take to send the rest: normally, and after a failure, when other ranks wait
+FINISH_SECONDS = (3600, 30)  # for trackers to send the rest: normally, and after a failure, when other ranks wait
 STATES = {0: "complete", 2: "refused", EX_TEMPFAIL: "stopped"}  # `state` in status.json by exit status; otherwise failed
 SPEED = ("tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb")  # one group in wandb and TensorBoard
 # The values that are read back from metrics.jsonl. Numbers may be NaN.
@@ -50,7 +50,7 @@ def read_records(path: Path) -> Iterator[tuple[bytes, Record | None]]:
 
 
 class Log:
-    """The text files of a run directory. Before `begin`, nothing is written there. Raises UserError if it is in use.
+    """The text files of a run directory. Nothing is written there before `begin`. Raises UserError if the directory is in use.
 
     As a context manager, it records in status.json how the block ends: with an error, or with the exit status `self.status`.
     """
@@ -117,12 +117,12 @@ class Log:
         if self._lock:
             self._facts |= facts
             process = {"pid": os.getpid(), "host": socket.gethostname(), "time": round(time.time(), 3)}
-            with suppress(OSError), files.publish(self.directory / "status.json", durable=False) as file:  # disk full
+            with suppress(OSError), files.publish(self.directory / "status.json", durable=False) as file:  # ignore a full disk
                 file.write(json.dumps(self._facts | process).encode() + b"\n")
 
     @contextmanager
     def surviving(self, what: str):
-        """Catch any error in the block and warn that `what` failed. For reports, without which the run can continue."""
+        """Catch any error in the block and warn that `what` failed. For reports, which the run can do without."""
         try:
             yield
         except Exception as error:
@@ -154,7 +154,7 @@ class Log:
             self.track(record)
 
     def sample(self, step: int, text: str) -> None:
-        """Print the model's sample after `step` updates, on one line."""
+        """Print, on one line, what the model sampled after `step` updates."""
         if self.is_master:
             self.say(f"step {step:>6}  sample {json.dumps(text, ensure_ascii=False)}")
             self.track({"step": step, "sample": text, "time": round(time.time(), 3)})
@@ -179,7 +179,7 @@ class Log:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file for appending, with a buffer for use while the disk is full."""
+    """Open a file for appending, with a buffer that holds the content while the disk is full."""
     return open(path, "ab", buffering=1 << 20)
 
 
@@ -238,7 +238,7 @@ def tag(name: str) -> str:
 
 
 def add_to_board(board, record: dict[str, Any]) -> None:
-    """Add a record to a TensorBoard."""
+    """Add a record to TensorBoard."""
     step, at = record["step"], record["time"]
     for name, value in record.items():
         if name == "sample":  # Markdown, in which four spaces keep text verbatim
