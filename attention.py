@@ -125,7 +125,7 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
         "ScaledDotProductEfficientAttentionBackward0": "memory-efficient attention",
     }
     backward = attention(q.detach().requires_grad_(), k, k, config.dropout).grad_fn.name()
-    return kernels.get(backward, "matrix products and softmax") + problem
+    return kernels.get(backward, "matmuls and softmax") + problem
 
 
 def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> bool:

@@ -16,7 +16,7 @@ from reports.log import Log, duration
 KINDS = {
     "communication": "nccl|gloo|c10d|xccl|comms|all_reduce|all_gather|reduce_scatter|broadcast",
     "attention": "attention|flash|fmha",
-    "matrix products": "mm|linear|cutlass",
+    "matmuls": "mm|linear|cutlass",
     "optimizer": "adam|foreach|multi_tensor|lerp",
     "compiled code": "triton|compiled|cpp_fused|dynamo",
     "loss": "softmax|nll|logsumexp|gather|scatter",

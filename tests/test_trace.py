@@ -22,7 +22,7 @@ def test_the_master_traces_some_updates(train):
         assert sum(0 < step["ts"] - update["ts"] < update["dur"] for update in spans["update "]) == 1
     log = train.log("traced")
     assert "update " not in log.split("ui.perfetto.dev")[1].split("\nstep")[0]
-    assert "trace-00000003.json.gz: 2 updates in " in log and "%  matrix products: " in log and "%  attention: " in log
+    assert "trace-00000003.json.gz: 2 updates in " in log and "%  matmuls: " in log and "%  attention: " in log
     assert train.files("traced") == train.files("plain") and train.metrics("traced") == train.metrics("plain")
 
 
