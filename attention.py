@@ -1,4 +1,4 @@
-"""Attention, across or within documents: the choice of kernel, and whether that kernel is bitwise reproducible.
+"""Attention, across or within documents: which kernel to use, and whether its results are bitwise reproducible.
 
 Kernels differ in speed and reproducibility, and PyTorch's own order of preference is not always the best.
 """
@@ -24,10 +24,10 @@ CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Tensor | BlockMask | None" = None) -> Tensor:
-    """Compute causal attention of queries `q` [B, H, T, D] over keys and values `k`, `v` [B, n_kv_head, S, D]: [B, H, T, D].
+    """Return causal attention [B, H, T, D] of queries `q` [B, H, T, D] over keys `k` and values `v`, both [B, n_kv_head, S, D].
 
-    The queries are the last T of the S tokens, and each sees itself and every earlier token. Dropout applies to the attention
-    weights. mask: from `document_mask`; requires T = S.
+    The queries belong to the last T of the S tokens, and each sees its own token and all earlier ones. Dropout applies to the
+    attention weights. mask: from `document_mask`; requires T = S.
     """
     T, S, grouped = q.shape[2], k.shape[2], k.shape[1] != q.shape[1]
     if isinstance(mask, BlockMask):
@@ -53,8 +53,8 @@ def has_flash_attention_3() -> bool:
 def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float, flexible=True) -> "Tensor | BlockMask":
     """Return the mask that keeps `attention` within documents. document_starts [B, T]: where each token's document starts.
 
-    On CUDA, a `flexible` mask is for FlexAttention (Dong et al. 2024), which skips blocks between documents but does not
-    support dropout. With dropout, and on other devices, the mask is additive: 0 or -inf, [B, 1, T, T] in `dtype`.
+    If `flexible`, the mask on CUDA is for FlexAttention (Dong et al. 2024), which skips the blocks between documents but does
+    not support dropout. With dropout, and on other devices, the mask is additive: 0 or -inf, [B, 1, T, T] in `dtype`.
     """
     # On AMD GPUs, FlexAttention's gradients differ from run to run (pytorch/torchtitan#3960).
     flexible = flexible and not (torch.version.hip and torch.are_deterministic_algorithms_enabled())
@@ -67,11 +67,11 @@ def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float,
 
 
 def document_blocks(document_starts: Tensor) -> BlockMask:
-    """Return `document_mask` for FlexAttention: which blocks of FLEX_BLOCK keys each block of queries sees, in part or in full.
+    """Return the mask for FlexAttention: which blocks of FLEX_BLOCK keys each block of queries sees, in part or in full.
 
     Documents follow one another, so a block of queries sees the key blocks from the start of its first query's document up to
-    its own. It sees in full the ones that begin no earlier than its last query's document, except its own. (create_block_mask
-    would allocate a [T, T] mask.)
+    its own. Of the earlier ones, it sees in full those that begin no earlier than its last query's document. (PyTorch's
+    create_block_mask would allocate a [T, T] mask.)
     """
     B, T = document_starts.shape
 
@@ -79,7 +79,7 @@ def document_blocks(document_starts: Tensor) -> BlockMask:
         return (key <= query) & (key >= document_starts[b, query])
 
     starts = F.pad(document_starts, (0, -T % FLEX_BLOCK), value=T).view(B, 1, -1, FLEX_BLOCK)  # padding sees no full block
-    own = torch.arange(starts.shape[2], device=starts.device)  # the blocks
+    own = torch.arange(starts.shape[2], device=starts.device)  # the number of each block
     first = starts[..., 0] // FLEX_BLOCK  # [B, 1, blocks]
     whole = (starts[..., -1] + FLEX_BLOCK - 1).div(FLEX_BLOCK, rounding_mode="floor").minimum(own)
     # Seen in part: blocks from `first` up to but excluding `whole`, and the block itself. Entries after these are ignored.
@@ -91,17 +91,17 @@ def document_blocks(document_starts: Tensor) -> BlockMask:
 
 @functools.cache
 def compiled_flex_attention():
-    """Return FlexAttention for eager code: without compiling, it would store all scores."""
+    """Return a compiled FlexAttention for eager code. Uncompiled, it would store all attention scores."""
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.cache  # called again for the banner
+@functools.cache  # because the banner calls this again
 def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Switch `attention` to FlashAttention 3 in this process if it is installed and works here. Returns the kernel's name.
+    """Switch `attention` to FlashAttention 3 in this process if it is installed and works here. Returns the name of the kernel.
 
-    PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, at 166 TFLOP/s on an H100. FlashAttention 3
-    reaches 474 (Dao-AILab/flash-attention#1893), but some of its builds are not reproducible (#2244), so it is tested first.
-    batch: sequences per micro-batch. dtype: precision of matmuls.
+    PyTorch's own kernel with a deterministic backward pass is FlashAttention 2, which runs at 166 TFLOP/s on an H100.
+    FlashAttention 3 reaches 474 (Dao-AILab/flash-attention#1893), but some of its builds are not reproducible (#2244), so it is
+    tested first. batch: sequences per micro-batch. dtype: precision of matmuls.
     """
     flash, problem = "FlashAttention 2", ""
     q = torch.zeros(1, config.n_head, config.seq_len, config.head_dim, dtype=dtype, device=device)
@@ -113,7 +113,7 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
             if torch.are_deterministic_algorithms_enabled() and not same:
                 raise RuntimeError("its gradients differ from run to run; --deterministic=false uses it anyway")
             flash = "FlashAttention 3"
-        except (AttributeError, ImportError, RuntimeError) as error:  # an older PyTorch, a broken package, another GPU, dropout
+        except (AttributeError, ImportError, RuntimeError) as error:  # old PyTorch, broken package, unsupported GPU, or dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"
             if has_flash_attention_3():
                 torch.nn.attention.restore_flash_attention_impl()
@@ -129,11 +129,11 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
 
 
 def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> bool:
-    """Return whether FlashAttention gives the same gradients `times` times, for queries shaped like `q` and keys like `k`."""
+    """Return whether FlashAttention gives the same gradients in each of `times` runs, on inputs shaped like `q` and `k`."""
     torch.manual_seed(0)
     upstream, *inputs = (torch.randn(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in (q, q, k, k))
     found = []
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # without a fallback to a different kernel
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # no fallback to another kernel
         for _ in range(times):
             torch.manual_seed(0)  # for dropout
             found.append(torch.autograd.grad(attention(*inputs, dropout_p), inputs, upstream))
@@ -141,9 +141,10 @@ def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> 
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """As `F.dropout`. On a CPU the mask hashes the index of each element with lowbias32 (Chris Wellons, Hash Prospector).
+    """Do the same as `F.dropout`. On a CPU, the mask is a hash of each element's index.
 
-    PyTorch's own masks take three times as long there, and compiled ten times.
+    There, PyTorch's own masks take three times as long, and ten times as long when compiled. The hash is lowbias32 (Chris
+    Wellons, Hash Prospector).
     """
     if x.device.type != "cpu" or not (p and training):
         return F.dropout(x, p, training)
@@ -154,7 +155,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:
-    """Compute `attention` for S = T up to SHORT by two matmuls and a softmax, with the [T, T] weights in memory.
+    """Compute `attention` for S = T up to SHORT with two matmuls and a softmax, keeping the [T, T] weights in memory.
 
     For bfloat16 on a CPU, PyTorch's flash attention is two to four times slower, because its backward pass does not use the
     matrix unit.

@@ -14,7 +14,7 @@ from hardware import host
 
 
 def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
-    """Run the script NAME.py and exit: `read` its flags, import it as a module, and call its `main` with the result.
+    """Run the script NAME.py and exit: `read` its flags, import it as a module, and call its `main` with what `read` returned.
 
     This answers --help and wrong flags at once, and prepares the environment before the script imports torch. The exit status
     is what `main` returns (None: 0), or the status from `user_errors`.
@@ -39,7 +39,7 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
 
 
 def launcher(ranks: int, of_node: int = 0) -> str:
-    """Return the command that starts a script on this many ranks. of_node: ranks per machine (0: all on one)."""
+    """Return the command that starts a script on this many `ranks`. of_node: ranks per machine (0: all on one)."""
     nodes = ranks // (of_node or ranks)
     machines = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
     return "python" if ranks == 1 else f"torchrun {machines} --nproc_per_node={ranks // nodes}"

@@ -1,10 +1,10 @@
 """Which tokens a step sees.
 
 The train shards of a dataset form one stream of N tokens, which has n = (N - 1) // T windows. Window i is tokens [iT, iT + T]:
-T inputs, and T targets shifted by one. In epoch k // n, sequence k of a dataset is window permute(k mod n). In a mixture, every
-block of 4,096 sequences contains each dataset's share, in shuffled order. A phase changes the shares from a given step on, and
-each dataset carries on with its next sequence. All of this is a pure function of (seed, sequence). So a run saves no position
-in the data, and a step sees the same tokens on any number of ranks.
+T inputs, and T targets shifted by one. Sequence k of a dataset belongs to epoch k // n, and is window permute(k mod n) there.
+In a mixture, every block of 4,096 sequences contains each dataset's share, in shuffled order. A phase changes the shares from a
+given step on, and each dataset carries on with its next sequence. All of this is a pure function of (seed, sequence). So a run
+need not save its position in the data, and a step sees the same tokens on any number of ranks.
 """
 
 import bisect
@@ -31,7 +31,7 @@ from dataset.tokens import Dataset, Stream, digest, open_dataset, read_windows
 from settings import Config, DataConfig
 
 ROUNDS = 6  # rounds of the Feistel network
-BLOCK = 4096  # sequences per block; the shares are whole numbers that add up to it
+BLOCK = 4096  # sequences per block of a mixture; the shares are whole numbers that add up to this
 Phases = tuple[tuple[int, tuple[int, ...]], ...]  # for each phase: its first step, and the share of each dataset
 
 
@@ -68,14 +68,14 @@ class Mixture:
 
     @property
     def eot_token(self) -> int | None:
-        """The end-of-text token, or None if no dataset names it."""
+        """The end-of-text token, or None if no dataset states it."""
         return next((dataset.eot_token for dataset in self.datasets if dataset.eot_token is not None), None)
 
     def document_token(self, attend: str) -> int | None:
         """Return the token that starts a document, for attention within documents. Raises UserError if it is unknown.
 
-        Some files end documents with this token instead. It is then predicted from the document it ends, and later tokens don't
-        see that document.
+        Some files put this token at the end of documents instead. It is then predicted from the document that it ends, and the
+        tokens after it don't see that document.
         """
         for dataset in self.datasets:
             if attend == "document" and dataset.eot_token is None:
@@ -113,7 +113,7 @@ class Mixture:
 
     @property
     def once(self) -> dict[str, float]:
-        """How many tokens into the run each dataset has been read once, by name. Ignores later phases."""
+        """After how many tokens of the run each dataset has been read once, by name. Ignores later phases."""
         parts = zip(self.names, self.streams("train"), self.shares, strict=True)
         return {name: len(stream) * BLOCK / share for name, stream, share in parts if share}
 
@@ -198,7 +198,7 @@ def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
 
 
 def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Round weights to whole numbers that add up to BLOCK: first all down, then the ones with the largest remainders up."""
+    """Scale weights to whole numbers that add up to BLOCK: round all down, then up the ones with the largest remainders."""
     exact = [weight * BLOCK / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     for i in sorted(range(len(shares)), key=lambda i: shares[i] - exact[i])[: BLOCK - sum(shares)]:
@@ -207,9 +207,9 @@ def round_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """Shuffle: a bijection of [0, n) determined by `key`, evaluated at `index` [k] without a table of n entries.
+    """Return where a shuffle of [0, n) maps each `index` [k]. `key` determines the shuffle, which needs no table of n entries.
 
-    A Feistel network over the next power of two, with the finalizer of splitmix64 as its round function. A value outside [0, n)
+    It is a Feistel network over the next power of two, whose round function is splitmix64's finalizer. A value outside [0, n)
     is encrypted again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     bits = max(2, (n - 1).bit_length())
@@ -230,9 +230,9 @@ def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
     return value.astype(np.int64)
 
 
-@functools.lru_cache(maxsize=64)  # one or two per dataset of a mixture
+@functools.lru_cache(maxsize=64)  # one or two blocks per dataset of a mixture
 def permuted_block(block: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return `permute` of a whole block of indices, from BLOCK * block on: in numpy, thousands cost hardly more than ten."""
+    """Return `permute` of a block of indices, from BLOCK * block on, because in numpy thousands cost hardly more than ten."""
     return permute(np.arange(block * BLOCK, min(n, (block + 1) * BLOCK)), n, seed, epoch)
 
 
@@ -267,7 +267,7 @@ class Batches:
             stream.check_length(self.seq_len, "train")
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset and window of each sequence in [first, first + count), all in one phase: two arrays [count]."""
+        """Return the dataset and window, [count] each, of the sequences in [first, first + count), all of one phase."""
         shares = self.phases[self.phase(first)][1]
         blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
         datasets = np.concatenate([mixed_block(block, shares, self.seed) for block in blocks])[first % BLOCK :][:count]
@@ -282,24 +282,24 @@ class Batches:
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """The first sequence of each phase: the one that follows the batch of the last step before it."""
+        """The first sequence of each phase: the one that follows the batch of the last step before the phase."""
         return [(self.batch_number(step - 1) + 1) * self.sequences_per_update for step, _ in self.phases]
 
     def read(self, sequence: int) -> np.ndarray:
-        """Return how many sequences before this one come from each dataset, int64 [datasets]."""
+        """Return how many of the sequences before this one come from each dataset, int64 [datasets]."""
         phase = self.phase(sequence)
         return self.ahead[phase] + self.count(phase, sequence)
 
     @functools.cached_property
     def ahead(self) -> list[np.ndarray]:
-        """For each phase, how many more sequences of each dataset were read than if its shares had applied from the start."""
+        """For each phase, how many more sequences of each dataset came before it than if its shares had always applied."""
         ahead = [np.zeros(len(self.streams), np.int64)]
         for phase, start in enumerate(self.starts[1:]):
             ahead.append(ahead[phase] + self.count(phase, start) - self.count(phase + 1, start))
         return ahead
 
     def count(self, phase: int, sequence: int) -> np.ndarray:
-        """Return what `read` would return if the shares of `phase` had applied from the start."""
+        """Return what `read` would return if the shares of `phase` had always applied."""
         (block, rest), shares = divmod(sequence, BLOCK), self.phases[phase][1]
         begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares))
         return block * np.array(shares) + begun
@@ -351,7 +351,7 @@ def make_batches(config: Config, mixture: Mixture) -> Batches:
 
 
 class Prefetcher:
-    """Builds batches ahead of time in a thread, for a schedule of (step, micro-batch), and delivers them on the device."""
+    """Builds batches ahead of time in a thread, for a `schedule` of (step, micro-batch), and delivers them on the device."""
 
     def __init__(self, batches: Batches, schedule: Iterable[tuple[int, int]], device, depth: int = 4):
         self.device = device

@@ -1,4 +1,4 @@
-"""Validation loss: `python evaluate.py runs/NAME`. Scores on tasks: add `--tasks=hellaswag`. Training also calls `evaluate`."""
+"""Measure a model's validation loss: `python evaluate.py runs/NAME`. For scores on tasks instead, add `--tasks=hellaswag`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -58,8 +58,8 @@ from settings import DataConfig
 def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast) -> float:
     """Return the mean loss in nats per token over `tokens` tokens (0: all), in windows spread evenly over the split.
 
-    model: maps inputs and targets [micro-batch, T] to their mean loss. The ranks divide the windows among themselves, but all
-    call the model the same number of times, because a sharded model communicates in every call.
+    Training calls this too. The ranks divide the windows among themselves, but all call the model the same number of times,
+    because a sharded model communicates in every call. model: maps inputs and targets [micro-batch, T] to their mean loss.
     """
     total, windows = stream.num_windows(seq_len), num_windows(stream, seq_len, tokens)
     chosen = torch.arange(windows) * total // windows

@@ -23,7 +23,7 @@ class ExportConfig:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the exported weights. The run keeps float32."""
     max_shard_size: str = "5GB"
-    """Largest weights file in KB, MB, GB or TB (powers of 1000). A larger tensor gets its own file."""
+    """Maximum size of a file of weights, in KB, MB, GB or TB (powers of 1000). A larger tensor gets its own file."""
     hub: HubConfig = HubConfig()
 
 
@@ -43,7 +43,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def main(config: ExportConfig) -> None:
-    """Publish the copy, completely or not at all. Raises UserError."""
+    """Publish the exported model, completely or not at all. Raises UserError."""
     max_shard_size = cli.read_quantity(config.max_shard_size, UNITS)
     if not max_shard_size:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be a size in KB, MB, GB or TB, such as 5GB")

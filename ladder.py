@@ -36,9 +36,9 @@ from reports.log import duration, read_records
 from settings import Config, ModelConfig, Ranks
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # depths allowed for a rung
-HORIZONS = (1 / 4, 1 / 2, 1)  # lengths of a depth's runs, relative to its longest
+HORIZONS = (1 / 4, 1 / 2, 1)  # lengths of the runs at each depth, relative to the longest
 FEWEST_DEPTHS, MOST_DEPTHS = 2, 3  # depths in a ladder
-FEWEST_TOKENS = 1 / 3  # tokens of the largest rung, as a fraction of the dial's
+FEWEST_TOKENS = 1 / 3  # fewest tokens for the largest rung, as a fraction of the dial's
 PROBE_STEPS = 8
 
 
@@ -49,7 +49,7 @@ class LadderConfig:
     flops: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
     """The budget in floating-point operations instead; no time is measured."""
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    """The fraction of the budget for the ladder itself."""
+    """The fraction of the budget to spend on the ladder itself."""
     ranks: Ranks = 1
     """Processes per run on this machine, started by torchrun; usually the number of GPUs."""
 
@@ -70,7 +70,7 @@ class Ladder:
     given: set[str]  # the names of those flags
     directory: Path
     vocab_size: int
-    unique_tokens: float  # tokens of a run until the first of its datasets has been read once
+    unique_tokens: float  # tokens that a run can see before any of its datasets repeats
     batch: int  # --tokens_per_update if given, else 0
 
     def model(self, depth: int) -> ModelConfig:
@@ -83,7 +83,7 @@ class Ladder:
         return dial.length_of(tokens, self.config.model.seq_len, self.config.optim.optimizer, tokens_per_update=self.batch)
 
     def is_long_enough(self, tokens: float) -> bool:
-        """Return whether `tokens` are enough for FEWEST_STEPS updates at the right batch size."""
+        """Return whether `tokens` are enough for FEWEST_STEPS updates at the best batch size."""
         right = dial.batch_of(tokens, self.config.optim.optimizer)
         return tokens >= dial.FEWEST_STEPS * (self.batch or max(self.config.model.seq_len, right))
 
@@ -134,7 +134,7 @@ def measure(ladder: Ladder) -> float:
         flags = {"depth": depth, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
         flags |= ladder.length(dial.TOKENS_PER_WEIGHT * weights) | {"steps": PROBE_STEPS}
         budget = 60 * ladder.options.minutes * run(ladder, f"probe-{depth}", flags)[1]
-        if 6 * weights * dial.TOKENS_PER_WEIGHT * weights > budget:  # 6 * weights * tokens, in the dial's ratio
+        if 6 * weights * dial.TOKENS_PER_WEIGHT * weights > budget:  # the FLOPs of a run with the dial's tokens
             break
     return budget
 
@@ -174,7 +174,7 @@ def choose_rungs(ladder: Ladder, budget: float) -> list[tuple[int, float]]:
 
 
 def climb(ladder: Ladder, depth: int, tokens: float) -> dict:
-    """Train a rung unless it is done. Returns depth, weights, tokens, FLOPs, loss and speed in FLOP/s. Raises UserError."""
+    """Train a rung unless it is done. Returns its depth, weights, tokens, FLOPs, loss and speed in FLOP/s. Raises UserError."""
     length, model = ladder.length(tokens), ladder.model(depth)
     tokens, weights = length["steps"] * length["tokens_per_update"], dial.weights(model)
     loss, speed = run(ladder, name := f"depth-{depth}-tokens-{tokens}", {"eval_every": 0, "depth": depth} | length)
@@ -185,7 +185,7 @@ def climb(ladder: Ladder, depth: int, tokens: float) -> dict:
 
 
 def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
-    """Train to the end unless already done. Returns the validation loss and the speed in FLOP/s. Raises UserError."""
+    """Train a run to the end unless it is done. Returns the validation loss and the speed in FLOP/s. Raises UserError."""
     directory, ranks = ladder.directory / name, ladder.options.ranks
     if not (records := finished(directory, flags["steps"])):
         own = {key: value for key, value in flags.items() if key not in ladder.given}
@@ -217,7 +217,7 @@ def finished(directory: Path, steps: int) -> list[dict]:
 def recommend(ladder: Ladder, rungs: list[dict], budget: float) -> tuple[dict, str]:
     """Return the depth and tokens with the lowest predicted loss for a budget in FLOPs, that loss with its margin, and the law.
 
-    The run gets at least as many tokens per weight as the largest rung if possible: below that, the law is a guess.
+    The run gets at least as many tokens per weight as the largest rung if possible, because below that, the law is a guess.
     """
     models = {depth: ladder.model(depth) for depth in range(1, 65)}
     most, largest = dial.EPOCHS * ladder.unique_tokens, rungs[-1]

@@ -68,7 +68,7 @@ class GPT(nn.Module):
         if self.document_token is not None and cache is None:
             positions, mask = self.find_documents(tokens, compute_dtype(x))
         if self.positions is not None:
-            # On a CPU, the backward of weight[positions] adds from several threads, in no fixed order. nn.Embedding's uses one.
+            # On a CPU, the backward of weight[positions] adds from several threads in no fixed order; nn.Embedding's uses one.
             x = x + (self.positions.weight[positions] if mask is None else self.ops.embed(positions, self.positions.weight))
         rope = self.rope.table[:, start:end] if self.rope is not None else None  # [2, T, 1, D / 2]
         x = self.ops.dropout(x, self.config.dropout, self.training)
@@ -98,7 +98,7 @@ class GPT(nn.Module):
         return positions - document_starts, mask
 
     def checkpoint_activations(self) -> None:
-        """Keep only each block's input for the backward pass, and recompute the rest there."""
+        """Keep only each block's input for the backward pass, which recomputes the rest."""
         for block in self.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """Return an nn.Embedding without values: drawing them on the meta device would take a second to import torch's compiler."""
+    """Return an nn.Embedding without values. Drawing them on the meta device imports torch's compiler, which takes a second."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
@@ -172,7 +172,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GELU with biases for gpt2, else SwiGLU (Shazeer 2020) without biases."""
+    """An MLP: GELU with biases for gpt2, else SwiGLU (Shazeer 2020) without biases."""
 
     def __init__(self, config: ModelConfig, ops):
         super().__init__()
@@ -236,8 +236,8 @@ def norm_layer(config: ModelConfig, ops) -> nn.Module:
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield initial weights as in GPT-2, by name, one at a time, on the CPU. They depend only on the shapes and `seed`.
 
-    Matrices are drawn from normal(0, 0.02), in the order of their names. Those that write to the residual stream are divided by
-    sqrt(2 n_layer). Norms start at 1, biases at 0. `model` may be on the meta device.
+    Matrices are drawn from normal(0, 0.02), in the order of their names. The ones that write to the residual stream are divided
+    by sqrt(2 n_layer). Norms start at 1, biases at 0. `model` may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     residual_std = 0.02 / (2 * model.config.n_layer) ** 0.5
@@ -286,9 +286,9 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue `tokens` [B, T]. Yields the next token of each sequence, [B] int64 on the CPU, up to `max_new_tokens` times.
 
-    Temperature 0 picks the most likely token. Any other samples in float32 from the `top_k` most likely ones (0: all), with a
-    `generator` on the CPU. Ids from `vocab_limit` up are never picked. Generation stops once every sequence has produced `eot`.
-    When the context is full, its second half becomes the new context.
+    Temperature 0 picks the most likely token. Any other temperature samples in float32 from the `top_k` most likely (0: all),
+    with a `generator` on the CPU. Ids from `vocab_limit` up are never picked. Generation stops once every sequence has produced
+    `eot`. When the context is full, its second half becomes the new context.
     """
     device, seq_len = model.embed.weight.device, model.config.seq_len
     context = tokens[:, -seq_len:].cpu()

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from attention import attention, causal_mask, document_mask, dropout  # noqa: F401  these are part of this module's interface
 from hardware.footprint import rows_at_a_time
 
-# Models and optimizers use these names and the functions below; under --numerics=portable, the same names from portable.py.
+# Models and optimizers use these names and the functions below, or under --numerics=portable, the same names from portable.py.
 Linear, LayerNorm, embed = nn.Linear, nn.LayerNorm, F.embedding
 silu, gelu_erf, logits, norm_parts, norm_of = F.silu, F.gelu, F.linear, torch._foreach_norm, nn.utils.get_total_norm
 cos, sin, cosine, power, normal_, multinomial = torch.cos, torch.sin, math.cos, torch.pow, Tensor.normal_, torch.multinomial
@@ -37,7 +37,7 @@ def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
 def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
     """Return whether to fuse the matmuls of `layers`: on CUDA, where narrow ones leave units idle, unless they are in float8.
 
-    A CPU gains nothing (bench/LOG.md), and fusing would change the bits, because one matmul then sums the gradient of `x`.
+    On a CPU, fusing gains nothing (bench/LOG.md) and would change the bits, because one matmul would sum the gradient of `x`.
     """
     return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
 
@@ -45,7 +45,7 @@ def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, rows: int | None = None) -> Tensor:
     """Return the mean cross-entropy, a float32 scalar, of logits `x` [N, C] @ `weight` [V, C].T at `targets` [N] int64.
 
-    The full [N, V] logits never exist. They are computed a few rows at a time, each time followed by those rows' gradients, as
+    The full [N, V] logits never exist. They are computed a few rows at a time, together with the gradients of those rows, as
     in Liger Kernel (Hsu et al. 2024). Matmuls run in autocast's dtype, sums in float32.
     part: a compiled `cross_entropy_part` (None: the plain function). rows: the maximum number of rows at a time.
     """
@@ -141,7 +141,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm that computes with `rms_norm`."""
 
-    def forward(self, x: Tensor) -> Tensor:  # `x` [B, T, C] to the same shape
+    def forward(self, x: Tensor) -> Tensor:  # maps [B, T, C] to the same shape
         return rms_norm(x, self.weight, self.eps)
 
 

@@ -17,7 +17,7 @@ from settings import OptimConfig
 class AdamW:
     """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019), computed by `native` or `portable`."""
 
-    STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, with its shape, except that step is a scalar
+    STATE = {"step", "exp_avg", "exp_avg_sq"}  # per parameter, each with its shape, except that step is a scalar
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float = 1e-8, ops=native):
         self.param_groups, self.betas, self.eps, self.ops = groups, betas, eps, ops
@@ -48,9 +48,9 @@ class AdamW:
 
 # torch 2.13 renames this function; 2.11 has only the old name.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-BATCH = 4  # for Newton-Schulz: one small matrix underuses the CPU, many overflow its cache
+BATCH = 4  # matrices per batch in Newton-Schulz: one small matrix underuses the CPU, and many overflow its cache
 # Arguments: N matrices of one shape, a dtype, and the module that computes (native or portable). Returns a function that waits
-# for the nearest orthogonal matrices [N, rows, columns], or for this rank's rows if the matrices are sharded.
+# for the nearest orthogonal matrices [N, rows, columns] and returns them, or only this rank's part if they are sharded.
 Orthogonalize = Callable[[list[Tensor], torch.dtype, ModuleType], Callable[[], Tensor]]
 
 
@@ -72,7 +72,7 @@ def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=native) -> Cal
 
 
 def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
-    """Orthogonalize a batch `x` [N, rows, columns] by Muon's quintic iteration (Jordan et al., 2024)."""
+    """Orthogonalize a batch `x` [N, rows, columns] with Muon's quintic iteration (Jordan et al., 2024)."""
     a, b, c = 3.4445, -4.775, 2.0315
     x = x / ops.matrix_norm(x).clamp(min=1e-7)
     for _ in range(steps):
@@ -84,7 +84,7 @@ def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
 def orthogonalize_shares(
     matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize
 ) -> Callable[[], Tensor]:
-    """Divide `orthogonalize` among the ranks of `group`, which all hold the same `matrices` (or the same rows of them).
+    """Divide the work of `orthogonalize` among the ranks of `group`, which hold the same `matrices` (or the same rows of them).
 
     Each rank orthogonalizes its share, and one all-gather collects the results.
     """
@@ -110,12 +110,12 @@ def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
 def orthogonalize_by_owners(
     matrices: list, dtype: torch.dtype, ops, group: dist.ProcessGroup, multiple: int = 1
 ) -> Callable[[], Tensor]:
-    """Orthogonalize N matrices of which each rank of `group` holds a share. The result is this rank's shares.
+    """Orthogonalize N matrices that are split across the ranks of `group`. The result has this rank's share of each.
 
     One all-to-all sends the shares of each matrix to its owner, which orthogonalizes it, and another returns the shares of the
-    result. A rank owns a multiple of `multiple` matrices; the last ranks may own fewer, or none. If that is BATCH, the batches
-    are the same as on a single rank. This matters because the number of matrices multiplied together can change a product's
-    bits.
+    result. The number of matrices that a rank owns is a multiple of `multiple`; the last ranks may own fewer, or none. If
+    `multiple` is BATCH, the batches are the same as on a single rank. This matters because the number of matrices multiplied
+    together can change a product's bits.
     """
     shape, size, mine = matrices[0].shape, share_size(matrices[0]), local(matrices[0])
     each = math.ceil(len(matrices) / multiple / group.size()) * multiple
@@ -170,7 +170,7 @@ class Muon:
         update()
 
     def update(self, weights: list[Tensor], nearest: Callable[[], Tensor], group: dict, longest: int) -> None:
-        """Update the `weights` of one shape by the matrices `nearest` to their momentum. longest: the shape's longest side."""
+        """Update the `weights` of one shape with the matrices that `nearest` returns. longest: the shape's longest side."""
         updates = nearest().to(weights[0].dtype).unbind()
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         self.ops.add_(weights, updates, alpha=-0.2 * group["lr"] * math.sqrt(longest))
@@ -182,7 +182,7 @@ def local(tensor) -> Tensor:
 
 
 def share_size(tensor) -> int:
-    """Return the number of elements of a DTensor or a Share on each rank; the last ranks may have fewer, or none."""
+    """Return how many elements of a DTensor or a Share each rank holds; the last ranks may hold fewer, or none."""
     if isinstance(tensor, Tensor):  # FSDP divides rows as torch.chunk does
         return math.ceil(len(tensor) / tensor.device_mesh.size(-1)) * math.prod(tensor.shape[1:])
     return tensor.size
@@ -238,7 +238,7 @@ class Optimizers:
                     yield parameter, key, value
 
     def load_state(self, state: dict[Tensor, dict]) -> None:
-        """Set the state from whole tensors, by parameter and name. They may be LazyTensors read by rows."""
+        """Set the state from full tensors, by parameter and name. They may be LazyTensors, which are read by rows."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -281,8 +281,8 @@ def build(
 def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -> float:
     """Return the learning rate of update `step` (0-based) of `steps`: linear warmup, then cosine, wsd or constant.
 
-    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). Its decay is linear, over the last `decay_steps`,
-    or if that is 0, over the last `cooldown_fraction` of steps.
+    config: resolved. wsd is warmup-stable-decay (Hu et al., "MiniCPM", 2024). Its decay is linear, over the last `decay_steps`
+    steps, or if that is 0, over the fraction `cooldown_fraction` of all steps.
     """
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:

@@ -3,7 +3,7 @@
 The bits of a sum depend on its order, and so on vector width, threads and library. The bits of an exact sum, or of a single
 IEEE 754 operation, do not. So products and sums first round their terms to a grid so coarse that float64 adds them exactly
 (`to_grid`). Everything else is separate additions, multiplications and divisions. Nothing is compiled, because a fused
-multiply-add rounds once, not twice. exp, log, sine and roots are our own, because torch's come from the processor's library.
+multiply-add rounds once, not twice. exp, log, sine and roots are our own, because torch's depend on the processor.
 
 Shapes are as in model.py; tensors are float32 unless stated. Functions without a docstring match their `native` namesakes.
 """
@@ -40,9 +40,9 @@ def factor(x: Tensor, dim: int) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a` [..., n, k] @ `b` [..., k, m]. Each element is within k A B 2^-18 of the exact value, then rounded once to float32.
+    """Return `a` [..., n, k] @ `b` [..., k, m]: within k A B 2^-18 of the exact value, then rounded once to float32.
 
-    A and B are the largest |element| in its row of `a` and its column of `b`. Every number is at most 2^bits grid steps, so
+    A and B are the largest |element| in the row of `a` and the column of `b`. Every number is at most 2^bits grid steps, so
     float64 adds 2^(53 - 2 bits) products exactly, in any order. Longer sums are split into pieces of TERMS, so bits >= 20.
     Rounding moves a number by at most half a step, 2^-bits A. So it moves a term by at most A B (2 * 2^-20 + 2^-40).
     """
@@ -151,7 +151,7 @@ def stacked(parts: list[Tensor], dim: int) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """`a` [..., n, k] @ the stacked `parts` [..., m, k], transposed."""
+    """`a` [..., n, k] times the transpose of the stacked `parts` [..., m, k]."""
 
     @staticmethod
     def forward(ctx, a: Tensor, *parts: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Product(torch.autograd.Function):
 
 
 def logits(x: Tensor, *weights: Tensor) -> Tensor:
-    """Return `x` [..., C] @ the stacked `weights` [M, C], transposed."""
+    """Return `x` [..., C] times the transpose of the stacked `weights` [M, C]."""
     return Product.apply(x.flatten(0, -2), *weights).unflatten(0, x.shape[:-1])
 
 
@@ -313,14 +313,14 @@ def normal_(value: Tensor, mean: float, std: float, *, generator: torch.Generato
 
 
 def multinomial(probabilities: Tensor, _, generator: torch.Generator | None) -> Tensor:
-    """Sample an index [B, 1] from each row of `probabilities` [B, V], in steps of 2^-30."""
+    """Sample an index [B, 1] from each row of `probabilities` [B, V], using uniform numbers in steps of 2^-30."""
     sums = to_grid(probabilities, 51 - probabilities.shape[-1].bit_length(), -1).cumsum(-1)
     uniform = torch.randint(1 << 30, (len(sums), 1), generator=generator).double().mul_(1 / (1 << 30))
     return (sums <= uniform * sums[:, -1:]).sum(-1, keepdim=True)
 
 
 def adamw(params, grads, exp_avgs, exp_avg_sqs, state_steps, *, lr, beta1, beta2, eps, weight_decay) -> None:
-    """Update as PyTorch's AdamW does. This and the functions below do optimizers' arithmetic in place, on lists of tensors."""
+    """Update as PyTorch's AdamW does. This function and the next two work in place, on lists of tensors."""
     for *tensors, step in zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True):
         step += 1
         first, second = (1 / (1 - exp(log(torch.tensor([beta1, beta2], dtype=torch.float64)) * step.item()))).tolist()

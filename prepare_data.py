@@ -1,9 +1,9 @@
 """Turn text into a dataset directory: `python prepare_data.py [SOURCE ...] [--out=tokens/NAME] [--tokenizer=...]`.
 
-Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz). They are on disk or at any URL that fsspec
-opens, such as hf://, s3://, gs:// and https://. Without a source, this prepares the Python standard library. Worker threads
-encode about a megabyte of text at a time (the tokenizers release the GIL). But tokens are written in the order of the text, so
-the number of workers does not affect the result. If it is killed, the same command picks up after the last finished shard.
+Sources are files and folders of .txt .md .py .jsonl .parquet (also .gz .zst .xz), on disk or at any URL that fsspec opens, such
+as hf://, s3://, gs:// and https://. Without a source, this prepares the Python standard library. Worker threads encode about a
+megabyte of text at a time (the tokenizers release the GIL). Tokens are written in the order of the text, so the number of
+workers does not affect the result. After a kill, the same command picks up after the last finished shard.
 """
 
 import os

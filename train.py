@@ -204,7 +204,7 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
         model = fully_shard(module, DTYPES[train.dtype], world, config.parallel)
     load_weights(module, weights, device)
     if strategy == "ddp" and world.size > 1:
-        # The only buffers are tables that every rank computes for itself. (torch 2.13 renames this option; 2.11 has only it.)
+        # The only buffers are tables that each rank computes. (torch 2.13 renames this option; 2.11 has only the old name.)
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     elif strategy not in ("ddp", "fsdp"):

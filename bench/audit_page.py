@@ -10,27 +10,28 @@ from common.files import publish_text
 PAGE = machine.ROOT / "docs" / "audit.md"
 HEAD = {
     "twice": "the same command twice",
-    "killed": "killed by SIGKILL, then resumed",
-    "terminated": "stopped by SIGTERM, then resumed",
+    "killed": "killed with SIGKILL, then resumed",
+    "terminated": "stopped with SIGTERM, then resumed",
     "saving": "killed while saving, then resumed",
-    "flipped": "resumed after one bit of the newest checkpoint has flipped",
+    "flipped": "resumed after one bit in the newest checkpoint was flipped",
     "two": "on 2 ranks",
     "three": "on 3 ranks",
-    "moved": "killed by SIGKILL on 1 rank, then resumed on 2",
+    "moved": "killed with SIGKILL on 1 rank, then resumed on 2",
 }
 READ = """
 ## What we only read
 
-We read the following in the source of each trainer, but did not run it. The README's table marks it with ʳ. The numbers are
-line numbers.
+We read the following in each trainer's source, but did not run it. In the README's table, these points have the mark ʳ. The
+numbers are line numbers.
 
 - nanoGPT, 3adf61e: a checkpoint is a pickle (`train.py` 277-286).
 - litgpt, 2685705: a checkpoint is one pickle (`litgpt/pretrain.py` 226-237 defines the state, and 499-508 saves it).
   `README.md` says what litgpt is for.
 - torchtitan, b5bcd76: each rank reads its own part of the data (`components/data/dataset.py` 136-150 and
-  `components/data/loader.py` 148-166). The rest is in `docs/checkpoint.md` and `README.md`.
+  `components/data/loader.py` 148-166). `docs/checkpoint.md` and `README.md` document the rest.
 - llm.c, f1e2ace: as in build-nanogpt, the ranks see different tokens at the ends of shards (`llmc/dataloader.h` 60-92). The
-  last file of a checkpoint is named DONE, and a resumed run aims to be "bit-perfect" (`train_gpt2.cu` 1249-1254, 1316-1358).
+  last file written to a checkpoint is named DONE, and a resumed run is meant to be "bit-perfect" (`train_gpt2.cu` 1249-1254,
+  1316-1358).
 - modded-nanogpt, f411b3d: a step sees the same tokens on 1, 2, 4 or 8 GPUs until the first shard ends. At the end of a shard,
   the trainer drops the incomplete batch, whose size depends on the number of GPUs (`train_gpt.py` 1713-1860).
 - Megatron-LM, d98e8a6: a step sees the same samples on any number of ranks (`data_samplers.py` 121-188).
@@ -38,33 +39,33 @@ line numbers.
 RANKS = ("two", "three", "moved")
 PREFACE = """# The same test for every trainer
 
-`bench/audit.py` starts each trainer on a CPU with the trainer's own command, stops it, and resumes it in the trainer's own
-way. It then compares the tokens of every update, and the final weights, with an uninterrupted run on one rank. A run has 32
-updates of 12 sequences of 32 tokens, and saves a checkpoint every 8 updates. Settings that the command does not name keep the
-trainer's defaults. We change no file in a trainer's checkout. The models are tiny and train only briefly, so compare
-differences in weights only within a row.
+How well do trainers stop and resume? `bench/audit.py` starts each one on a CPU with its own command, stops it, and resumes it
+in its own way. It then compares the tokens of every update, and the final weights, with an uninterrupted run on one rank. A
+run makes 32 updates, each on 12 sequences of 32 tokens, and saves a checkpoint every 8 updates. We change no file in a
+trainer's checkout, and settings that the command does not name keep the trainer's defaults. The models are tiny and train
+only briefly, so compare differences in weights only within a row.
 
-- **The same tokens** means that each update sees the same sequences, in any order, over all ranks together. The batch is
-  always 12 sequences. To keep it so on W ranks, we give transformers' Trainer 6 / W accumulation steps. The other trainers
-  divide the batch themselves.
-- **Killed while saving** means that the process ends while it writes the largest file of the checkpoint of update 24.
-- **Fails** means that the trainer's own resume, from the newest checkpoint, fails. If the trainer keeps older checkpoints,
-  you can still name one of them.
-- **The commands** run in the trainer's checkout. PYTHON stands for its interpreter, WORK for a folder, and RUN for the run's
-  folder.
+- **The same tokens** means that each update sees the same sequences, in any order, over all ranks together. An update always
+  has 12 sequences. To keep it that way on W ranks, we give transformers' Trainer 6 / W accumulation steps, while the other
+  trainers divide the batch themselves.
+- **Killed while saving** means that the process dies while it writes the largest file of the checkpoint of update 24.
+- **Fails** means that the trainer's own way of resuming, from the newest checkpoint, fails. If the trainer keeps older
+  checkpoints, you can still name one of them.
+- **The commands** below run in the trainer's checkout. PYTHON stands for its interpreter, WORK for a folder, and RUN for the
+  run's folder.
 
 `python bench/audit_page.py --out=bench/results` writes this page from [audit.json](../bench/results/audit.json).
 """
 
 
 def main(config: machine.Out) -> int:
-    """The command."""
+    """Write the page."""
     publish_text(PAGE, page(json.loads(Path(config.out, "audit.json").read_text())["trainers"]))
     return 0
 
 
 def page(rows: dict) -> str:
-    """The table, followed by the commands of each trainer."""
+    """Return the page: the table, then the commands of each trainer."""
     rows = {name: rows[name] for name in audit_trainers.TRAINERS if name in rows}
     lines = [PREFACE, "| " + " | ".join(["", *HEAD.values()]) + " |", "|---" * (len(HEAD) + 1) + "|"]
     lines += [f"| **{row['title']}** | " + " | ".join(cells(row["found"])) + " |" for row in rows.values()]
@@ -83,7 +84,7 @@ def page(rows: dict) -> str:
 
 
 def cells(found: dict) -> list[str]:
-    """The cells of a trainer's row."""
+    """Return the cells of a trainer's row."""
     if "error" in found:
         return [outcome(found)] + ["-"] * (len(HEAD) - 1)
     shown = {question: outcome(answer) for question, answer in found.items() if isinstance(answer, dict)}
@@ -94,15 +95,15 @@ def cells(found: dict) -> list[str]:
         saved = found["terminated"].get("from", 0) >= found["terminated"]["at"]
         shown["terminated"] = f"{'saves' if saved else 'saves nothing'}, and {shown['terminated']}"
     if isinstance(found.get("flipped"), dict):
-        noticed = "error" in found["flipped"] or found["flipped"]["from"] < found["killed"]["from"]
-        shown["flipped"] = f"{'notices it' if noticed else 'does not notice it'}, and {shown['flipped']}"
+        detected = "error" in found["flipped"] or found["flipped"]["from"] < found["killed"]["from"]
+        shown["flipped"] = f"{'detects it' if detected else 'does not detect it'}, and {shown['flipped']}"
     if "error" in found.get("two", {}):  # then several ranks were not examined
         shown |= {question: shown[question].replace("fails", "does not start here") for question in found if question in RANKS}
     return [shown.get(question, "not tested") for question in HEAD]
 
 
 def outcome(found: dict) -> str:
-    """The outcome of a run, in words: where it began, its tokens and its weights."""
+    """Return the outcome of a run in words: where it began, its tokens and its weights."""
     if "error" in found:
         if found["error"].startswith("no update"):
             return f"fails: it makes {found['error'].replace(', ', ' and ends with ')}"

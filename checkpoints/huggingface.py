@@ -1,4 +1,4 @@
-"""Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
+"""Read and write Hugging Face model directories: convert our names, shapes and settings to theirs and back, bit for bit.
 
 transformers and llama.cpp's converter can read the output of `write_model` (versions and limits: docs/export.md). `read_model`
 reads what transformers writes.
@@ -49,9 +49,9 @@ DIALECTS = {
     "llama": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": None}, LLAMA_ONLY),
     "qwen3": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": 128}, LLAMA_ONLY),
 }
-# The numbers in our setting `rope_scaling`, in order.
+# Their keys for the numbers in our setting `rope_scaling`, in order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# The nested parts of config.json: rotary positions, named as in transformers 5 or 4, and the type of each layer.
+# The nested parts of config.json: rotary positions, as transformers 5 or 4 names them, and the type of each layer.
 Nested = TypedDict(
     "Nested", {"rope_parameters": dict | None, "rope_scaling": dict | None, "layer_types": list[str] | None}, total=False
 )
@@ -89,7 +89,7 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the model that config.json in `directory` describes, with a dropout of 0, because training sets its own.
+    """Return the model that config.json in `directory` describes. Its dropout is 0, because training sets its own.
 
     Raises a UserError that names the key if we do not support exactly this arithmetic.
     """
@@ -123,7 +123,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
-    """Return `model` with the shape of the model in `directory`, but its own context length. Raises UserError.
+    """Return `model` with the shape of the model in `directory`, but with its own context length. Raises UserError.
 
     The context may be shorter than in `directory`, or longer if `model` scales the rotary positions by Llama 3's factors or a
     larger base.
@@ -166,7 +166,7 @@ def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
 
 
 def is_transposed(theirs: str, ndim: int) -> bool:
-    """Return whether Hugging Face's tensor `theirs` is a Conv1D matrix of GPT-2, the transpose of ours."""
+    """Return whether Hugging Face's tensor `theirs` is a Conv1D matrix of GPT-2, which is the transpose of ours."""
     return ndim == 2 and theirs.removesuffix(".weight").endswith(("c_attn", "c_proj", "c_fc"))
 
 
@@ -179,7 +179,7 @@ def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float
 
 
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert our parameters, all or some, to Hugging Face's. q, k and v must come together. Some results are views."""
+    """Convert some or all of our parameters to Hugging Face's. q, k and v of a block go together. Some results are views."""
     tensors = {}
     for name, theirs in tensor_names(state, config).items():
         value = state[name]
@@ -193,10 +193,10 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
 
 
 def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, LazyTensor]]:
-    """Open a Hugging Face model: its parameters by our names, to be read by rows. The inverse of `to_hf`. Raises UserError.
+    """Open a Hugging Face model. Returns its config, and its parameters by our names, which are read by rows. Raises UserError.
 
-    Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head are ignored.
-    seq_len: shorten the context to this (learned positions lose their last rows).
+    This is the inverse of `to_hf`. Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head
+    are ignored. seq_len: shorten the context to this (learned positions lose their last rows).
     """
     config, tensors = read_config(directory), tensor_files.open_tensors(directory, "model")
     shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
@@ -219,7 +219,7 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
 
 
 def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor:
-    """Find our parameter `name` of `shape` in Hugging Face's tensor `stored`. Raises UserError if the shapes differ."""
+    """Return our parameter `name` of `shape` as rows of Hugging Face's tensor `stored`. Raises UserError if they do not fit."""
     fused, transposed = "c_attn" in stored.name, is_transposed(stored.name, len(stored.shape))
     if stored.dtype not in FLOATS:
         raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; weights must be {', '.join(FLOATS)}")
@@ -261,9 +261,9 @@ def write_model(
 def write_description(
     directory: Path, config: ModelConfig, tokenizer: Path | None, eot_token: int | None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write every file of a Hugging Face model except its weights, which have `dtype`.
+    """Write every file of a Hugging Face model except its weights.
 
-    tokenizer: a tokenizer.json, or None. eot_token: the end-of-text token, or None.
+    tokenizer: a tokenizer.json, or None. eot_token: the end-of-text token, or None. dtype: the precision of the weights.
     """
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
     tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))

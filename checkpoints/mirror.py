@@ -1,7 +1,7 @@
 """Copy a run's checkpoints to a place that outlives the machine: an object store, the Hub or another disk (`--mirror=URL`).
 
 The files of a checkpoint are copied one by one, with manifest.json last, and removed with manifest.json first. So whatever
-failed along the way, a checkpoint in the store is complete if its files match its manifest. Training never waits for the store.
+fails along the way, a checkpoint in the store is complete if its files match its manifest. Training never waits for the store.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from common import errors, files
 from common.errors import RunError, UserError
 from reports.log import Log
 
-RECORDS = ("metrics.jsonl", "train.log")  # copied into each checkpoint of the store
-TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; longest pause in seconds between copies
+RECORDS = ("metrics.jsonl", "train.log")  # files of the run, also copied into each checkpoint in the store
+TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; longest pause between copies, in seconds
 LAST_COPY_SECONDS = 600.0  # how long a finished run waits for the store
 
 
 class Mirror:
-    """The store at `url`, of any kind that fsspec opens, for the run of `log`.
+    """The store at `url`, of any kind that fsspec opens, for the run that writes `log`.
 
     One thread of the master copies to the store. A request that arrives during a copy is served right after it.
     """
@@ -56,7 +56,7 @@ class Mirror:
     # From the store
 
     def fetch(self, newer_than: int, names: Container[str] | None = None) -> str:
-        """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name, or "".
+        """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name ("": none).
 
         Raises RunError if the store contains a different run or does not answer, so that the run does not start over.
         """
@@ -72,7 +72,7 @@ class Mirror:
         return ""
 
     def download(self, name: str) -> str | None:
-        """Download a checkpoint and its RECORDS. Returns the problem if the checkpoint is damaged or incomplete."""
+        """Download a checkpoint and its RECORDS. Returns what is wrong if it is damaged or incomplete, else None."""
         target = self.run / "checkpoints" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -86,7 +86,7 @@ class Mirror:
                 if run != self.run.name:
                     problem = f"has checkpoints of the run {run}, not of {self.run.name}"
                     raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
-                for record in RECORDS:  # before the checkpoint appears: once it is here, nothing is downloaded again
+                for record in RECORDS:  # before the checkpoint appears, because once it is here, nothing more is downloaded
                     if self.system.exists(f"{self.root}/{name}/{record}"):
                         with files.publish(self.run / record) as file:
                             file.write(self.system.cat_file(f"{self.root}/{name}/{record}"))
@@ -95,7 +95,7 @@ class Mirror:
         return None
 
     def retried(self, work: Callable[[], Any]) -> Any:
-        """Return `work()`, retrying while it raises or returns a str (a problem). Raises RunError if it still raises."""
+        """Return `work()`, retrying while it raises or returns a str (a problem). Raises RunError if it keeps raising."""
         for attempt in range(TRIES):
             try:
                 if not isinstance(result := work(), str) or attempt == TRIES - 1:
@@ -112,7 +112,7 @@ class Mirror:
     # To the store
 
     def update(self, intact: list[Path], keep_last: int, best: list[str]) -> None:
-        """Start copying the checkpoints `intact`, and removing old ones from the store.
+        """Start copying the `intact` checkpoints to the store, and removing old ones there.
 
         The store keeps the last `keep_last` (0: all) and the ones named in `best`.
         """
@@ -144,7 +144,7 @@ class Mirror:
         """Copy missing checkpoints, newest first, then remove those that need not be kept."""
         there = self.manifests()
         for path in sorted(intact, key=step_of, reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # it was removed from this disk meanwhile
+            with contextlib.suppress(FileNotFoundError):  # it has been removed from this disk in the meantime
                 manifest = (path / MANIFEST).read_bytes()
                 if there.get(path.name) != manifest:
                     self.put(path, manifest)
@@ -171,7 +171,7 @@ class Mirror:
         self.system.pipe_file(f"{target}/{MANIFEST}", manifest)
 
     def finish(self) -> None:
-        """Wait for the copy in progress, ten minutes at most."""
+        """Wait for the copy in progress, for at most ten minutes."""
         self.ending = True
         if self.work and not wait([self.work], LAST_COPY_SECONDS).done:
             self.log.warn(f"{self.url} does not have the newest checkpoint yet; run the same command again to copy it")

@@ -51,7 +51,7 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, given
     given: the user's `license` and `language`, as named on the Hub.
     """
     known, config = known_datasets(state), state.config
-    if len(known) == 1:  # a preset's command may make different tokens
+    if len(known) == 1:  # name the actual command, because a preset's may make different tokens
         commands = [prepare_command(Path(path), metadata) for path, metadata in known.items() if metadata]
         config = settings.replace(config, prepare_command="".join(commands))
     card = model_card(source, state, known, parameters, dtype, given)
@@ -59,7 +59,7 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, given
 
 
 def known_datasets(state: TrainState) -> dict[str, Metadata | None]:
-    """Return the directories of the run's tokens, each with its dataset.json, or None if there is none."""
+    """Return the directories of the run's tokens, each with the content of its dataset.json (None if it has none)."""
     paths = data.directories(state.config.data)
     return {path: read_metadata(Path(path)) if Path(path, "dataset.json").exists() else None for path in paths}
 

@@ -41,7 +41,7 @@ def record(path: Path) -> FileRecord:
 
 
 def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) -> None:
-    """Write the size and sha256 of every file in `directory`. `known`: the ones already computed. Raises OSError."""
+    """Write the manifest of `directory`: the record of every file. known: the records already computed. Raises OSError."""
     known, names = known or {}, sorted(path.name for path in directory.iterdir())
     if missing := known.keys() - set(names):
         raise OSError(f"{min(missing)} was written on another node and is missing here; all nodes must share --out_dir")
@@ -50,7 +50,7 @@ def write_manifest(directory: Path, known: dict[str, FileRecord] | None = None) 
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """Return the records of a checkpoint's files. Raises UserError."""
+    """Return the manifest of a checkpoint: the record of each file. Raises UserError."""
     return files.read_json(directory / MANIFEST, dict[FileName, FileRecord])
 
 
@@ -87,7 +87,7 @@ def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def prepare(checkpoints: Path, start: Path) -> set[Path]:
-    """Remove what a kill left half written, and point `latest` at `start`, which is intact if it exists.
+    """Remove what a kill left half-written, and point `latest` at `start`, which is intact if it exists.
 
     Returns the checkpoints known to be intact. Raises UserError if checkpoints cannot be saved here.
     """

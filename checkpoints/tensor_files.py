@@ -1,7 +1,7 @@
-"""Tensors on disk: in one or more safetensors files, read by rows.
+"""Store tensors in one or more safetensors files, and read them by rows.
 
-A set of tensors called STEM is stored in STEM.safetensors. Above a size limit, it is split over STEM-00001-of-0000N.safetensors
-and so on, which STEM.safetensors.index.json lists. Hugging Face's libraries use the same names.
+A set of tensors called STEM is stored in STEM.safetensors. Above a size limit, the set is split into files named
+STEM-00001-of-0000N.safetensors and so on, and STEM.safetensors.index.json lists them. Hugging Face's libraries use these names.
 """
 
 import json
@@ -27,7 +27,7 @@ Index = TypedDict("Index", {"weight_map": Annotated[dict[str, FileName], Meta(mi
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """The tensor `name` of a safetensors file, or its rows from `first` on. A slice reads only the rows it selects."""
+    """The tensor `name` of a safetensors file, or its rows from `first` on. Slicing it reads only the selected rows."""
 
     path: Path
     name: str
@@ -79,7 +79,7 @@ def sort_metadata(path: Path) -> None:
 
 
 def write_index(directory: Path, stem: str, layout: Layout) -> None:
-    """Write the index, if there is more than one file."""
+    """Write the index of the files in `layout` if there is more than one."""
     if len(layout) > 1:
         size = sum(sum(sizes.values()) for sizes in layout.values())
         weight_map = {name: file for file, sizes in layout.items() for name in sizes}

@@ -1,6 +1,7 @@
 """Command lines: parse flags into a frozen dataclass.
 
-tyro parses flags and writes `--help`; msgspec checks values. This module reports each mistake in one line, with what works.
+tyro parses the flags and writes `--help`, and msgspec checks the values. This module reports each mistake in one line, which
+says what would work.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ OTHER_NAMES = {
     **dict(log_interval="log_every", logging_steps="log_every", save_steps="save_every", always_save_checkpoint="save_every"),
     **dict(output_dir="out_dir", wandb_run_name="name", wandb_log="wandb", report_to="wandb"),
 }
-# Flags of nanoGPT without a counterpart, and what replaces each.
+# Flags of nanoGPT that have no counterpart, and what to do instead.
 NO_FLAGS = {
     "eval_only": "use python evaluate.py runs/NAME",
     "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
@@ -55,7 +56,7 @@ def flat_values(config) -> dict[str, Any]:
 
 
 def replace(config, **changes):
-    """Return `config` with settings replaced by flag name, in any group."""
+    """Return a copy of `config` with the `changes`, which are named like flags and may be in any group."""
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
     for name, value in values.items():
         values[name] = replace(value, **changes) if dataclasses.is_dataclass(value) else changes.get(name, value)
@@ -63,10 +64,10 @@ def replace(config, **changes):
 
 
 def parse(cls, args: list[str], description: str, default=None, first: str = ""):
-    """Parse command-line `args` into the frozen dataclass `cls`: flat flags, `--a_b`, `--a-b`, `--a=v` and `--a v`.
+    """Parse command-line `args` into the frozen dataclass `cls`. Flags may be written `--a_b` or `--a-b`, `--a=v` or `--a v`.
 
     default: an instance of `cls` with the values of omitted flags. `--help` and `--version` print and exit with status 0.
-    first: an argument before the flags for `--help` to show, if it is not in `cls`.
+    first: an argument before the flags that is not in `cls`, but that `--help` should show.
     Raises UserError for an unknown flag, with the nearest known one, and for a wrong value, with what is allowed.
     """
     import tyro
@@ -99,7 +100,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
 
 
 def version() -> str:
-    """Return the release, from the one file that states it."""
+    """Return Lockstep's version, from the only file that states it."""
     return re.search(r"^version: (.+)$", (Path(__file__).parent.parent / "CITATION.cff").read_text(), re.MULTILINE)[1]
 
 
@@ -107,13 +108,13 @@ def flags_last(args: list[str]) -> list[str]:
     """Move flags and their values to the end. Otherwise tyro would read other arguments as more values of a flag."""
     others, flags = [], []
     for word in args:
-        of_flag = flags and flags[-1].startswith("--") and "=" not in flags[-1]  # --a v
+        of_flag = flags and flags[-1].startswith("--") and "=" not in flags[-1]  # the value in --a v
         (flags if word.startswith("--") or of_flag else others).append(word)
     return others + flags
 
 
 def values_as_text():
-    """Make tyro return the text of each value, because `read_values` gives better error messages."""
+    """Return rules that make tyro keep each value as text, because `read_values` gives better error messages."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     rules = ConstructorRegistry()
@@ -150,7 +151,7 @@ def limits(kind) -> str:
 def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Convert `values` to settings of the config dataclass `cls`. Returns the settings and the mistakes, by flag name.
 
-    strict: False also accepts numbers and booleans as text.
+    strict: if False, also accept numbers and booleans as text.
     """
     kinds, found, wrong = flat_fields(cls), {}, {}
     for name, value in values.items():
@@ -198,7 +199,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def similar_runs(name: str) -> str:
-    """Suggest runs in the directory `name`, or similar names beside it or in runs/, as in `; perhaps you meant runs/mine`."""
+    """Suggest runs in the directory `name`, or similarly named ones beside it or in runs/: `; perhaps you meant runs/mine`."""
     path = Path(name)
     runs = {found.parent for folder in (path, path.parent, Path("runs")) for found in folder.glob("*/checkpoints")}
     near = [str(run) for run in sorted(runs - {path}) if run.parent == path or difflib.get_close_matches(path.name, [run.name])]

@@ -105,5 +105,5 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Return or raise what `work()` does. Raises TimeoutError after `seconds`, and abandons the thread of `work`."""
+    """Run `work` in a thread, and return or raise what it does. After `seconds`, abandons it and raises TimeoutError."""
     return ThreadPoolExecutor(1).submit(work).result(seconds)

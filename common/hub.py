@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face Hub, with its own client."""
+"""Upload results to the Hugging Face Hub, with its own client."""
 
 import time
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class HubConfig:
 def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
     """Upload a directory. Returns its address on the Hub. Raises UserError.
 
-    Retries after network and server errors, and after an interruption sends only what is missing. kind: model or dataset.
+    Retries after network and server errors. After an interruption, it sends only what is missing. kind: model or dataset.
     stale: patterns of files to remove from an earlier upload unless they are sent again.
     """
     for pause in (*PAUSES, 0):
@@ -51,7 +51,7 @@ def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> st
 
 
 def upload(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
-    """Try once. Raises whatever the client raises."""
+    """Upload without retries; see `push`. Raises whatever the client raises."""
     from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be invalid
 
     api, (repository, _, branch) = HfApi(), options.push.partition("@")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from common.errors import UserError
 
-MOST_SKIPPED = 10**6  # batches that --skip_steps may name
+MOST_SKIPPED = 10**6  # maximum number of batches in --skip_steps
 
 
 def read_skipped(text: str) -> tuple[int, ...]:
@@ -21,7 +21,7 @@ def read_skipped(text: str) -> tuple[int, ...]:
 
 
 def read_phases(text: str) -> list[tuple[int, str]]:
-    """Return the phases in --phase: the number of steps before each, and its mixture as in --tokens. Raises UserError."""
+    """Return the phases in --phase: the number of steps before each, and its mixture, as in --tokens. Raises UserError."""
     parts = [re.fullmatch(r"([0-9]{1,12}):(.+)", part.strip()) for part in re.split(r",(?=\s*[0-9]+:)", text) if part]
     phases = [(int(part[1]), part[2]) for part in parts if part]
     steps = [0, *(step for step, _ in phases)]

@@ -1,4 +1,4 @@
-"""Text to tokens: assign each document to a split, and encode units of text in parallel."""
+"""Turn text into tokens: assign each document to a split, and encode units of text in parallel."""
 
 import hashlib
 from collections import deque
@@ -15,12 +15,12 @@ from dataset.sources import SourceFile, read_pieces
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 
-FEW_DOCUMENTS = 100  # with fewer documents, the end of the text goes to validation
+FEW_DOCUMENTS = 100  # with fewer documents than this, the end of the text goes to validation
 HASHED_BYTES = 1 << 16  # the hash of this many leading bytes decides a document's split
-UNIT_BYTES = 1 << 20  # text that a worker encodes at a time
+UNIT_BYTES = 1 << 20  # bytes of text that a worker encodes at a time
 PIECE_BYTES = 256  # memory overhead per document
 
-Position = tuple[int, int]  # where a unit is: the index of its file, and its index in that file
+Position = tuple[int, int]  # where a unit is: the index of its file, and the unit's index in that file
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Unit:
 
     position: Position
     parts: list[tuple[str, bool, str]] = field(default_factory=list)  # the split, whether a document starts here, the text
-    filled: int = 0  # bytes of memory
+    filled: int = 0  # size in memory, in bytes
     bytes_on_disk: float = 0
     without_text: int = 0  # number of rows without text
     not_utf8: bool = False  # whether some bytes were not UTF-8 and became U+FFFD
@@ -45,7 +45,7 @@ class Split:
 
 
 def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> Split:
-    """Choose how to split the source, by reading up to FEW_DOCUMENTS of it. Raises UserError if a split would be empty.
+    """Choose how to split the source, by reading up to FEW_DOCUMENTS documents. Raises UserError if a split would be empty.
 
     val_fraction: auto means 0.05, or 0.1 if there are few documents.
     """
@@ -72,9 +72,9 @@ def split_hash(data: bytes) -> float:
 
 
 def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, Position]) -> Iterator[Unit]:
-    """Read files in order, in units of text that still needs encoding.
+    """Yield the text that still needs encoding, in units, from the files in order.
 
-    wanted: for each split, the first position that an earlier run did not finish. Files before both are not read.
+    wanted: for each split, the first position that an earlier run did not finish. Files before both positions are not read.
     """
     for index in range(min(wanted.values())[0], len(source_files)):
         unit, name, offset = Unit((index, 0)), "", split.offsets[index] if split.offsets else 0
@@ -102,7 +102,7 @@ def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, P
 
 
 def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.ndarray]]:
-    """Encode a unit into tokens for each split. End-of-text comes before each document."""
+    """Encode a unit into tokens for each split. An end-of-text token comes before each document."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = {split: [np.empty(0, dtype)] for split in ("train", "val")}
     for split, starts_document, text in unit.parts:

@@ -22,11 +22,11 @@ from dataset.tokenizer import end_of_text, token_ids
 
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-# llm.c, build-nanogpt and nanoGPT encode web text as GPT-2 tokens, the last of which separates documents. Their models pad the
-# vocabulary to up to 50,304.
+# llm.c, build-nanogpt and nanoGPT encode web text with GPT-2's tokenizer, whose last token separates documents. Their models
+# pad the vocabulary to up to 50,304.
 GPT2_VOCAB_SIZE, GPT2_PADDED = 50257, 50304
 RESTORE = "restore the file, then run the same command to continue"
-SCAN_TOKENS = 1 << 22  # ids of a split to check when it is opened
+SCAN_TOKENS = 1 << 22  # how many of a split's ids to check when it is opened
 
 
 Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
@@ -34,7 +34,7 @@ TokenizerRecord = TypedDict("TokenizerRecord", {"name": str, "sha256": Sha256})
 
 
 class ShardRecord(TypedDict):
-    """A shard in dataset.json."""
+    """The record of a shard in dataset.json."""
 
     file: FileName
     split: Literal["train", "val"]
@@ -83,7 +83,7 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int) -> str:
 class Shard:
     """The tokens of a file, which stays open. Slicing returns an array.
 
-    Tokens are read with pread, because under a memory map a truncated file or a bad disk kills the process with SIGBUS.
+    Tokens are read with pread, because with a memory map, a truncated file or a bad disk would kill the process with SIGBUS.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class Stream:
 
     @functools.cached_property
     def largest(self) -> int:
-        """The largest id in the split; in a large one, only at the start of each shard. Raises UserError; see `check`."""
+        """The largest id in the split (of a large one, only the start of each shard is read). Raises UserError; see `check`."""
         share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
         return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 
@@ -169,7 +169,7 @@ class Stream:
         return max(0, (len(self) - 1) // seq_len)
 
     def check_length(self, seq_len: int, split: str) -> None:
-        """Raise UserError if there is not even one window of `seq_len`. `split` names the stream in the message."""
+        """Raise UserError if the stream has less than one window of `seq_len`. split: the split's name, for the message."""
         if not self.num_windows(seq_len):
             where = f"{self.shards[0].path.parent if self.shards else 'a dataset'} has {len(self)} {split} tokens"
             raise UserError(f"{where}, less than one window of --seq_len={seq_len}; prepare more text, or lower --seq_len")
@@ -190,7 +190,7 @@ class Stream:
             shard += 1
 
     def read_windows(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
-        """Read windows [k]: int64 [k, seq_len + 1]. Raises UserError for a token outside the vocabulary."""
+        """Return the tokens of `windows` [k], int64 [k, seq_len + 1]. Raises UserError for a token outside the vocabulary."""
         return read_windows([self], np.zeros_like(windows), windows, seq_len)
 
     def check(self, tokens: np.ndarray, where: str) -> int:
@@ -216,7 +216,7 @@ def open_stream(paths: list[Path], vocab_size: int) -> Stream:
 
 
 def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
-    """Read windows: int64 [k, seq_len + 1]. Inputs are [:, :-1], targets [:, 1:].
+    """Return windows of tokens, int64 [k, seq_len + 1]. Inputs are [:, :-1], targets [:, 1:].
 
     numbers [k]: for each of the `windows` [k], the index of its stream in `streams`. Raises UserError for a bad token.
     """
@@ -237,7 +237,7 @@ class Dataset:
     eot_token: int | None  # the token between documents, or None if unknown
     tokenizer: Path | None  # the tokenizer.json, if it exists
     splits: dict[str, Stream]  # "train" and "val"
-    identity: str  # sha256 of the contents of the shards, whatever the directory's name
+    identity: str  # sha256 of the shards' contents, or of the names and sizes of foreign files
     bytes_of_text: dict[str, int] = field(default_factory=dict)  # size of each split's text, if known
     remark: str = ""  # assumptions about foreign files
 
@@ -255,7 +255,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     """Open a directory with a dataset.json or foreign token files. Checks sizes, counts and token ids. Raises UserError.
 
     vocab_size: for foreign files, which do not state it (0: from datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
-    prepare_command: makes the dataset. If its --out is this directory, the error for a missing directory prints it.
+    prepare_command: the command that makes the dataset. If its --out is `directory`, the error for a missing dataset shows it.
     """
     cli.require_local("tokens", str(directory), "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
     directory = Path(directory)
@@ -330,7 +330,7 @@ def _foreign_files(directory: Path, split: str) -> list[Path]:
 
 
 def characters_in(path: Path) -> int:
-    """Return the number of characters according to nanoGPT's meta.pkl, or 0. The pickle is searched, never unpickled."""
+    """Return the number of characters according to nanoGPT's meta.pkl (0: unknown). The pickle is searched, never unpickled."""
     if not path.is_file():
         return 0
     # "vocab_size", memoized (by MEMOIZE, or BINPUT and a number), followed by a BININT1, BININT2 or BININT.

@@ -1,6 +1,6 @@
 """The footprint of a model: parameters, operations, and the memory of one rank by part, calculated from the settings alone.
 
-`--micro_batch_size=auto` and `--plan` both use it. Does not import torch. bench/memory.py compares it with measured peaks.
+`--micro_batch_size=auto` and `--plan` use it, and bench/memory.py checks it by measurement. This module does not import torch.
 
 Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens per micro-batch.
 """
@@ -12,12 +12,12 @@ from settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainCo
 
 FLEX_BLOCK = 128  # queries, and keys, per block of FlexAttention's mask (attention.document_blocks)
 SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all its weights (attention.short_attention)
-# Tensors may use this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse some 5 %, and
+# Tensors may use this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse about 5 %, and
 # the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch.
 USABLE = 0.9
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per number in matmuls
 EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
-CPU_BYTES = 1 << 28  # bytes of activations on a CPU: few enough for the caches, enough to hide Python's overhead
+CPU_BYTES = 1 << 28  # bytes of activations on a CPU: few enough for the caches, but enough to hide Python's overhead
 
 
 def widths(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -42,7 +42,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return the number of all parameters of the resolved `model`."""
+    """Return the total number of parameters of the resolved `model`."""
     return sum(parameters(model).values())
 
 
@@ -53,10 +53,10 @@ def block_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig) -> int:
-    """Return the FLOPs of forward and backward per token of a full context, as in MFU (PaLM, appendix B).
+    """Return the FLOPs per token of a forward and a backward pass over a full context, as counted for MFU (PaLM, appendix B).
 
     That is 6 per weight in matmuls, plus 12 Q T per layer for attention. The output layer counts, but not the embeddings, which
-    are looked up. The half of attention that the causal mask removes counts; recomputation does not.
+    are looked up. The half of attention that the causal mask removes counts too, but recomputation does not.
     """
     C, F, Q, K = widths(model)
     layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
@@ -73,7 +73,7 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
 
 
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
-    """Return the largest micro-batch in sequences that divides the ranks' shares equally and fits in `budget` bytes, or 1.
+    """Return the largest micro-batch, in sequences, that divides the ranks' shares equally and fits in `budget` bytes, or 1.
 
     Under `exact` the choice must not depend on the number of ranks. So it leaves work for eight ranks and counts the memory of
     a run on one rank, which needs the most. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths) and
@@ -97,7 +97,7 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     """Return the bytes of each part of one rank's memory at the peak of an update.
 
-    config: resolved. device: its type, such as cuda. Not counted: the memory that CUDA and NCCL use themselves.
+    The memory that CUDA and NCCL use themselves is not counted. config: resolved. device: its type, such as cuda.
     """
     model, train, strategy = config.model, config.train, config.parallel.strategy
     if world_size == 1 and strategy != "exact":
@@ -137,7 +137,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     muon = muon_buffers(model, config.optim, shards if fsdp or exact else 0, world_size)
     returns = max(2 * piece, embedding * (1 + 1 / shards) * (exact and world_size > 1))
     moments = [
-        # The last micro-batch's forward ends; its backward has begun; the ranks add up gradients; the weights are updated.
+        # In order: the last micro-batch's forward ends, its backward begins, the ranks add gradients, the weights are updated.
         {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
         {"gradients": between, "weights for backward": again, "activations": activation + recomputed, "logits": loss_backward},
         {"gradients": max(between, complete), "temporary": temporary},
@@ -149,7 +149,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
 
 
 def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool) -> tuple[float, float]:
-    """Return the bytes of the weights in the dtype of matmuls, at the end of forward and in backward.
+    """Return the bytes of the weights cast to the dtype of matmuls, at the end of forward and in backward.
 
     Autocast keeps its copies of all blocks until backward, and a recomputed block makes new ones. fsdp gathers two blocks at a
     time, and the embeddings for the whole update. For a fused matmul, autograd keeps the joined weights until backward, but
@@ -167,7 +167,7 @@ def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool
 def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: str) -> tuple[float, float]:
     """Return the bytes that a micro-batch's forward keeps for backward, and the bytes of one recomputed block.
 
-    The blocks are counted tensor by tensor; eager and compiled code keep different ones.
+    The blocks are counted tensor by tensor; eager and compiled code keep different tensors.
     """
     C, F, Q, K = widths(model)
     gpt2, compiled = model.architecture == "gpt2", train.compile == "on"
@@ -200,7 +200,7 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
 
 
 def fuses(train: TrainConfig, device: str) -> bool:
-    """Return whether eager code computes queries, keys and values in one matmul, gate and up in another: see `native.fuses`."""
+    """Return whether eager code computes queries, keys and values in one matmul, and gate and up in another: `native.fuses`."""
     return device in ("cuda", "rocm") and train.compile != "on"
 
 
@@ -248,8 +248,8 @@ def optimizer_state(model: ModelConfig, optimizer: str) -> float:
 def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int) -> float:
     """Return the bytes that Muon needs for the matrices of one shape: iterates and updates, and the updates in float32.
 
-    shards: for fsdp and exact, which also send and receive shares; else 0. Several `ranks` are still exchanging the updates of
-    the previous shape.
+    shards: the number of shards under fsdp and exact, which also send and receive them; else 0. With several `ranks`, the
+    updates of the previous shape are still in flight.
     """
     if optim.optimizer != "muon":
         return 0.0

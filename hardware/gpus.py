@@ -1,6 +1,6 @@
-"""The peaks and links of GPUs, and an estimate of how long an update takes on them. Does not import torch.
+"""The peak rates and links of GPUs, and an estimate of how long an update takes on them.
 
-The estimate of the network considers only bandwidth, not latency or stragglers.
+The estimate of the network considers only bandwidth, not latency or stragglers. This module does not import torch.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def deterministic_attention(model: ModelConfig) -> float:
 
 
 def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:
-    """Return the seconds that an update computes and waits for the network, and the bytes that each rank sends."""
+    """Return the seconds that an update spends computing and waiting for the network, and the bytes that each rank sends."""
     train, strategy = config.train, config.parallel.strategy
     flops = footprint.flops_per_token(config.model) * train.tokens_per_update
     again = 4 / 3 if train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once

@@ -1,4 +1,4 @@
-"""A process's rank, the cores and memory it may use, and the environment that torch needs. Imports nothing slow."""
+"""A process's rank, the cores and memory it may use, and the environment that torch needs. This module imports nothing slow."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ def spin_count() -> int:
     (bench/LOG.md, "Waiting threads").
     """
     running, stat = [], Path("/proc/stat")
-    for _ in range(5 if stat.exists() else 0):  # a busy program is running in all five samples
+    for _ in range(5 if stat.exists() else 0):  # a busy program shows up in all five samples
         running.append(int(stat.read_text().partition("procs_running")[2].split()[0]))
         time.sleep(0.002)
     others = min(running, default=0) - read_ranks()[3]
@@ -77,7 +77,7 @@ def cpu_name() -> str:
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine, or the container's limit, in bytes."""
+    """Return the memory of this machine in bytes, or the container's limit if that is lower."""
     limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
     texts = [limit.read_text().strip() for limit in limits if limit.exists()]
     allowed = [int(text) for text in texts if text.isdecimal()]

@@ -84,7 +84,7 @@ class Engine:
 
     @contextlib.contextmanager
     def inference(self):
-        """Run the module without dropout, and eagerly: inputs have many lengths, and each would be compiled."""
+        """Run the module without dropout, and eagerly, because inputs have many lengths and each would be compiled."""
         eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
         self.module.eval()
         try:
@@ -154,7 +154,7 @@ class Engine:
 
     @torch.no_grad()
     def gather(self, tensors: dict[str, Tensor], writers: dict[str, int]) -> dict[str, Tensor]:
-        """Copy to host memory, where training cannot change them, the full tensors that this rank saves.
+        """Copy the full tensors that this rank saves to host memory, where training cannot change them.
 
         `writers` maps each of `tensors` to the rank that writes it; other ranks keep no copy. All ranks must call this.
         """
@@ -235,7 +235,7 @@ def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: Paralle
 def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
     """Wrap `module` in one of our own strategies, which average the ranks' gradients.
 
-    micro_batches: number per update, over all ranks. compiled: `exact` converts with compiled functions.
+    micro_batches: number per update, over all ranks. compiled: whether `exact` converts with compiled functions.
     """
     if parallel.strategy == "exact":
         return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)
@@ -287,5 +287,5 @@ def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor) -> bool:
-    """Return whether `tensor` is a DTensor or a Share, of which each rank holds a part."""
+    """Return whether `tensor` is split across ranks, as a DTensor or a Share."""
     return hasattr(tensor, "to_local")

@@ -1,8 +1,8 @@
 """Data parallelism whose result is the same on any number of ranks, bit for bit.
 
 Floating-point addition is not associative, so a sum of gradients depends on how the ranks share the micro-batches, and on the
-order of addition. Integer addition is associative. So here each micro-batch's gradient becomes 64-bit fixed point, a multiple
-of 2^-50. Only integers are added, within a rank and between ranks, and only the total is converted back to float32.
+order of addition. Integer addition is associative. So here each micro-batch's gradient is converted to 64-bit fixed point, in
+multiples of 2^-50. Only integers are added, within a rank and between ranks, and only the total is converted back to float32.
 
 Every rank holds all weights, but only its share of the rest, as in ZeRO (Rajbhandari et al. 2020). It adds up all ranks'
 gradients for its share of each parameter, updates that share of the weights, and sends it to all ranks:
@@ -33,7 +33,7 @@ from parallel.shares import gather_own, share_of
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, just above the largest int64
-BUCKET_BYTES = 25 * 2**19  # float32 gradients per bucket; as integers, they take twice as many bytes
+BUCKET_BYTES = 25 * 2**19  # bytes of float32 gradients per bucket; as integers, they take twice as many
 CPU_BLOCK = 1 << 16  # elements that a CPU converts at a time, to stay in its cache through all passes
 
 
@@ -46,7 +46,7 @@ class Bucket:
     # int64 sums of whole parameters until they are sent. Afterwards, the first `width` elements are the sums of this rank's
     # shares. With shard_gradients, it holds only these shares.
     sums: Tensor
-    gradients: dict[nn.Parameter, Tensor | None]  # views of `sums` to send, or with shard_gradients, float32
+    gradients: dict[nn.Parameter, Tensor | None]  # to send: views of `sums`, or with shard_gradients, float32
     waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not yet ready in this backward
 
 
@@ -69,7 +69,7 @@ class Exchange:
 
 
 class Exact(ScratchOverlap):
-    """ScratchOverlap that adds integers. Of M micro-batches, a rank may compute M // W or one more.
+    """A ScratchOverlap that adds integers. Of M micro-batches, a rank may compute M // W or one more.
 
     Do not divide a micro-batch's loss by anything before backward. If the forward saw `require_backward_grad_sync` true, then
     after backward the `.grad` of each of `shares` is this rank's share of the update's mean gradient. That is the sum over all
@@ -203,7 +203,7 @@ class Exact(ScratchOverlap):
             function(*part)
 
     def total_norm(self, ops) -> Tensor:
-        """Return the norm of all gradients, with the bits of a single rank: one rank computes the part of each whole tensor."""
+        """Return the norm of all gradients, with the same bits as on one rank: one rank computes each tensor's part."""
         gradients = {name: share.grad for name, share in self.shares.items()}
         if self.world_size == 1:
             return ops.norm_of(ops.norm_parts(list(gradients.values())))
@@ -246,15 +246,15 @@ def add_fixed_point(total: Tensor, gradients: Tensor) -> None:
 def raise_largest(largest: Tensor, gradient: Tensor) -> None:
     """Raise the scalar `largest` to the largest |value| of `gradient`. NaN stays NaN.
 
-    Never compiled: the compiler plans the reduction for the first gradient that it sees. If that is a norm's small gradient, a
-    single thread block later reduces a whole embedding (pytorch/pytorch#155941).
+    This is never compiled, because the compiler plans the reduction for the first gradient that it sees. If that is a norm's
+    small gradient, a single thread block later reduces a whole embedding (pytorch/pytorch#155941).
     """
     low, high = gradient.aminmax()
     largest.copy_(torch.maximum(largest, torch.maximum(-low, high)))
 
 
 def mean_from_fixed_point(count: int, total: Tensor, out: Tensor) -> None:
-    """Write the mean of `count` terms with the sum `total` [n] to float32 `out` [n]. Sets `total` to zero."""
+    """Write to float32 `out` [n] the mean of `count` terms whose sum is `total` [n]. Sets `total` to zero."""
     divisor = out.new_full((), count, dtype=torch.float64)  # CUDA would multiply by the reciprocal of a Python number
     out.copy_(total.double().mul_(1 / SCALE).div_(divisor))
     total.zero_()

@@ -26,9 +26,9 @@ ranks spend sending instead of computing. The last strategy hides both, as torch
         loss_of(model(x), y).backward()
     optimizer.step()  # .grad is the mean over the ranks of what each has accumulated
 
-If a rank has no gradient for a parameter, it counts as zero. If no rank has one, `.grad` stays None, as in a single process.
-Parameters that are frozen when the wrapper is built are left out. Buffers, such as batch norm's statistics, are made equal only
-at the start, while DDP broadcasts them in every forward. With one rank, or without a process group, the wrappers do nothing.
+A gradient that a rank lacks counts as zero. If all ranks lack it, `.grad` stays None, as in a single process. Parameters that
+are frozen when the wrapper is built are left out. Buffers, such as batch norm's statistics, are made equal only at the start,
+while DDP broadcasts them in every forward. With one rank, or without a process group, the wrappers do nothing.
 """
 
 import weakref
@@ -52,7 +52,7 @@ class ScratchAllReduce(nn.Module):
     # 1. The idea -----------------------------------------------------------------------------------------------------
 
     def average_gradients(self) -> None:
-        """Replace every gradient by its mean over the ranks. Every trainable parameter must have a gradient."""
+        """Replace every gradient with its mean over the ranks. Every trainable parameter must have a gradient."""
         for parameter in self.trainable:
             parameter.grad.div_(self.world_size)  # before the sum, which might overflow in float16
             dist.all_reduce(parameter.grad, group=self.group)
@@ -97,7 +97,7 @@ class ScratchAllReduce(nn.Module):
         return self.module(*args, **kwargs)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Called by autograd as soon as `parameter.grad` holds the gradient of this backward."""
+        """React to a gradient: autograd calls this as soon as `parameter.grad` holds the gradient of this backward."""
         if self.sync_this_backward and not self.sync_is_queued:
             self.prepare_sync()
 
@@ -110,7 +110,7 @@ class ScratchAllReduce(nn.Module):
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
-        """Replace the gradients by their mean over the ranks.
+        """Replace the gradients with their mean over the ranks.
 
         This runs by itself at the end of a backward whose forward saw `require_backward_grad_sync` true. After `no_sync`, you
         may call it yourself, on all ranks. It costs the strategy's collectives, plus one of 4 bytes per parameter tensor.
@@ -285,7 +285,7 @@ class ScratchOverlap(ScratchAllReduce):
             self.started.append(self.send(bucket))
 
     def send(self, bucket: Bucket) -> dist.Work:
-        """Start replacing the bucket's gradients by their mean over the ranks."""
+        """Start replacing the bucket's gradients with their mean over the ranks."""
         return dist.all_reduce(bucket.flat.div_(self.world_size), group=self.group, async_op=True)
 
     def finish_all_reduces(self) -> None:

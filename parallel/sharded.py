@@ -1,4 +1,4 @@
-"""Training state sharded over the ranks, so that W ranks can train a model that one cannot hold (ZeRO stage 3, FSDP).
+"""Training state sharded across ranks, so that W ranks can train a model that one rank cannot hold (ZeRO stage 3, FSDP).
 
 In plain data parallelism every rank holds the same state: per parameter, 4 bytes of weights, 4 of gradients and 8 of AdamW's
 moments. ZeRO (Rajbhandari et al. 2020) shards this state, so that the ranks together hold one copy instead of W:
@@ -9,8 +9,8 @@ moments. ZeRO (Rajbhandari et al. 2020) shards this state, so that the ranks tog
     fsdp        1 / W     1 / W       1 / W      16 / W                 1 n of gradients, 2 n of weights per micro-batch
 
 Under `fsdp` the full weights of a block exist only while the block computes. Gradients are sent once per update, and every rank
-keeps them whole between its micro-batches. With --shard_gradients=on they are sent after each micro-batch, and ranks keep only
-shards. With Muon, a rank sends 4 more bytes per parameter of its share (see `optim.py`).
+keeps full gradients between its micro-batches. With --shard_gradients=on, they are sent after each micro-batch, and ranks keep
+only shards. With Muon, a rank sends 4 more bytes per parameter of its share (see `optim.py`).
 """
 
 import torch
@@ -31,7 +31,7 @@ class FullyShard(nn.Module):
     device is sharded before it uses any memory, and each rank fills its shards afterwards.
 
     `dtype` is the type of the gathered weights (and of the residual stream, if it is bfloat16). Gradients are reduced in
-    float32. Autocast alone would gather float32, twice the bytes, and keep whole casts of the weights until backward. With
+    float32. Autocast alone would gather float32 weights, twice the bytes, and keep full casts of them until backward. With
     `shard_gradients`, gradients are reduced to shards after every backward, and between replicas after the last one.
     """
 
@@ -41,7 +41,7 @@ class FullyShard(nn.Module):
         dims = slice(None) if replicas > 1 else slice(1, None)
         self.mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
         for group in self.mesh.get_all_groups():
-            _set_pg_timeout(world.timeout, group)  # new groups have torch's default
+            _set_pg_timeout(world.timeout, group)  # new groups have torch's default timeout
         # Do not cast inputs: the table of rotary positions must stay float32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         *blocks, last = module.blocks

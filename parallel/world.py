@@ -37,7 +37,7 @@ class World:
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """This rank's contiguous share of `count` items. If shares are unequal, the first ranks get one more."""
+        """Return this rank's contiguous share of `count` items. If shares are unequal, the first ranks get one more."""
         each, more = divmod(count, self.size)
         first = self.rank * each + min(self.rank, more)
         return range(first, first + each + (self.rank < more))
@@ -67,7 +67,7 @@ class World:
         return values
 
     def difference(self, facts: dict[str, Any]) -> str:
-        """Say in which of `facts` a rank first differs from the master; empty if in none. All ranks must call this."""
+        """Say which of the `facts` first differs between a rank and the master; empty if none. All ranks must call this."""
         found = self.all_gather(facts)
         for rank, others in enumerate(found):
             for name in found[0] | others:
@@ -81,7 +81,7 @@ class World:
             raise UserError(f"{difference}; all ranks need the same command, tokens and torch version")
 
     def leave(self) -> None:
-        """Wait until every rank is done, even a master that is still writing. If one left earlier, others would fail."""
+        """Wait until every rank is done, even a master that is still writing. If a rank left earlier, the others would fail."""
         if self.size > 1:
             options = dist.AllreduceOptions()
             options.timeout = LONGEST_END  # dist.barrier would time out after --timeout_minutes
@@ -113,7 +113,7 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
     """Join the other ranks at MASTER_ADDR and MASTER_PORT, or form a world of one rank.
 
     timeout_minutes: how long a rank waits for the others, here and in each collective. Raises UserError, or RunError if ranks
-    are still missing then; the master names them.
+    are still missing after that time; the master names them.
     """
     if world_size > 1:
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -154,7 +154,7 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
     # Data about the run is in CPU tensors and goes through gloo, so that it never waits for a GPU.
     nccl = device.type == "cuda" and not shares_gpu()
     if nccl:
-        torch.cuda.set_device(device)  # for this thread
+        torch.cuda.set_device(device)  # for this thread, which is a new one
     options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if nccl else None)
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, **options)
 

@@ -1,4 +1,4 @@
-"""Resolve every `auto` setting, from what the hardware of all ranks can do. Does not import torch."""
+"""Resolve every `auto` setting, from what the hardware of all ranks can do. This module does not import torch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Machines:
     kind: str  # like `device`, but rocm for AMD GPUs
     dtype: str  # the fastest precision
     muon_dtype: str
-    free: float  # bytes of a GPU's memory
+    free: float  # bytes of memory: of a GPU, or on a CPU, of the machine
     total: float
     threads: int  # CPU threads per rank
     choose_compile: Callable[[str, str, float], str]  # --compile, dtype, FLOPs of the run -> on or off

@@ -33,10 +33,10 @@ class PlanConfig:
     plan: bool = False
     """Print what the run will need (memory, time, money, traffic) and exit. Works without a GPU, data or other ranks."""
     plan_world_size: Ranks = 8
-    """GPUs of the planned run."""
+    """Number of GPUs for the planned run."""
     plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
     plan_mfu: Annotated[float, Meta(gt=0, le=1)] | Auto = "auto"
-    """Model FLOPs utilization to plan with, at most 1. auto: a typical one."""
+    """Model FLOPs utilization to plan with, at most 1. auto: a typical value."""
     dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
     """Price to plan with."""
 
@@ -96,7 +96,7 @@ def not_taken(args: list[str], config: Config) -> str:
 def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
     """Resolve `config` for the planned GPUs. Also returns the epochs of each dataset (empty if one is missing)."""
     if config.model.init_from != "scratch":
-        from checkpoints import huggingface, lookup  # import torch
+        from checkpoints import huggingface, lookup  # these import torch
 
         directory, _ = lookup.find_model(config.model.init_from, ("config.json",))
         config = dataclasses.replace(config, model=huggingface.shape_of(directory, config.model))
@@ -118,7 +118,7 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
-    """Return the mildest flags that make a rank fit in `usable` bytes, on these or more GPUs, and the bytes it then needs."""
+    """Return the mildest flags that make a rank fit in `usable` bytes, on `ranks` GPUs or more, and the bytes it then needs."""
     own, found = config.parallel.strategy, {}
     small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
     for strategy, doublings in {own: 1, "fsdp": 8}.items():

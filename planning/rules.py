@@ -1,6 +1,6 @@
-"""Which settings conflict, with the flag to change and values that work.
+"""Find the settings that conflict, and name the flag to change and values that work.
 
-Does not import torch, so that errors in flags appear at once. The limits of a single number are in its type, in settings.py.
+This module does not import torch, so errors in flags appear at once. A single number's limits are in its type (settings.py).
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Before a run starts: what the machines can do, whether that suffices, and the banner of what is about to run."""
+"""Before a run starts: what the machines can do, whether that is enough, and the banner that says what is about to run."""
 
 import contextlib
 import shutil
@@ -44,7 +44,7 @@ def survey(world: World) -> Machines:
 
 
 def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]:
-    """Return a warning if the ranks' hardware or libraries differ. Raises UserError if the bits of `exact` depend on that."""
+    """Return a warning if the ranks' hardware or libraries differ. Raises UserError for `exact`, whose bits depend on that."""
     if config.numerics.numerics == "portable" or not (difference := world.difference(versions)):
         return []
     if config.parallel.strategy == "exact":
@@ -72,7 +72,7 @@ def gpu_notes(config: Config, world: World) -> list[str]:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
         notes.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
     kernel = activate_attention_kernel(config.model, train.micro_batch_size, device.DTYPES[train.dtype], own)
-    hopper = torch.cuda.get_device_capability(own)[0] == 9 and not torch.version.hip  # the only one with published rates
+    hopper = torch.cuda.get_device_capability(own)[0] == 9 and not torch.version.hip  # the only GPUs with published rates
     free = hopper and train.deterministic and config.parallel.strategy != "exact" and config.data.attend == "window"
     if free and kernel.startswith("FlashAttention 2"):
         notes.append(
@@ -84,7 +84,7 @@ def gpu_notes(config: Config, world: World) -> list[str]:
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Raise UserError if an update does not fit in the GPU's memory, or on a CPU, an update plus a checkpoint's copy."""
+    """Raise UserError if memory lacks room for an update (on a CPU, for an update and the copy that a checkpoint needs)."""
     own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
     needed, total = sum(parts.values()), device.memory(world.device)[1]
     if own == "cpu":  # Linux would kill the run without a message
@@ -130,7 +130,7 @@ def check_disk(config: Config) -> list[str]:
 
 
 def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> str:
-    """Return what is about to run, as aligned lines. config: resolved. step: where it begins."""
+    """Return what is about to run, as aligned lines. config: resolved. step: where the run begins."""
     model, train, own, ranks = config.model, config.train, world.device, plural(world.size, "rank")
     batches = data.make_batches(config, mixture)
     each, more = divmod(config.micro_batches, world.size)

@@ -29,7 +29,7 @@ def settings_of(run: Path) -> dict[str, str]:
 
 
 def differences(runs: list[Path]) -> list[dict[str, str]]:
-    """Find the settings in which `runs` differ: for each run, by flag name. Settings that follow from others are left out."""
+    """Return the settings in which `runs` differ, by flag name, for each run. Settings that follow from others are left out."""
     found = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for settings in found for name in settings if name not in SILENT)
     columns = {name: [settings.get(name, MISSING) for settings in found] for name in sorted(names, key=DERIVED.__contains__)}
@@ -59,7 +59,7 @@ def table(runs: list[Path]) -> list[str]:
         # The column `tokens` counts the tokens seen, so the dataset's column is called `--tokens`.
         settings = {"--tokens" if name == "tokens" else name: value for name, value in settings.items()}
         row = {"run": str(run)} | settings | {"steps": f"{last:,}", "tokens": MISSING, "time": MISSING}
-        with suppress(UserError):  # not logged
+        with suppress(UserError):  # the run has not logged them
             row["tokens"] = f"{curves.at([last], 'tokens')[0]:,.0f}"
             row["time"] = duration(curves.at([last], "time")[0])
         row |= {name: f"{best[name]:.4f}" if best.get(name) else MISSING for name in ("val_loss", "val_bpb")}

@@ -48,7 +48,7 @@ class Curves:
         return np.interp(steps, [record["step"] for record in records], tokens).tolist()
 
     def points(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
-        """Return the positions on the axis `x` of all finite values logged as `key`, and the values."""
+        """Return all finite values logged as `key`: their positions on the axis `x`, and the values themselves."""
         records = self.training + self.validation + self.scores  # their keys differ
         found = [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         return self.at([step for step, _ in found], x), [y for _, y in found]
@@ -122,7 +122,7 @@ def draw(runs: list[Path], out: Path, x: str = "step") -> None:
 
 
 def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
-    """Draw one value of every run: a thin line as logged, and (except for the learning rate) a thick smoothed line."""
+    """Draw one quantity for every run: a thin line as logged, and (except for the learning rate) a thick smoothed line."""
     for run, color in drawn:
         places, y = run.points(key, x)
         if key != "lr":
@@ -133,7 +133,7 @@ def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
 
 
 def decorate(axis, title: str) -> None:
-    """Give a panel a title, and unobtrusive grid and axes."""
+    """Give a panel a title, and an unobtrusive grid and axes."""
     axis.set_title(title, loc="left", fontsize=12, color="0.15")
     axis.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
     axis.grid(color="0.91", linewidth=0.8)
@@ -159,7 +159,7 @@ def draw_scores(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
-    """Draw validation losses as dots and a forecast as a band. Cut off the steep drop in the first tenth."""
+    """Draw validation losses as dots and a forecast as a band. The axis cuts off the steep drop in the first tenth."""
     shown = []
     for run, color in drawn:
         places, y = run.points("val_loss", x)
@@ -177,7 +177,7 @@ def draw_validation(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
 
 
 def save(figure, out: Path) -> None:
-    """Publish `figure` as `out`. Raises UserError for an unknown format, OSError if it cannot be written."""
+    """Publish `figure` as `out`. Raises UserError for an unknown format, OSError if the file cannot be written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with files.publish(out) as file:

@@ -1,4 +1,4 @@
-"""Profile some updates: a trace by torch's profiler, and a summary of the most expensive kinds of operations."""
+"""Profile some updates: write a trace with torch's profiler, and summarize the most expensive kinds of operations."""
 
 import os
 import re
@@ -36,7 +36,7 @@ class Trace:
 
     @contextmanager
     def around(self, step: int):
-        """Trace the update in this block, if it is one of them."""
+        """Trace the update in this block, if it is one of those to trace."""
         if self.profiler is None and step in self.steps:
             self.profiler, self.steps = torch.profiler.profile(), range(step, self.steps.stop)
             self.profiler.start()

@@ -4,7 +4,7 @@ Put it beside train.bin and val.bin, and sample.py, transformers and prepare_dat
 keep their ids. After them come the bytes that are not among the characters, so that any text can be encoded, and end-of-text.
 
 meta.pkl is a pickle, which could execute anything when loaded, so it is never loaded. Instead, its opcodes are listed, and a
-file with an opcode that nanoGPT does not write is rejected. The text it was made from (input.txt) gives the same tokenizer.
+file with an opcode that nanoGPT does not write is rejected. The original text (input.txt) gives the same tokenizer.
 """
 
 import pickletools
@@ -23,7 +23,7 @@ from dataset import tokenizer
 # The opcodes that pickle uses for dictionaries, strings and integers. They cannot execute anything.
 VALUES = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "BINGET", "LONG_BINGET"}
 DICTIONARIES = {"PROTO", "FRAME", "EMPTY_DICT", "MARK", "SETITEM", "SETITEMS", "STOP"}
-MEMOS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}  # number a value for later reference
+MEMOS = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}  # these number a value for later reference
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     """Rename nanoGPT's parameters to ours, with zeros for missing biases. Raises UserError if they do not match `config`."""
     compiled = "_orig_mod."  # the prefix of the names in a compiled model
     theirs = {name.removeprefix(compiled): value.float() for name, value in tensors.items()}
-    unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # a mask; the tied embedding
+    unused = {name for name in theirs if not name.endswith((".attn.bias", "lm_head.weight"))}  # the mask, the tied embedding
     shapes, found = {name: parameter.shape for name, parameter in on_meta(config).named_parameters()}, {}
     for name, key in huggingface.tensor_names(shapes, config).items():
         (module, _, leaf), shape = name.rpartition("."), shapes[name]
