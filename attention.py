@@ -111,7 +111,7 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
             torch.nn.attention.activate_flash_attention_impl("FA3")
             same = gradients_repeat(q.expand(batch, -1, -1, -1), k.expand(batch, -1, -1, -1), config.dropout)
             if torch.are_deterministic_algorithms_enabled() and not same:
-                raise RuntimeError("its gradients differ from run to run; --deterministic=false uses it anyway")
+                raise RuntimeError("its gradients differ from run to run; to use it anyway, set --deterministic=false")
             flash = "FlashAttention 3"
         except (AttributeError, ImportError, RuntimeError) as error:  # old PyTorch, broken package, unsupported GPU, or dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"

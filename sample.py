@@ -1,6 +1,6 @@
 """Generate text with a model: `python sample.py runs/NAME --prompt="def " --max_new_tokens=200 --temperature=0.8 --top_k=50`.
 
-Without --prompt, in a terminal, it continues each line that you type.
+In a terminal, without --prompt, it continues each line that you type.
 """
 
 import sys
@@ -20,18 +20,18 @@ class SampleConfig:
     run: tyro.conf.Positional[str]
     """A run directory (uses its newest checkpoint), a checkpoint, or any Hugging Face model directory or Hub id."""
     prompt: str = ""
-    """Text to continue, or FILE:path to read it from a file. Empty: type it in a terminal; elsewhere, start a document."""
+    """Text to continue, or FILE:path to read it from a file. Empty: in a terminal, ask for it; elsewhere, start a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Length of a sample in tokens, unless the model ends the document first."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
     """0: always pick the most likely token."""
     top_k: Count = 50
-    """Sample from this many of the most likely tokens (0: all)."""
+    """Sample only from this many of the most likely tokens (0: all)."""
     seed: Seed = 1
     num_samples: Size = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     tokenizer: str = ""
-    """For a model without tokenizer.json: a tokenizer.json, gpt2, or whatever else --tokenizer of prepare_data.py takes."""
+    """For a model without tokenizer.json: a tokenizer.json, gpt2, or anything else that prepare_data.py --tokenizer takes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of matmuls. auto: float32 on a CPU, else bfloat16 if the hardware supports it."""
     numerics: Literal["auto", "native", "portable"] = "auto"
@@ -134,7 +134,7 @@ def converse(model, text, options: tuple) -> None:
 
 
 def write_sample(engine, dataset: Mixture, seed: int) -> str:
-    """For --sample_every: continue the first validation tokens with a model in training. Does not change a bit of the run.
+    """For --sample_every: continue the first validation tokens with a model in training. Does not change the run's bits.
 
     All ranks must call this, and they all sample the same tokens.
     """

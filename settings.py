@@ -125,7 +125,7 @@ class OptimConfig:
     decay_steps: Count = 0
     """Finish a run from a checkpoint: decay as in wsd over this many steps, then end. Sets --schedule and --steps."""
     weight_decay: Annotated[float, Meta(ge=0, le=1000)] = 0.1
-    """Decoupled; applied to tensors of two or more dimensions."""
+    """Decoupled; applied only to tensors with two or more dimensions."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     momentum: Fraction = 0.95
@@ -141,7 +141,7 @@ class TrainConfig:
     steps: Steps = 1000
     """Optimizer updates in the whole run."""
     tokens_per_update: Annotated[int, Meta(gt=0, le=1 << 32)] = 524288
-    """Global batch size in tokens, over all ranks."""
+    """Global batch size in tokens, across all ranks."""
     micro_batch_size: Size | Literal["auto"] = "auto"
     """Sequences per forward pass on each rank. auto: as many as fit in memory."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -151,7 +151,7 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile. auto: if it saves time and a compiler works."""
     fp8: bool = False
-    """Use float8 matmuls in the blocks (torchao). Pays off on Hopper or newer GPUs, from a billion parameters up."""
+    """Use float8 matmuls in the blocks (torchao). Pays off on Hopper and newer GPUs, for a billion parameters or more."""
     activation_checkpointing: bool = False
     """Keep only each block's input for the backward pass and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"

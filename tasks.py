@@ -1,7 +1,8 @@
 """Score a model in memory on tasks such as hellaswag, with EleutherAI's lm-eval. All ranks share the work.
 
 Only the master runs lm-eval, which turns tasks into requests and answers into scores. Each rank computes a share of the
-answers, in the same batches on any number of ranks. The scores equal those from HFLM, lm-eval's class for Hugging Face models.
+answers; the batches are the same on any number of ranks. The scores equal those from HFLM, lm-eval's class for Hugging Face
+models.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from model import GPT, generate
 from parallel.world import World
 
 MOST_TOKENS = 8192  # tokens per batch: with a vocabulary of 50,000, the logits take 1.6 GB in float32
-REHEARSED = 4  # documents of each task on which lm-eval is tested before training
+REHEARSED = 4  # documents of each task on which lm-eval is tried out before training
 Row = tuple[tuple[int, ...], list[tuple]]  # the tokens of a forward pass, and the requests that its output answers
 Scores = dict[str, dict[str, float]]  # scores by task and metric, such as acc_norm
 
@@ -66,7 +67,7 @@ class Tasks:
 
         limit: documents per task (0: all). Raises RunError, on the master alone, if lm-eval fails.
         """
-        self.model, document_token, model.document_token = model, model.document_token, None  # a text is one document
+        self.model, document_token, model.document_token = model, model.document_token, None  # each text is one document
         try:
             while not self.loaded and self.compute() is not None:
                 pass
@@ -134,16 +135,16 @@ class Tasks:
             most, stops = options["max_gen_toks"], [stop for stop in options["until"] if stop]
             if options["do_sample"] or most >= self.max_length:
                 asked = f"do_sample {str(options['do_sample']).lower()} and max_gen_toks {most}"
-                raise ValueError(f"a task sets {asked}; only greedy answers shorter than the context of {self.max_length} work")
+                raise ValueError(f"a task sets {asked}; answers must be greedy and shorter than the context, {self.max_length}")
             context = self.tok_encode(request.args[0])[most - self.max_length :] or [self.eot_token_id]
             rows.append((tuple(context), [(i, most, stops)]))
         answers = self.compute("write", pack(rows, self.max_length))
         return [answers[i] for i in range(len(requests))]
 
     def compute(self, how: str = "", batches: list[list[Row]] = ()) -> dict | None:
-        """Return the answers to the master's requests, by number, or None after the last. All ranks must call this until then.
+        """Return the answers to the master's requests, by number, or None at the end. All ranks must call this until then.
 
-        All ranks run the same number of forwards, even with a smaller share, because a sharded model communicates in each.
+        Ranks with a smaller share run as many forward passes as the others, because a sharded model communicates in each.
         """
         if self.model is None:  # called by `rehearse`
             return defaultdict(lambda: "" if how == "write" else (0.0, False))
@@ -189,10 +190,10 @@ class Tasks:
 def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, world: World) -> Tasks:
     """Load and try tasks. All ranks must call this. Raises UserError.
 
-    names: lm-eval's names or paths of YAML files, separated by commas. first: the token that starts and ends a text.
+    names: lm-eval's task names or paths of YAML files, separated by commas. first: the token that starts and ends a text.
     """
     if tokenizer is None or first is None:
-        raise UserError("--tasks needs a tokenizer.json with an end-of-text token, next to the tokens or to the model")
+        raise UserError("--tasks needs a tokenizer.json with an end-of-text token, next to the tokens or the model")
     kind = Tasks
     if world.is_master:
         if find_spec("lm_eval") is None:

@@ -4,9 +4,9 @@ A checkpoint is a Hugging Face model directory that also holds optimizer.safeten
 (size and sha256 of every file, written last). It is renamed into place, so a kill at any instant leaves either the previous
 checkpoint or the new one, complete.
 
-Large sets of tensors are split over several files (`tensor_files`), written by the ranks that share the first copy of the
-weights: under fsdp all ranks (with `--replicate`, the first group), otherwise only the master. The bytes of a file do not
-depend on which rank writes it.
+Large sets of tensors are split across several files (`tensor_files`). They are written by the ranks that share the first copy
+of the weights: under fsdp all ranks (with `--replicate`, those of the first group), otherwise only the master. A file has the
+same bytes whichever rank writes it.
 """
 
 import math
@@ -85,7 +85,7 @@ class TrainState:
 
 
 def versions(config: Config, own: torch.device) -> dict[str, str]:
-    """Return everything that a run's bits depend on besides its settings."""
+    """Return everything besides its settings that can change a run's bits."""
     packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     if torch.backends.mkl.is_available():
         packages["mkl"] = os.environ.get("MKL_CBWR", "")  # its reproducibility mode (host.prepare_torch)
@@ -162,7 +162,7 @@ def count_writers(engine) -> int:
 
 
 def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write. The writers take turns at files of up to `limit` bytes. All ranks must call this."""
+    """Copy what this rank will write. The writers get files of up to `limit` bytes in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
@@ -179,7 +179,7 @@ def take_snapshot(engine, limit: int) -> Snapshot:
 def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Write this rank's files, wait for the other writers in `group` (None: no others), and return all records.
 
-    If any of them fails, raises OSError on all. A rank reports failures of every kind, because the others would hang otherwise.
+    If any of them fails, raises OSError on all. Each rank reports any kind of failure, because the others would hang otherwise.
     """
     records, problem = {}, ""
     try:
@@ -223,13 +223,13 @@ class Checkpoints:
         return max(self.intact, key=retention.step_of, default=None)
 
     def begin(self, start_step: int) -> None:
-        """Prepare the directory for saving. A checkpoint of `start_step`, if present, is intact. Raises UserError."""
+        """Prepare the directory for saving. If a checkpoint of `start_step` exists, it is intact. Raises UserError."""
         self.saved_at = start_step
         if self.world.is_master:
             self.intact = retention.prepare(self.directory, step_directory(self.directory, start_step))
 
     def save(self, state: TrainState, now: bool) -> None:
-        """Save a checkpoint if one is due, or if `now`. With async_save, training waits only for the copy to the host."""
+        """Save a checkpoint if one is due or `now` is true. With async_save, training waits only for the copy to the host."""
         if state.step == self.saved_at or not (now or due(self.options.save_every, state.step)):
             return
         began = time.perf_counter()

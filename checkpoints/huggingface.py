@@ -222,7 +222,7 @@ def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor
     """Return our parameter `name` of `shape` as rows of Hugging Face's tensor `stored`. Raises UserError if they do not fit."""
     fused, transposed = "c_attn" in stored.name, is_transposed(stored.name, len(stored.shape))
     if stored.dtype not in FLOATS:
-        raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; weights must be {', '.join(FLOATS)}")
+        raise UserError(f"{stored.path}: {stored.name} is {stored.dtype}; weights must be one of {', '.join(FLOATS)}")
     if stored.shape[:: -1 if transposed else 1] != (shape[0] * (3 if fused else 1), *shape[1:]):
         needed = f"config.json gives {name} the shape {list(shape)}"
         raise UserError(f"{stored.path}: {stored.name} has the wrong shape, {list(stored.shape)}; {needed}")

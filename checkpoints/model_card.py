@@ -28,11 +28,11 @@ A language model with {parameters:,} parameters ({config.model.architecture}), t
 
 {datasets}
 
-Checkpoints record the sha256 of these tokens as `{state.dataset}`.
+Checkpoints identify these tokens by the sha256 `{state.dataset}`.
 
 ## The run
 
-The run used {ranks} ({versions}). This command repeats it, with the tokens in the same place:
+The run used {ranks} ({versions}). To repeat it, put the tokens in the same place and run:
 
 ```sh
 {launcher} train.py config.toml --name={config.run.name}-again
@@ -41,7 +41,7 @@ The run used {ranks} ({versions}). This command repeats it, with the tokens in t
 {repeats}
 
 `config.toml` lists all settings. On the machine with the run and its tokens, `python replay.py {run} --verify` checks that each
-kept checkpoint follows from the previous one, bit for bit. This export did not run that check.
+kept checkpoint follows from the previous one, bit for bit. The export did not run this check.
 """
 
 
@@ -51,7 +51,7 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, given
     given: the user's `license` and `language`, as named on the Hub.
     """
     known, config = known_datasets(state), state.config
-    if len(known) == 1:  # name the actual command, because a preset's may make different tokens
+    if len(known) == 1:  # name the command that was used, because the preset's may make different tokens
         commands = [prepare_command(Path(path), metadata) for path, metadata in known.items() if metadata]
         config = settings.replace(config, prepare_command="".join(commands))
     card = model_card(source, state, known, parameters, dtype, given)
@@ -70,10 +70,10 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
     began = settings.from_record(state.history[0]["settings"], str(source))
     start = began.model.init_from if began.run.resume in ("auto", "off") else began.run.resume
     number = "any" if config.parallel.strategy == "exact" else "the same"
-    repeats = f"It reproduces the weights bit for bit on {number} number of ranks, with these versions and this hardware."
+    repeats = f"It reproduces the weights bit for bit on {number} number of ranks, given the same versions and hardware."
     if len(state.history) > 1:
-        steps = ", ".join(str(era["step"]) for era in state.history[1:])
-        repeats = f"Settings, versions or the number of ranks changed after step {steps}. The command uses only the latest."
+        steps = " and ".join(f"step {era['step']}" for era in state.history[1:])
+        repeats = f"Settings, versions or the number of ranks changed after {steps}. The command uses only the latest ones."
     measured = measurements(run / "metrics.jsonl", state.step)
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", start) and not Path(start).exists()
     return CARD.format(
@@ -106,7 +106,7 @@ def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]
 
 def table(measured: dict[str, list[tuple[float, int]]]) -> str:
     """Return a Markdown table with the last value of each measurement, and the lowest validation loss."""
-    rows = ["| measured in training | value | at step |", "|---|---|---|"]
+    rows = ["| measured during training | value | at step |", "|---|---|---|"]
     for key in sorted(measured, key=[*LOSSES, *measured].index):
         name = LOSSES.get(key) or key.removeprefix("tasks/").replace("/", ", ", 1)
         shown = {name: measured[key][-1]}

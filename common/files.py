@@ -151,7 +151,7 @@ def link(name: Path, target: Path) -> None:
 def require_file(path: Path) -> Path:
     """Return `path`, for a library that opens files itself. Raises UserError if the file does not exist."""
     if not path.is_file():
-        raise UserError(f"{path} is a directory" if path.is_dir() else f"{path.parent} has no {path.name}")
+        raise UserError(f"{path} is a directory, not a file" if path.is_dir() else f"{path.parent} has no {path.name}")
     return path
 
 

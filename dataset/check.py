@@ -25,13 +25,13 @@ def check(directory: Path, spec: str = "") -> None:
     own, beside = (directory / "dataset.json").exists(), directory / "tokenizer.json"
     tokenizer = resolve(spec) if spec and not own else load(beside) if own or beside.exists() else None
     dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
-    known, origin = {}, "tokens of another tool"
+    known, origin = {}, "tokens from another tool"
     if own:
         metadata = read_metadata(directory)
         check_sha256(beside, metadata["tokenizer"])
         known = {record["file"]: record for record in metadata["shards"]}
         origin = ", ".join(source["path"] for source in metadata["source"])
-    eot = "" if dataset.eot_token is None else f", end-of-text is token {dataset.eot_token}"
+    eot = "" if dataset.eot_token is None else f", end-of-text token {dataset.eot_token}"
     lines = [f"{directory}: {origin}; vocabulary {dataset.vocab_size:,}{eot}"]
     for split, stream in dataset.splits.items():
         records = []

@@ -72,7 +72,7 @@ def split_hash(data: bytes) -> float:
 
 
 def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, Position]) -> Iterator[Unit]:
-    """Yield the text that still needs encoding, in units, from the files in order.
+    """Yield the text that still needs encoding as units, file by file and in order.
 
     wanted: for each split, the first position that an earlier run did not finish. Files before both positions are not read.
     """
@@ -102,7 +102,7 @@ def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, P
 
 
 def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.ndarray]]:
-    """Encode a unit into tokens for each split. An end-of-text token comes before each document."""
+    """Encode a unit into tokens for each split. Each document begins with an end-of-text token."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = {split: [np.empty(0, dtype)] for split in ("train", "val")}
     for split, starts_document, text in unit.parts:
@@ -111,7 +111,7 @@ def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.nd
 
 
 def encode_all(tokenizer: Tokenizer, units: Iterable[Unit], workers: int) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
-    """Encode units in parallel and yield them in order; see `encode_unit`. Only a few units per worker are in memory."""
+    """Encode units in parallel and yield them in order; see `encode_unit`. Holds only a few units per worker in memory."""
     pool = ThreadPoolExecutor(workers)
     results = (pool.submit(encode_unit, tokenizer, unit) for unit in units)
     pending = deque(islice(results, 2 * workers))

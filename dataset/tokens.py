@@ -118,7 +118,7 @@ def open_shard(path: Path) -> Shard:
         except Exception as error:  # numpy parses the header as a Python literal, which can fail in many ways
             raise UserError(f"{path}: {error}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-            raise UserError(f"{path} contains {tokens.dtype} {tokens.shape}; expected one row of integer tokens")
+            raise UserError(f"{path} has {tokens.dtype} values of shape {tokens.shape}; expected a 1-D array of integers")
         return Shard(path, file, tokens.dtype, tokens.offset, len(tokens))
     magic, version, count = np.frombuffer(file.read(HEADER_INTS * 4).ljust(12, b"\0"), "<i4", 3).tolist()
     header, offset, dtype = "its header", HEADER_INTS * 4, MAGICS.get((magic, version))
@@ -312,7 +312,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     largest = max(stream.largest for stream in splits.values())
     remark = f"{directory} has no dataset.json; vocabulary {vocab_size:,} (from {source}), largest id seen {largest}"
     if source == "GPT-2" and largest < GPT2_VOCAB_SIZE // 2:
-        remark = f"warning: {remark}; if no id is larger, set --vocab_size={largest + 1}"
+        remark = f"warning: {remark}; if no token has a larger id, set --vocab_size={largest + 1}"
     if eot_token is not None:
         remark += f"; token {eot_token} separates documents (from {'its tokenizer' if ids else 'GPT-2'})"
     if not tokenizer:

@@ -1,4 +1,4 @@
-"""Write a dataset directory in shards. A kill at any instant loses at most the last shard of each split.
+"""Write a dataset directory in shards. A kill at any instant loses at most one unfinished shard per split.
 
 progress.json is published whenever a shard is finished. For each split, it lists the finished shards and where in the text the
 last one ends. dataset.json is published last.
@@ -24,8 +24,8 @@ END: Position = (sys.maxsize, 0)  # after all units
 class ShardWriter:
     """Cuts the tokens of one split into shards. The split ends after `max_tokens`.
 
-    earlier: the entry of this split in an earlier run's progress.json. Its `finished` has the records of the shards, `position`
-    is the unit in which the last shard ends, and `taken` is how many of that unit's tokens are in shards.
+    earlier: this split's entry in an earlier run's progress.json. Its `finished` lists the records of the shards, `position` is
+    the unit in which the last shard ends, and `taken` is how many of that unit's tokens are already in shards.
     """
 
     def __init__(self, directory: Path, split: str, tokenizer: Tokenizer, shard_tokens: int, max_tokens: int, earlier: dict):
@@ -144,6 +144,6 @@ def is_finished(directory: Path, request: dict) -> bool:
         wanted["val_fraction"] = metadata["val_fraction"]
     keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
     if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
-        raise UserError(f"{directory} is a different dataset: {', '.join(names)} differ; choose another --out, or remove it")
+        raise UserError(f"{directory} is a different dataset: {', '.join(names)} changed; choose another --out, or remove it")
     (directory / "progress.json").unlink(missing_ok=True)  # a kill may have left it behind
     return True

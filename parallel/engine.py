@@ -194,7 +194,7 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
     device does not support float8 matmuls, no layer is suitable, or torchao is not installed.
     """
     if not device.has_float8(own_device):
-        raise UserError(f"--fp8=true: this {own_device.type} device does not support float8 matmuls; use an H100 or newer")
+        raise UserError(f"--fp8=true: this {own_device.type} device lacks float8 matmuls; leave it out or use an H100 or newer")
 
     def fits(layer: nn.Module, name: str = "") -> bool:
         return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)

@@ -1,4 +1,4 @@
-"""Fit a scaling law to small runs: how the loss depends on a run's weights and tokens, and how uncertain that is.
+"""Fit a scaling law to small runs: how the loss depends on the number of weights and tokens, and how certain that is.
 
 loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models").
 """
@@ -6,7 +6,7 @@ loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute
 import numpy as np
 
 PRIOR_EXPONENT, PRIOR_SPREAD = 0.33, 0.4  # prior mean of a and b, and the spread of their logarithms (arXiv 2404.10102)
-NOISE, NOISE_RUNS = 0.01, 3  # prior for the noise of the loss between seeds, and how many runs it counts for
+NOISE, NOISE_RUNS = 0.01, 3  # prior for the spread of the loss across seeds, and how many runs it counts as
 EXTRAPOLATION_ERROR = 0.013  # nats per doubling of FLOPs beyond the largest fitted run; see docs/dial.md
 HALF_LIFE = 15.4  # epochs of repetition (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")
 QUANTILE = 1.645  # half-width of a 90 % interval, in standard deviations
@@ -22,7 +22,7 @@ def effective_tokens(tokens: np.ndarray, unique_tokens: float) -> np.ndarray:
 
 
 def terms(sizes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """Return the factors of E, A and B, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
+    """Return what E, A and B are multiplied by, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
     powers = sizes[None] ** -exponents[:, None]
     return np.concatenate((np.ones_like(powers[..., :1]), powers), axis=2)
 

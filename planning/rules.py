@@ -28,7 +28,7 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     for number, batch in enumerate(config.skipped_batches):
         if batch >= (end := steps + number):
             skipped = f"--skip_steps={config.data.skip_steps} includes {batch + 1}"
-            yield f"{skipped}, but the last step of this run is {end}"
+            yield f"{skipped}, but the last step of this run is {end}; leave {batch + 1} out"
     for step, mixture in read_phases(config.data.phase):
         if step >= steps:
             yield f"--phase={step}:{mixture} begins after the last step; --steps must be more than {step}"

@@ -123,7 +123,7 @@ def check_disk(config: Config) -> list[str]:
     size, free = footprint.checkpoint_bytes(config), shutil.disk_usage(there).free
     left = f"{size / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.0f} MB left"
     if size > free:
-        raise UserError(f"{where}: a checkpoint needs {left}")
+        raise UserError(f"{where}: a checkpoint needs {left}; free some space, or choose another --out_dir")
     more = footprint.checkpoints_at_once(config.checkpoint, config.train.steps) - len([*directory.glob("checkpoints/step-*")])
     kept = f"the run will write and keep {plural(more, 'more checkpoint')} of {left}"
     return [f"warning: {where}: {kept}; lower --keep_last or --keep_best"] if more * size > free else []

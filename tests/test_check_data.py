@@ -41,7 +41,7 @@ def test_a_dataset_is_described(made):
         tokens, documents, size = (sum(row[key] for row in rows) for key in ("tokens", "documents", "bytes_of_text"))
         shards = errors.plural(len(rows), "shard")
         assert f"{split}: {shards}, {tokens:,} tokens, {documents:,} documents, {size:,} bytes of text" in out
-    assert out.count("'<|endoftext|>Document ") == 2 and r"\x1b[2J; vocabulary 400, end-of-text is token 0" in out
+    assert out.count("'<|endoftext|>Document ") == 2 and r"\x1b[2J; vocabulary 400, end-of-text token 0" in out
     assert "every shard is intact and matches its sha256\n" in out
 
 
@@ -98,7 +98,7 @@ def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(tmp_pat
     out = run("--check", folder, "--tokenizer=bytes")
     assert "'Document 0: the na" in out and "vocabulary 257, end-of-text" not in out
     ours.save(folder / "tokenizer.json")
-    assert "vocabulary 257, end-of-text is token 256" in run("--check", folder)  # also where it lies beside them
+    assert "vocabulary 257, end-of-text token 256" in run("--check", folder)  # also where it lies beside them
     np.array([256, 257], np.uint16).tofile(folder / "val.bin")
     with pytest.raises(UserError, match=r"val.bin: token 257 is outside the vocabulary of 257"):
         check(folder)

@@ -69,7 +69,7 @@ def test_the_card_has_data_losses_settings_and_the_command_that_repeats_the_run(
     assert f"| lowest validation loss so far | {min(v['val_loss'] for v in validations):.4f} |" in card
     assert str(shared.tokens) in card and "tokenizer bytes" in card and "train.py" in card
     assert "for 20 steps on\n7,680 tokens, from scratch." in card
-    assert f"replay.py {shared.runs / 'plain'} --verify" in card and "This export did not run that check." in card
+    assert f"replay.py {shared.runs / 'plain'} --verify" in card and "The export did not run this check." in card
     assert "verified" not in card
     command = next(line for line in card.splitlines() if line.startswith("python train.py"))
     assert command == "python train.py config.toml --name=plain-again"

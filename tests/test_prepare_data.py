@@ -315,7 +315,7 @@ def test_another_column_is_read(here):
     one, two = make("a.jsonl", out="one", column="body"), make("b.parquet", out="two", column="body")
     assert one.documents("train") == two.documents("train") and len(one.documents("train")) > 100
     assert one.metadata["options"] == {"column": "body"}
-    with pytest.raises(errors.UserError, match="a different dataset: --column differ"):
+    with pytest.raises(errors.UserError, match="a different dataset: --column changed"):
         make("a.jsonl", out="one")
 
 
