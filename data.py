@@ -175,7 +175,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
         directories, weights = zip(*parse_mixture(text, flag), strict=True)
         shares = round_shares(weights)
         if not all(shares):
-            raise UserError(f"{flag}{text}: a weight is too small; the smallest share is 1 of {BLOCK:,} sequences")
+            raise UserError(f"{flag}{text}: a weight is too small; every dataset needs at least 1 of {BLOCK:,} sequences")
         rounded |= any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
         numbers = []  # indices into `datasets`; a dataset from an earlier phase keeps its index
         for dataset in map(opened, directories):

@@ -99,7 +99,7 @@ def main(args: list[str]) -> None:
         if not [*ladder.directory.glob("depth-*")]:  # it contains only speed measurements
             files.remove(ladder.directory)
         raise
-    say(f"ladder  {len(rungs)} runs of depth {sorted({depth for depth, _ in rungs})} in {ladder.directory}")
+    say(f"ladder  {len(rungs)} runs, at depths {str(sorted({depth for depth, _ in rungs}))[1:-1]}, in {ladder.directory}")
     report(ladder, [climb(ladder, *rung) for rung in rungs])
 
 
@@ -223,7 +223,7 @@ def recommend(ladder: Ladder, rungs: list[dict], budget: float) -> tuple[dict, s
     most, largest = dial.EPOCHS * ladder.unique_tokens, rungs[-1]
     runs = [(depth, dial.weights(model), min(budget / flops_per_token(model), most)) for depth, model in models.items()]
     if not (runs := [run for run in runs if ladder.is_long_enough(run[2])]):
-        raise UserError(f"--share={ladder.options.share:g} leaves too little for the recommended run; lower it")
+        raise UserError(f"--share={ladder.options.share:g} leaves too little budget for the recommended run; lower it")
     runs = [run for run in runs if run[2] / run[1] >= largest["tokens"] / largest["weights"]] or runs
     done, losses = [(rung["weights"], rung["tokens"]) for rung in rungs], [rung["loss"] for rung in rungs]
     losses, margins, formula = law.predict(done, losses, [run[1:] for run in runs], ladder.unique_tokens)

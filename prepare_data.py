@@ -29,13 +29,13 @@ class PrepareConfig:
     """Dataset directory (default: tokens/ plus the first source's name, or tokens/python)."""
     tokenizer: str = ""
     """train:N, train:N:llama3 (supported by llama.cpp), gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json
-    or .tiktoken file. Default: gpt2, or without a source train:4096."""
+    or .tiktoken file. Default: gpt2, or train:4096 without a source."""
     column: str = "text"
     """Text column of .parquet files, or text key of .jsonl files."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
     """Longest line of a .jsonl file, or row of a .parquet file, to accept. Memory use grows with it."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] | Auto = "auto"
-    """Fraction of documents for validation (auto: 0.05; with fewer than 100 documents, the last 0.1 of the text)."""
+    """Fraction of documents for validation (auto: 0.05; with fewer than 100 documents, the last tenth of the text)."""
     max_tokens: str = ""
     """Stop after this many tokens in both splits together, such as 500M or 10B (empty: all text)."""
     shard_tokens: Annotated[int, Meta(gt=0, lt=1 << 31)] = 100_000_000
@@ -43,7 +43,7 @@ class PrepareConfig:
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Encoding threads (0: one per core)."""
     check: str = ""
-    """Instead of preparing anything, read this whole dataset directory, ours or another tool's, and report its contents or
+    """Instead of preparing anything, read all of this dataset directory (ours or another tool's) and report its contents or
     the first problem. --tokenizer decodes another tool's tokens."""
     hub: HubConfig = HubConfig()
 
@@ -78,7 +78,7 @@ MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # suffixes
 def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile], list[dict]]:
     """Find the files of all sources, in order and without duplicates, and each source's record for dataset.json.
 
-    A Hub source stays at the first run's commit. Once the dataset is finished, no server is contacted. Raises UserError.
+    A Hub source stays pinned to the first run's commit. Once the dataset is finished, no server is contacted. Raises UserError.
     """
     by_path, records, known = {}, [], {}  # known: what an earlier run recorded
     for path in (directory / "progress.json", directory / "dataset.json"):
@@ -110,7 +110,7 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
 def sample(source_files: list[SourceFile]) -> Iterator[str]:
     """Yield at most SAMPLE_CHARACTERS of text, in equal parts from the beginnings of at most 1000 files."""
     local, remote = ([file for file in source_files if ("://" in str(file)) == far] for far in (False, True))
-    chosen = local + remote[:1]  # each additional remote file would be a request
+    chosen = local + remote[:1]  # each additional remote file would cost a request
     chosen, left = chosen[:: -(-len(chosen) // 1000)], SAMPLE_CHARACTERS
     for number, file in enumerate(chosen):
         share = left // (len(chosen) - number)
@@ -141,7 +141,7 @@ def prepare(config: PrepareConfig) -> None:
         split = choose_split(source_files, config.val_fraction)
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files))
         if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
-            say(f"the vocabulary has only {tokenizer.vocab_size} tokens: the text is too short")
+            say(f"the vocabulary has only {tokenizer.vocab_size} tokens because the text is too short")
         # A restart continues only if the files, the tokenizer and the division into units (version `units`) are the same.
         listing = digest([(file.name, file.size) for file in source_files])
         request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 4}

@@ -238,7 +238,7 @@ def verify(past: Past, config: ReplayConfig) -> int:
     first = min(kept) if config.from_ == "auto" else config.from_
     last = config.to or max(kept)
     if config.step or first not in {0, *kept} or not first < last <= past.state.step:
-        steps = f"{past.directory} has checkpoints at steps {', '.join(map(str, kept))} (see --keep_last)"
+        steps = f"{past.directory} has checkpoints at steps {', '.join(map(str, kept))} (--keep_last sets how many are kept)"
         raise UserError(f"--verify needs --from (0 or the step of a checkpoint) and a later --to, without --step; {steps}")
     wrong = 0
     for start, end in pairwise([first, *(step for step in kept if first < step < last), last]):

@@ -20,7 +20,7 @@ class SampleConfig:
     run: tyro.conf.Positional[str]
     """A run directory (uses its newest checkpoint), a checkpoint, or any Hugging Face model directory or Hub id."""
     prompt: str = ""
-    """Text to continue, or FILE:path to read it from a file. Empty: in a terminal, ask for it; elsewhere, start a document."""
+    """Text to continue, or FILE:path to read it from a file. Empty: ask for it in a terminal; otherwise, start a document."""
     max_new_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 200
     """Length of a sample in tokens, unless the model ends the document first."""
     temperature: Annotated[float, Meta(ge=0, le=10**9)] = 0.8
@@ -31,7 +31,7 @@ class SampleConfig:
     num_samples: Size = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     tokenizer: str = ""
-    """For a model without tokenizer.json: a tokenizer.json, gpt2, or anything else that prepare_data.py --tokenizer takes."""
+    """For a model without tokenizer.json: a tokenizer.json, gpt2, or anything else that prepare_data.py --tokenizer accepts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of matmuls. auto: float32 on a CPU, else bfloat16 if the hardware supports it."""
     numerics: Literal["auto", "native", "portable"] = "auto"
@@ -120,7 +120,7 @@ def converse(model, text, options: tuple) -> None:
     """Continue each line that the user types, until Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history for `input`)
-    print("Type text to continue. An empty line starts a new document. Ctrl-C stops the output, Ctrl-D quits.")
+    print("Type text for the model to continue. An empty line starts a new document. Ctrl-C stops the output, Ctrl-D quits.")
     while True:
         try:
             show(model, text, input("> "), options)
@@ -134,7 +134,7 @@ def converse(model, text, options: tuple) -> None:
 
 
 def write_sample(engine, dataset: Mixture, seed: int) -> str:
-    """For --sample_every: continue the first validation tokens with a model in training. Does not change the run's bits.
+    """For --sample_every: let a model in training continue the first validation tokens. Does not change the run's bits.
 
     All ranks must call this, and they all sample the same tokens.
     """

@@ -23,7 +23,7 @@ from common.records import Auto, Count, Seed, Size
 from common.steps import read_phases, read_skipped
 
 HERE = Path(__file__).parent
-# Upper limits bound the work and memory that a number can cause, such as the length of a list.
+# Upper limits bound the work and memory that a number can cost, for example as the length of a list.
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
@@ -42,7 +42,7 @@ class RunConfig:
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 after this many minutes (0: no limit)."""
     depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
-    """The dial: the number of layers. Width, batch, steps, learning rate and weight decay follow, unless flags set them."""
+    """Number of layers, as a single dial: width, batch, steps, learning rate and weight decay follow, unless flags set them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DataConfig:
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows within an epoch."""
     skip_steps: str = ""
-    """Leave out the batches of these steps, such as 812-815,990. When you resume a run, you may add future steps."""
+    """Skip the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
     attend: Literal["window", "document"] = "window"
     """Whether tokens attend to all earlier tokens in the window, or only to those in the same document."""
     prepare_command: str = ""
@@ -86,7 +86,7 @@ class ModelConfig:
     rope_theta: Annotated[float, Meta(gt=0, le=10**12)] = 10000.0
     """Base of the rotary frequencies (not for gpt2)."""
     rope_scaling: str = "none"
-    """none, or Llama 3's factor, low_freq_factor, high_freq_factor and original context length, such as 8,1,4,8192."""
+    """none, or Llama 3's four values: factor, low_freq_factor, high_freq_factor, original context length, as in 8,1,4,8192."""
     gelu: Literal["tanh", "erf"] = "tanh"
     """For gpt2. tanh: GPT-2's approximation of GELU; erf: exact GELU, as in nanoGPT."""
     norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
@@ -100,7 +100,7 @@ class ModelConfig:
             factors = tuple(float(number) for number in self.rope_scaling.split(",") if self.rope_scaling != "none")
             if not factors or len(factors) == 4 and 0 < min(factors) <= max(factors) < math.inf and factors[1] < factors[2]:
                 return factors
-        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or four positive numbers, as in 8,1,4,8192")
+        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or four positive numbers (2nd < 3rd) like 8,1,4,8192")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of matmuls; weights stay in float32. auto: bfloat16 if that is fast here.
-    On CUDA, float32 products use TF32, with a mantissa of 10 bits."""
+    On CUDA, float32 matmuls use TF32, which has a 10-bit mantissa."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile. auto: if it saves time and a compiler works."""
     fp8: bool = False
@@ -168,10 +168,10 @@ class ParallelConfig:
     """ddp: torch's DistributedDataParallel. fsdp: shard weights, gradients and optimizer state across ranks.
     exact: the same bits on any number of ranks. scratch_*: the lessons in parallel/from_scratch.py."""
     replicate: Ranks = 1
-    """Copies of the weights under fsdp, each shared by a group of ranks such as a node (1: all ranks share one)."""
+    """Copies of the weights under fsdp, each sharded across a group of ranks such as a node (1: one copy across all ranks)."""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
-    """For fsdp and exact. on: send gradients to their shards after every micro-batch, for less memory but more traffic;
-    this changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
+    """For fsdp and exact. on: send gradients to their shards after every micro-batch. This saves memory, adds traffic
+    and changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
     check_replicas_every: Count = 0
     """Steps between comparisons of all ranks' weights (0: never). The run ends if a bit differs."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0
@@ -185,13 +185,13 @@ class EvalConfig:
     eval_tokens: Count = 1048576
     """Validation tokens per evaluation (0: the whole split)."""
     sample_every: Count = 0
-    """Steps between samples, each a line of text from the model (0: none)."""
+    """Steps between text samples from the model, each on one line (0: none)."""
     tasks: str = ""
     """lm-eval tasks to score the model on: names or YAML files, such as hellaswag,arc_easy."""
     tasks_every: Count = 0
-    """Steps between scorings on the tasks (0: only at the end)."""
+    """Steps between scoring runs on the tasks (0: only at the end)."""
     tasks_limit: Count = 0
-    """Documents per task (0: all)."""
+    """Maximum number of documents to score per task (0: all)."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ class CheckpointConfig:
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
     mirror: str = ""
-    """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens). On an empty disk, the run
-    continues from there."""
+    """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens). If the disk is empty,
+    the run continues from there."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class LogConfig:
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "lockstep"
     profile: str = ""
-    """STEP:COUNT, such as 100:3: trace these updates, write the trace to the run's directory, and report where time went."""
+    """Trace these updates (STEP:COUNT, such as 100:3), write a trace to the run's directory, and show where the time went."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def given(flags: list[str]) -> set[str]:
 
 
 def of_run(config: Config) -> Config | None:
-    """Return the settings requested at the last start of the run in `config`, or None without checkpoints. Raises UserError."""
+    """Return the settings last requested for the run in `config`, or None if it has no checkpoints. Raises UserError."""
     run = Path(config.run.out_dir, config.run.name)
     if not any(run.glob("checkpoints/step-*")) or not (run / "config.toml").exists():
         return None
@@ -335,7 +335,7 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
 
 
 def from_record(values: dict[str, Any], where: str) -> Config:
-    """Return the checked `Config` with these settings by flag name. Raises UserError; each of its lines begins with `where`."""
+    """Return a checked `Config` with these settings, keyed by flag name. Raises UserError, each line beginning with `where`."""
     flags = flat_fields(Config)
     refuse(f"{where}: unknown key {name}{cli.suggestion(name, flags)}" for name in values if name not in flags)
     found, wrong = read_values(Config, values, strict=True)
@@ -353,14 +353,14 @@ def check(config: Config) -> None:
     if config.model.init_from == "resume":
         raise UserError("--init_from=resume: leave it out; running the same command again continues a run")
     if "@" in urlsplit(config.checkpoint.mirror).netloc:
-        raise UserError("--mirror contains a password, which logs would show; put it in the store's own settings")
-    cli.require_local("out_dir", run.out_dir, "--mirror=URL copies each checkpoint there")
+        raise UserError("--mirror contains a password, which would appear in logs; put it in the storage client's own settings")
+    cli.require_local("out_dir", run.out_dir, "use --mirror=URL to copy each checkpoint there")
     for flag, mixture in (("tokens", tokens), ("phase", config.data.phase)):
         cli.require_local(flag, mixture, "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
 
 
 def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
-    """Return `model` with a number for each auto. Raises UserError if the vocabulary is smaller than the dataset's."""
+    """Return `model` with a number in place of each auto. Raises UserError if the vocabulary is smaller than the dataset's."""
     chosen = {
         "vocab_size": math.ceil(dataset_vocab_size / 128) * 128,
         "n_kv_head": model.n_head,
@@ -374,7 +374,7 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
 
 
 def resolve_schedule(optim: OptimConfig, steps: int) -> OptimConfig:
-    """Return `optim` with a number for each auto, for a run of `steps`."""
+    """Return `optim` with a number in place of each auto, for a run of `steps`."""
     min_lr = optim.lr / 10 if optim.schedule == "cosine" else 0.0
     return with_chosen(optim, {"warmup_steps": math.ceil(steps / 50), "min_lr": min_lr})
 

@@ -21,8 +21,8 @@ HEAD = {
 READ = """
 ## What we only read
 
-We read the following in each trainer's source, but did not run it. In the README's table, these points have the mark ʳ. The
-numbers are line numbers.
+We read the following in each trainer's source, but did not run it. The README's table marks these points with ʳ. Numbers are
+line numbers.
 
 - nanoGPT, 3adf61e: a checkpoint is a pickle (`train.py` 277-286).
 - litgpt, 2685705: a checkpoint is one pickle (`litgpt/pretrain.py` 226-237 defines the state, and 499-508 saves it).
@@ -41,7 +41,7 @@ PREFACE = """# The same test for every trainer
 
 How well do trainers stop and resume? `bench/audit.py` starts each one on a CPU with its own command, stops it, and resumes it
 in its own way. It then compares the tokens of every update, and the final weights, with an uninterrupted run on one rank. A
-run makes 32 updates, each on 12 sequences of 32 tokens, and saves a checkpoint every 8 updates. We change no file in a
+run makes 32 updates, each on 12 sequences of 32 tokens, and saves a checkpoint every 8 updates. We change no files in a
 trainer's checkout, and settings that the command does not name keep the trainer's defaults. The models are tiny and train
 only briefly, so compare differences in weights only within a row.
 
@@ -49,8 +49,8 @@ only briefly, so compare differences in weights only within a row.
   has 12 sequences. To keep it that way on W ranks, we give transformers' Trainer 6 / W accumulation steps, while the other
   trainers divide the batch themselves.
 - **Killed while saving** means that the process dies while it writes the largest file of the checkpoint of update 24.
-- **Fails** means that the trainer's own way of resuming, from the newest checkpoint, fails. If the trainer keeps older
-  checkpoints, you can still name one of them.
+- **Fails** means that the trainer cannot resume from the newest checkpoint in its own way. If the trainer keeps older
+  checkpoints, you can still point it at one of them.
 - **The commands** below run in the trainer's checkout. PYTHON stands for its interpreter, WORK for a folder, and RUN for the
   run's folder.
 
@@ -97,7 +97,7 @@ def cells(found: dict) -> list[str]:
     if isinstance(found.get("flipped"), dict):
         detected = "error" in found["flipped"] or found["flipped"]["from"] < found["killed"]["from"]
         shown["flipped"] = f"{'detects it' if detected else 'does not detect it'}, and {shown['flipped']}"
-    if "error" in found.get("two", {}):  # then several ranks were not examined
+    if "error" in found.get("two", {}):  # then nothing was tested on several ranks
         shown |= {question: shown[question].replace("fails", "does not start here") for question in found if question in RANKS}
     return [shown.get(question, "not tested") for question in HEAD]
 

@@ -273,7 +273,7 @@ class Checkpoints:
         self.wait()
         save, self._save = self._save, None
         if self.world.is_master and save and (error := save.exception()):  # such as a full disk: training can continue
-            message = f"the checkpoint of step {self.saved_at} could not be written: {error}"
+            message = f"the checkpoint at step {self.saved_at} could not be written: {error}"
             message += f"; the newest intact one is {self.newest}"
             if final:
                 raise RunError(f"{message}; free some space and run the same command again")

@@ -59,7 +59,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # allowed dtypes of weights, as safetens
 
 
 def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
-    """Return the content of config.json for weights of `dtype`, with the keys of both transformers 4 and 5."""
+    """Return the contents of config.json for weights of `dtype`, with the keys of both transformers 4 and 5."""
     common = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,
@@ -91,7 +91,7 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
 def read_config(directory: Path) -> ModelConfig:
     """Return the model that config.json in `directory` describes. Its dropout is 0, because training sets its own.
 
-    Raises a UserError that names the key if we do not support exactly this arithmetic.
+    Raises a UserError that names the key if the model needs arithmetic that we do not support.
     """
     path = directory / "config.json"
     config = files.read_json(path)
@@ -123,10 +123,10 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
-    """Return `model` with the shape of the model in `directory`, but with its own context length. Raises UserError.
+    """Return `model` with the shape of the one in `directory`, but the context length of `model`. Raises UserError.
 
-    The context may be shorter than in `directory`, or longer if `model` scales the rotary positions by Llama 3's factors or a
-    larger base.
+    The context may be shorter than in `directory`. It may be longer if `model` stretches the rotary positions, with Llama 3's
+    factors or a larger base.
     """
     found, rope = read_config(directory), {}
     if found.seq_len < model.seq_len:
@@ -179,7 +179,7 @@ def layout(shapes: dict[str, tuple[int, ...]], config: ModelConfig, limit: float
 
 
 def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert some or all of our parameters to Hugging Face's. q, k and v of a block go together. Some results are views."""
+    """Convert some or all of our parameters to Hugging Face's. Pass a block's q, k and v together. Some results are views."""
     tensors = {}
     for name, theirs in tensor_names(state, config).items():
         value = state[name]
@@ -193,7 +193,7 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
 
 
 def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, LazyTensor]]:
-    """Open a Hugging Face model. Returns its config, and its parameters by our names, which are read by rows. Raises UserError.
+    """Open a Hugging Face model. Returns its config, and its parameters under our names, read row by row. Raises UserError.
 
     This is the inverse of `to_hf`. Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head
     are ignored. seq_len: shorten the context to this (learned positions lose their last rows).
@@ -305,9 +305,9 @@ def first_token(directory: Path) -> tuple[Path | None, int | None]:
 
 
 def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
-    """Raise UserError unless a model's tokenizer agrees with a dataset's tokenizer on each of the dataset's token ids.
+    """Raise UserError unless a model's tokenizer and a dataset's tokenizer agree on every token id of the dataset.
 
-    Returns a warning if one of them has no tokenizer.
+    Returns a warning if either of them has no tokenizer.
     """
     path = directory / "tokenizer.json"
     if not tokenizer or not path.exists():

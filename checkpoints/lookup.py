@@ -95,7 +95,7 @@ def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def compare_with_trained(directory: Path, config: ModelConfig) -> None:
-    """Raise UserError if `config`, from config.json, differs from the trained model that the directory records, if any."""
+    """If the directory records which model was trained, raise UserError where `config`, from config.json, differs from it."""
     if (directory / "trainer_state.json").exists():
         trained = load_state(directory).config.model
         same = dataclasses.replace(trained, dropout=config.dropout, init_from=config.init_from)
@@ -121,7 +121,7 @@ class Start:
     checkpoint: Path | None = None  # weights, optimizer state and step
     pretrained: Path | None = None  # a model directory; only its weights are used
     continues: bool = False  # whether the checkpoint belongs to this run
-    notes: list[str] = field(default_factory=list)  # notes on the choice, for the user
+    notes: list[str] = field(default_factory=list)  # what to tell the user about this choice
 
     @property
     def weights(self) -> Path | None:
@@ -129,7 +129,7 @@ class Start:
         return self.checkpoint or self.pretrained
 
     def settle(self, config: Config) -> Config:
-        """Return `config` with what the start determines: the model's shape, the run's origin, and the settings it keeps."""
+        """Fill in what the start determines: the model's shape, the run's origin, and the settings it keeps."""
         if config.model.init_from != "scratch":
             config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
         config = self.settle_decay(config)
@@ -141,7 +141,7 @@ class Start:
                 config = settings.replace(config, init_from=before.model.init_from)
             if self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
                 config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
-        elif self.checkpoint:  # name the checkpoint, not its run, which may continue
+        elif self.checkpoint:  # name the checkpoint, because its run may train on
             config = settings.replace(config, resume=str(self.checkpoint))
         elif self.pretrained and (self.pretrained / MANIFEST).exists():
             config = settings.replace(config, init_from=str(self.pretrained))
@@ -156,11 +156,11 @@ class Start:
         if not self.continues or before.optim.decay_steps != decay:
             if not self.checkpoint:
                 problem = "finishes a run from one of its checkpoints, so it needs --resume=PATH"
-                raise UserError(f"--decay_steps={decay} {problem}; for a new run use --schedule=wsd and --cooldown_fraction")
+                raise UserError(f"--decay_steps={decay} {problem}; for a new run, use --schedule=wsd and --cooldown_fraction")
             peak = settings.resolve_schedule(before.optim, before.train.steps)
             if (rate := learning_rate(done, before.train.steps, peak)) < peak.lr:
                 problem = f"at {self.checkpoint}, the learning rate is {rate:.3g}, already below its peak of {peak.lr:.3g}"
-                raise UserError(f"--decay_steps={decay}: {problem}; use one from the stable part of the schedule")
+                raise UserError(f"--decay_steps={decay}: {problem}; use a checkpoint from the stable part of the schedule")
             steps = done + decay
         return settings.replace(config, schedule="wsd", steps=steps)
 
@@ -197,8 +197,8 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
             raise UserError(f"--resume=off: {run} already has checkpoints; choose another --name, or delete the directory")
         path, damaged = newest(run / "checkpoints")
         if path is None:
-            refuse([f"{run} has no intact checkpoint; delete it to start over", *damaged])
-        continuing = f"continuing from {path}, with the settings of its last start unless a flag changes them"
+            refuse([f"{run} has no intact checkpoint; delete the directory to start over", *damaged])
+        continuing = f"continuing from {path}, with the settings from the run's last start unless a flag changes them"
         unread = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
     if resume not in ("auto", "off"):
@@ -215,7 +215,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
 
 
 def check_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:
-    """Return a line for each setting and version that differs from the checkpoint's. Raises UserError if one must not change.
+    """List the settings and versions that differ from the checkpoint's, one per line. Raises UserError if any must not change.
 
     A run keeps its model and its data, but a new run that starts from a checkpoint may change the data.
 
@@ -229,11 +229,11 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
     saw, sees = (mixtures_seen(identity, done) for identity in (state.dataset or dataset, dataset))
     other_tokens = saw[0] != sees[0]
     if own and other_tokens:
-        refused.append(f"--tokens={now['tokens']} must hold the same tokens in the same shares as {was.data.tokens} did")
+        refused.append(f"--tokens={now['tokens']} must hold the tokens that {was.data.tokens} held, in the same shares")
     elif own and saw != sees:
         first = min(map(step_of_phase, set(saw[1:]) ^ set(sees[1:])))
         changes = f"--phase={now['phase']} changes the mixture of step {first + 1}, but {done} steps are done"
-        refused.append(f"{changes}; a new phase may begin after step {done} or later")
+        refused.append(f"{changes}; a new phase can begin after step {done} at the earliest")
     skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
     skip = f"--skip_steps={config.data.skip_steps} changes the data of one of the {done} finished steps"
     if own and skips_otherwise:
@@ -247,14 +247,14 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
         refuse([*refused, f"restore these settings, or {way_out}"])
     if done >= config.train.steps:
         return []
-    unseen = {"threads", "shard_gradients"}  # do not affect the bits of exact
+    unseen = {"threads", "shard_gradients"}  # these do not affect the bits under exact
     silent = SILENT | (unseen if config.parallel.strategy == "exact" else set())
     lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
     if config.numerics.numerics == "native":  # bits depend on versions
         known = state.versions
         lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]
     if skips_otherwise and not other_tokens:
-        lines.append(f"warning: {skip}, and these weights were already trained on it; an earlier checkpoint was not")
+        lines.append(f"warning: {skip}, and these weights have already seen it; start from an earlier checkpoint")
     if other_tokens:
         lines.append(f"changed: tokens {was.data.tokens} -> {now['tokens']}")
     if (state.dataset or dataset).split()[1:] != dataset.split()[1:]:

@@ -1,8 +1,8 @@
 """Which checkpoints exist, which of them are intact, and which ones to keep.
 
-Checkpoints are the directories named `step-` plus eight or more digits; anything else is neither read nor removed. Only
-checkpoints that this process wrote or verified count towards `keep_last`, so damaged checkpoints of later steps never push out
-a fresh save.
+Checkpoints are the directories named `step-` followed by eight or more digits; anything else is neither read nor removed. Only
+checkpoints that this process wrote or verified count towards `keep_last`, so damaged checkpoints from later steps never push
+out a fresh save.
 """
 
 import re
@@ -101,13 +101,13 @@ def prepare(checkpoints: Path, start: Path) -> set[Path]:
         if start.is_dir():
             files.link(checkpoints / "latest", start)
     except OSError as error:
-        problem = f"cannot save checkpoints here: {error}; make it writable, or choose another --out_dir"
+        problem = f"cannot save checkpoints here: {error}; make the directory writable, or choose another --out_dir"
         raise UserError(f"{checkpoints}: {problem}") from None
     return {start} if start.is_dir() else set()
 
 
 def verify(checkpoints: Path, intact: set[Path], keep_last: int) -> None:
-    """Verify the newest checkpoints until `keep_last` of them are intact. Call this before removing older ones."""
+    """Verify checkpoints, newest first, until `keep_last` have proved intact. Call this before removing older ones."""
     existing, count = published(checkpoints), 0
     while count < keep_last < count + len(existing):  # otherwise there is nothing to remove
         path = existing.pop()

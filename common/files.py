@@ -164,7 +164,7 @@ def sha256(path: Path) -> str:
 def read_bytes(path: Path, limit: int = LARGEST_TEXT) -> bytes:
     """Read a file of at most `limit` bytes. Raises UserError if it is missing or larger, OSError if unreadable."""
     if (size := require_file(path).stat().st_size) > limit:
-        raise UserError(f"{path} has {size:,} bytes; the limit is {limit:,}")
+        raise UserError(f"{path} is too large: {size:,} bytes, but the limit is {limit:,}")
     return path.read_bytes()
 
 

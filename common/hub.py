@@ -41,7 +41,7 @@ def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> st
             problem = f"--push={options.push}: {explain(error)}"
             status = getattr(getattr(error, "response", None), "status_code", 0)
             if status in (401, 403, 404):
-                raise UserError(f"{problem}; run `hf auth login` to set a token that allows uploads") from None
+                raise UserError(f"{problem}; run `hf auth login` with a token that allows uploads") from None
             if isinstance(error, ValueError | TypeError | ImportError) or status == 400:  # retrying would not help
                 raise UserError(problem) from None
             if not pause:

@@ -16,7 +16,7 @@ from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 
 FEW_DOCUMENTS = 100  # with fewer documents than this, the end of the text goes to validation
-HASHED_BYTES = 1 << 16  # the hash of this many leading bytes decides a document's split
+HASHED_BYTES = 1 << 16  # a hash of this many leading bytes decides a document's split
 UNIT_BYTES = 1 << 20  # bytes of text that a worker encodes at a time
 PIECE_BYTES = 256  # memory overhead per document
 
@@ -45,7 +45,7 @@ class Split:
 
 
 def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> Split:
-    """Choose how to split the source, by reading up to FEW_DOCUMENTS documents. Raises UserError if a split would be empty.
+    """Choose how to split the source after reading up to FEW_DOCUMENTS documents. Raises UserError if a split would be empty.
 
     val_fraction: auto means 0.05, or 0.1 if there are few documents.
     """
@@ -102,7 +102,7 @@ def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, P
 
 
 def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.ndarray]]:
-    """Encode a unit into tokens for each split. Each document begins with an end-of-text token."""
+    """Encode a unit into one array of tokens per split. Each document begins with an end-of-text token."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = {split: [np.empty(0, dtype)] for split in ("train", "val")}
     for split, starts_document, text in unit.parts:

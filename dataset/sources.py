@@ -31,7 +31,7 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
     ".zst": lambda raw: pyarrow.CompressedInputStream(raw, "zstd"),
-    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # not .lzma, which accepts any bytes and may request 4 GB
+    ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # not .lzma: it accepts any bytes and may ask for 4 GB
 }
 HUB = "hf://datasets/"
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -54,7 +54,7 @@ class SourceFile:
 
     @property
     def form(self) -> str:
-        """The suffix that gives the file's format, without that of a compression. Empty if it is not one of SUFFIXES."""
+        """The suffix that gives the file's format, ignoring any compression suffix. Empty if it is not one of SUFFIXES."""
         path = PurePosixPath(self.name)
         suffix = PurePosixPath(path.stem).suffix if path.suffix in OPENERS else path.suffix
         return suffix if suffix in SUFFIXES else ""
@@ -152,7 +152,7 @@ def at_commit(source: str, commit: str = "") -> tuple[str, str]:
 def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
     """Read and decompress a file in chunks of about CHUNK_BYTES. Yields (bytes on disk, content).
 
-    find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, for long lines too.
+    find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, even for a long line.
     """
     unpack = OPENERS.get(PurePosixPath(file.name).suffix, contextlib.nullcontext)
     with named_errors(file), file.open() as raw, unpack(raw) as stream:
@@ -171,9 +171,9 @@ def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[
 
 
 def end_of_words(content: bytes) -> int:
-    """Return the end of the last word that white space follows. No token crosses it, so a cut there changes no tokens.
+    """Return the end of the last word before white space. No token crosses that point, so a cut there changes no tokens.
 
-    If the last 4096 bytes contain no such place, returns the end of the last whole character.
+    If the last 4096 bytes contain no such point, returns the end of the last whole character.
     """
     tail = max(0, len(content) - 4096)
     if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[tail:])]:
@@ -193,7 +193,7 @@ def parquet_rows(file: SourceFile) -> Iterator[Piece]:
             raise UserError(f'{file}: no column "{column}" of strings; its columns are {files.shortened(schema.names)}')
         row_bytes = file.size / max(1, table.metadata.num_rows)
         for group in map(table.metadata.row_group, range(table.metadata.num_row_groups)):
-            # Check the size of all columns together: for one column, damaged metadata would make pyarrow abort the process.
+            # Check the total size of all columns: asking for one column's would let damaged metadata abort the process.
             if group.total_byte_size > max(1, group.num_rows) * limit:
                 raise too_long
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
@@ -223,7 +223,7 @@ def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
 
 
 def read_pieces(file: SourceFile) -> Iterator[Piece]:
-    """Read a file in pieces of about CHUNK_BYTES at most (a row or line is always one piece). Raises UserError."""
+    """Read a file in pieces of at most about CHUNK_BYTES (but a row or line is always one piece). Raises UserError."""
     if file.form == ".parquet":
         yield from parquet_rows(file)
     elif file.form == ".jsonl":

@@ -188,7 +188,7 @@ def download(name: str) -> Tokenizer:
     try:  # tiktoken's download has no timeout
         found = within(DOWNLOAD_SECONDS, ENCODING_CONSTRUCTORS[name])
     except Exception as error:  # network, proxy or disk: the fix is the same
-        remedy = "if offline, set TIKTOKEN_CACHE_DIR to a cache filled elsewhere, or use train:N, bytes, or the path of a"
+        remedy = "if offline, set TIKTOKEN_CACHE_DIR to a cache from another machine, or use train:N, bytes, or the path of a"
         reason = str(error)[:200] or f"nothing in {DOWNLOAD_SECONDS} s"
         problem = f"--tokenizer={name}: tiktoken could not download it ({reason})"
         raise UserError(f"{problem}\n       {remedy} tokenizer.json or .tiktoken file") from None

@@ -1,4 +1,4 @@
-"""Write a dataset directory in shards. A kill at any instant loses at most one unfinished shard per split.
+"""Write a dataset directory in shards. If the process is killed, at most one unfinished shard per split is lost.
 
 progress.json is published whenever a shard is finished. For each split, it lists the finished shards and where in the text the
 last one ends. dataset.json is published last.
@@ -17,8 +17,8 @@ from dataset.encode import Position
 from dataset.tokenizer import Tokenizer
 from dataset.tokens import read_metadata, token_dtype, write_shard
 
-START: Position = (0, -1)  # before all units
-END: Position = (sys.maxsize, 0)  # after all units
+START: Position = (0, -1)  # before the first unit
+END: Position = (sys.maxsize, 0)  # after the last unit
 
 
 class ShardWriter:
@@ -83,7 +83,7 @@ class DatasetWriter:
             say(f"{directory}: continuing after {plural(finished, 'finished shard')}")
         else:
             if found:
-                say(f"restarting {directory}: the unfinished dataset there has different sources or settings")
+                say(f"starting {directory} over: the unfinished dataset there has different sources or settings")
             for old in (*directory.glob("*_*.bin"), *directory.glob(".*.tmp")):
                 files.remove(old)
             found["splits"] = {split: {"finished": [], "position": START, "taken": 0} for split in limits}

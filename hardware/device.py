@@ -192,7 +192,7 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):  # the cache could hide this
-            raise RuntimeError("no C++ compiler (g++ or clang++) is on the PATH")
+            raise RuntimeError("no C++ compiler on the PATH; install g++ or clang++")
         x, weight = torch.ones(2, 16, 16, device=device)
         with torch.no_grad(), autocast(device, dtype):  # without backward, which takes two more seconds to compile
             block = torch.compile(lambda x, weight: F.gelu(F.layer_norm(x @ weight, weight.shape[:1])).sum())

@@ -1,6 +1,7 @@
 """The footprint of a model: parameters, operations, and the memory of one rank by part, calculated from the settings alone.
 
-`--micro_batch_size=auto` and `--plan` use it, and bench/memory.py checks it by measurement. This module does not import torch.
+`--micro_batch_size=auto` and `--plan` use it, and bench/memory.py checks it against
+measurements. This module does not import torch.
 
 Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens per micro-batch.
 """
@@ -17,7 +18,7 @@ SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all 
 USABLE = 0.9
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per number in matmuls
 EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
-CPU_BYTES = 1 << 28  # bytes of activations on a CPU: few enough for the caches, but enough to hide Python's overhead
+CPU_BYTES = 1 << 28  # bytes of activations on a CPU: few enough to fit in the caches, but enough to hide Python's overhead
 
 
 def widths(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -55,8 +56,8 @@ def block_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig) -> int:
     """Return the FLOPs per token of a forward and a backward pass over a full context, as counted for MFU (PaLM, appendix B).
 
-    That is 6 per weight in matmuls, plus 12 Q T per layer for attention. The output layer counts, but not the embeddings, which
-    are looked up. The half of attention that the causal mask removes counts too, but recomputation does not.
+    That is 6 per weight in matmuls, plus 12 Q T per layer for attention (T = seq_len). The output layer counts, but not the
+    embeddings, which are looked up. The half of attention that the causal mask removes counts too, but recomputation does not.
     """
     C, F, Q, K = widths(model)
     layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
@@ -75,9 +76,9 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
     """Return the largest micro-batch, in sequences, that divides the ranks' shares equally and fits in `budget` bytes, or 1.
 
-    Under `exact` the choice must not depend on the number of ranks. So it leaves work for eight ranks and counts the memory of
-    a run on one rank, which needs the most. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths) and
-    logits.
+    Under `exact` the choice must not depend on the number of ranks. So this leaves work for eight ranks, and counts the memory
+    of a run on one rank, which needs the most. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths)
+    and logits.
     """
     model, sequences = config.model, config.sequences_per_update
     exact = config.parallel.strategy == "exact"
@@ -97,7 +98,7 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     """Return the bytes of each part of one rank's memory at the peak of an update.
 
-    The memory that CUDA and NCCL use themselves is not counted. config: resolved. device: its type, such as cuda.
+    The memory that CUDA and NCCL themselves use is not counted. config: resolved. device: a device type, such as cuda.
     """
     model, train, strategy = config.model, config.train, config.parallel.strategy
     if world_size == 1 and strategy != "exact":
@@ -149,7 +150,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
 
 
 def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool) -> tuple[float, float]:
-    """Return the bytes of the weights cast to the dtype of matmuls, at the end of forward and in backward.
+    """Return the bytes of the weights cast to the matmuls' dtype, at the end of the forward pass and during the backward pass.
 
     Autocast keeps its copies of all blocks until backward, and a recomputed block makes new ones. fsdp gathers two blocks at a
     time, and the embeddings for the whole update. For a fused matmul, autograd keeps the joined weights until backward, but

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError on all ranks if any parameter or buffer differs between them, by even one bit.
+    """Raise ValueError on all ranks if any parameter or buffer differs between them by even one bit.
 
     The error names the first tensor that differs and the ranks that disagree with the majority. The ranks exchange only a
-    sha256 of each tensor's name, shape, dtype and bits. So models of different shapes are caught too, where comparing the
+    sha256 of each tensor's name, shape, dtype and bits. This also catches models of different shapes, where comparing the
     tensors themselves would hang.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:

@@ -19,14 +19,14 @@ class Tuned(NamedTuple):
     """What bench/dial.py found for an optimizer: the rate at WIDTH and RATE_BATCH, and the batch for a run of TOKENS."""
 
     lr: float
-    width_power: float  # the best rate is proportional to the width to this power
-    batch_power: float  # and to the batch to this power
+    width_power: float  # the best rate is proportional to the width raised to this power
+    batch_power: float  # and to the batch raised to this power
     batch: int  # tokens per update
 
 
 TUNED = {"adamw": Tuned(4.0e-3, -1.1, 0.5, 2048), "muon": Tuned(1.45e-2, -0.9, 0.2, 4096)}
 WIDTH, RATE_BATCH, TOKENS = 96, 2048, 1 << 19
-GROWTH = 0.383  # the batch is proportional to a run's tokens to this power (arXiv 2505.13738)
+GROWTH = 0.383  # the batch is proportional to a run's tokens raised to this power (arXiv 2505.13738)
 HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # as in nanochat; Chinchilla's 20 counts different weights
 EPOCHS = 4  # up to this many, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al., arXiv 2305.16264)
@@ -82,7 +82,7 @@ def shape_of(config: Config, given: set[str]) -> dict:
 
 
 def weights(model: ModelConfig) -> int:
-    """Return the number of weights that multiply a token in a resolved `model`: in the blocks and the output layer."""
+    """Return the number of weights in the matmuls of a resolved `model`: those of the blocks and the output layer."""
     return flops_per_token(dataclasses.replace(model, seq_len=0)) // 6
 
 
@@ -97,7 +97,7 @@ def batch_of(tokens: float, optimizer: str) -> float:
 
 
 def length_of(tokens: float, seq_len: int, optimizer: str, steps: int = 0, tokens_per_update: int = 0) -> dict:
-    """Return the steps and batch size for a run of `tokens`, choosing each that is 0. Raises UserError for too few tokens.
+    """Return the steps and batch size for a run of `tokens`, choosing whichever is 0. Raises UserError for too few tokens.
 
     If the batch is large enough, 2, 4 and 8 ranks can divide its sequences equally.
     """

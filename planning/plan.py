@@ -174,7 +174,7 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         ("  MFU", f"{mfu:.0%}", ("assumed" if options.plan_mfu == "auto" else "--plan_mfu")
           + f"; the peak is {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
         ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for the network"),
-        ("  efficiency", f"{ideal_s / step_s:.1%}", f"of {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
+        ("  efficiency", f"{ideal_s / step_s:.1%}", f"on {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
         ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${options.dollars_per_gpu_hour:g}"),
         ("  checkpoints on disk", f"{gb(kept * checkpoint)} GB", f"at most {kept} of {gb(checkpoint)} GB each"),

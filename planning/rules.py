@@ -82,7 +82,7 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     elif rotary and model.head_dim != "auto" and model.head_dim % 2:
         yield f"--head_dim={model.head_dim} must be even for rotary positions"
     if not rotary and model.n_kv_head not in ("auto", model.n_head):
-        yield "--n_kv_head: gpt2 has as many key/value heads as heads; leave it out"
+        yield "--n_kv_head: gpt2 has one key/value head per query head; leave it out"
     elif model.n_kv_head != "auto" and model.n_head % model.n_kv_head:
         divisors = ", ".join(str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0)
         yield f"--n_kv_head={model.n_kv_head} does not divide --n_head={model.n_head}; try one of {divisors}"

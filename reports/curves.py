@@ -1,4 +1,4 @@
-"""The curves of runs: loss, learning rate, gradient norm, throughput and scores, read from metrics.jsonl and drawn."""
+"""Read the curves of runs from metrics.jsonl and draw them: loss, learning rate, gradient norm, throughput and scores."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ PANELS = dict(
 STYLES = ("-", "--", ":", "-.")  # one per task
 DECADES = 30  # if the largest gradient norm exceeds this many times the smallest, its axis is logarithmic
 
-Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # the part of prediction.json that is read
+Prediction = TypedDict("Prediction", {"val_loss": float, "margin": float})  # the fields of prediction.json that we read
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Curves:
     prediction: Prediction | None = None  # ladder.py's forecast of the final validation loss, and its margin
 
     def at(self, steps: list[float], x: str) -> list[float]:
-        """Convert `steps` to the axis `x`: steps, tokens, or seconds since the first record. Raises UserError."""
+        """Convert `steps` to positions on the axis `x`: steps, tokens, or seconds since the first record. Raises UserError."""
         if x == "step":
             return steps
         records = [record for record in self.training if is_finite(record.get("tokens"))]
@@ -159,7 +159,7 @@ def draw_scores(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
 
 
 def draw_validation(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
-    """Draw validation losses as dots and a forecast as a band. The axis cuts off the steep drop in the first tenth."""
+    """Draw validation losses as dots and a forecast as a band. The axis cuts off the steep initial drop (the first tenth)."""
     shown = []
     for run, color in drawn:
         places, y = run.points("val_loss", x)

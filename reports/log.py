@@ -209,7 +209,7 @@ def require_wandb_key() -> None:
 
     try:
         if not wandb.login(verify=False):
-            raise wandb.Error(f"WANDB_MODE={os.environ.get('WANDB_MODE', '')} forbids it")
+            raise wandb.Error(f"WANDB_MODE={os.environ.get('WANDB_MODE', '')} forbids it (unset it to log in)")
     except wandb.Error as error:
         raise UserError(f"--wandb=online: {str(error).rstrip('.')}; --wandb=offline needs no account") from None
 

@@ -106,7 +106,7 @@ def test_a_phase_may_be_added_for_steps_to_come_and_no_done_step_sees_another_mi
     speeds = np.diff(np.array(epochs), axis=0)  # of a step
     assert (speeds[8] * [1, 3] < speeds[18] * [3, 1]).any() and speeds[:9, 0].sum() > 1.5 * speeds[10:, 0].sum()
 
-    done = "but 20 steps are done; a new phase may begin after step 20 or later"
+    done = "but 20 steps are done; a new phase can begin after step 20 at the earliest"
     for other in ("", phase.replace("10:", "12:", 1), f"5:{train.tokens},{phase}", phase.replace(":0.75", ":0.5")):
         first = 6 if other.startswith("5:") else 11
         refused = train("run", **flags | dict(steps=30), phase=other, status=2).stderr

@@ -98,6 +98,6 @@ def test_a_directory_that_becomes_unwritable_is_a_warning_and_training_goes_on(t
     chattr = "import subprocess; subprocess.run(['chattr', '{}', run.checkpoints.directory], check=True)"
     change = before_update(7, chattr.format("+i")) + before_update(17, chattr.format("-i"))
     done = train.changed(change, "run", steps=20, save_every=3, eval_every=3, async_save="false")
-    for message in ("the checkpoint of step 9 could not be written", "or set the link `best`", "training continues"):
+    for message in ("the checkpoint at step 9 could not be written", "or set the link `best`", "training continues"):
         assert message in done.stdout, done.stdout
     assert os.readlink(checkpoints / "latest") == "step-00000020" and not list(checkpoints.glob(".*"))

@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2)"
     done = train.changed(limited, "full", status=1, **flags)
     assert done.stdout.count("could not be written") >= 2 and "training continues" in done.stdout
-    assert done.stderr.startswith("error: the checkpoint of step 20 could not be written")
+    assert done.stderr.startswith("error: the checkpoint at step 20 could not be written")
     assert [path.name for path in retention.published(train.runs / "full" / "checkpoints")] == ["step-00000005"]
     assert retention.find_damage(train.latest("full")) is None
     train("full", **flags)

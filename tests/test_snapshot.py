@@ -154,13 +154,13 @@ def test_a_rank_that_cannot_write_is_a_warning_and_the_run_goes_on(train):
     flags = dict(FSDP, steps=15, keep_last=0)
     train("whole", **flags)
     done = train.changed(NO_ROOM.format(steps="[10]"), "full", **flags)
-    assert done.stdout.count("could not be written") == 1 and "the checkpoint of step 10 could not be written" in done.stdout
+    assert done.stdout.count("could not be written") == 1 and "the checkpoint at step 10 could not be written" in done.stdout
     assert "File too large" in done.stdout and "(rank 2)" in done.stdout and "training continues" in done.stdout
     checkpoints = train.runs / "full" / "checkpoints"
     names = [path.name for path in retention.published(checkpoints)]
     assert names == ["step-00000005", "step-00000015"] and not list(checkpoints.glob(".*"))
     assert train.files("full") == train.files("whole")
     last = train.changed(NO_ROOM.format(steps="[10]"), "last", status=1, **flags | dict(steps=10))
-    assert last.stderr.startswith("error: the checkpoint of step 10 could not be written") and "(rank 2)" in last.stderr
+    assert last.stderr.startswith("error: the checkpoint at step 10 could not be written") and "(rank 2)" in last.stderr
     assert retention.newest(train.runs / "last" / "checkpoints")[0].name == "step-00000005"
     assert os.readlink(train.latest("last")) == "step-00000005"

@@ -49,7 +49,7 @@ def main(config: CharConfig) -> None:
     made = tokenizer.from_ranks(ranks, r"[\s\S]", {tokenizer.END_OF_TEXT: len(ranks)}, "characters")
     out = Path(config.out) if config.out else source.with_name("tokenizer.json")
     if out.exists() and tokenizer.load(out).sha256 != made.sha256:
-        raise UserError(f"{out} is a different tokenizer; remove it, or choose another --out")
+        raise UserError(f"{out} already holds a different tokenizer; remove it, or choose another --out")
     made.save(out)
     say(f"{out}: {len(characters)} characters, {made.vocab_size} tokens; end-of-text is {made.eot_token}")
 

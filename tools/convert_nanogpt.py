@@ -79,7 +79,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     args = vars(theirs) if not nanogpt and isinstance(theirs, GPTConfig) else args
     if not isinstance(args, dict) or not isinstance(tensors, dict) or not all(map(is_weight, tensors.items())):
         needed = "a valid model and model_args (nanoGPT), or model and config (build-nanogpt)"
-        raise UserError(f"{path} is not a nanoGPT or build-nanogpt checkpoint, which would have {needed}")
+        raise UserError(f"{path} is not a nanoGPT or build-nanogpt checkpoint: expected {needed}")
     values, wrong = cli.read_values(ModelConfig, {ours: args.get(name) for name, ours in SIZES.items()}, strict=True)
     refuse(f"{path}: its {name} {wrong[ours]}" for name, ours in SIZES.items() if ours in wrong)
     model = ModelConfig(architecture="gpt2", gelu="erf" if nanogpt else "tanh", **values)
