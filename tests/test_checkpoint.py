@@ -55,12 +55,12 @@ def test_everybody_takes_the_newest_intact_checkpoint_with_the_same_warning(trai
 @pytest.mark.parametrize(
     "command, way",
     [
-        ("evaluate.py {url}", "a model on the Hub is named OWNER/NAME"),
+        ("evaluate.py {url}", "for a model on the Hub, use OWNER/NAME"),
         ("sample.py {url}", "--mirror=URL continues a run from a store"),
         ("replay.py {url} --step=1", "--mirror=URL continues a run from a store"),
-        ("export.py {url} --out=copy", "a model on the Hub is named OWNER/NAME"),
+        ("export.py {url} --out=copy", "for a model on the Hub, use OWNER/NAME"),
         ("train.py --tokens={tokens} --resume={url}", "--mirror=URL continues a run from a store"),
-        ("train.py --tokens={tokens} --init_from={url}", "a model on the Hub is named OWNER/NAME"),
+        ("train.py --tokens={tokens} --init_from={url}", "for a model on the Hub, use OWNER/NAME"),
         ("evaluate.py {run} --tokens={url}", "python prepare_data.py URL --out=tokens/NAME"),
         ("prepare_data.py --check={url}", "copy the dataset here first"),
     ],

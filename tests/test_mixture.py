@@ -152,7 +152,7 @@ def test_weights_change_with_a_new_run_not_within_one(train, mixture):
     train("first", **FLAGS, tokens=mixture, steps=5)
     other = mixture.replace("0.75", "0.5").replace("0.25", "0.5")
     errors = train("first", **FLAGS, tokens=other, steps=10, status=2).stderr
-    assert errors.startswith(f"error: --tokens={other} must hold the same tokens in the same shares as {mixture} did")
+    assert errors.startswith(f"error: --tokens={other} must hold the tokens that {mixture} held, in the same shares")
     train("annealed", **FLAGS, tokens=other, steps=10, resume=train.runs / "first")
     assert train.metrics("annealed", "loss")[0]["step"] == 6
 

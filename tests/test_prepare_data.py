@@ -395,7 +395,7 @@ def test_an_unfinished_dataset_of_another_request_or_version_is_begun_again(here
         (here / "out" / "progress.json").write_text(json.dumps(progress))
     assert "restarting" not in capsys.readouterr().out
     made = make("a.jsonl", shard_tokens=1000)
-    said = "restarting out: the unfinished dataset there has different sources or settings\n"
+    said = "starting out over: the unfinished dataset there has different sources or settings\n"
     assert said in capsys.readouterr().out
     make("a.jsonl", out="clean", shard_tokens=1000)
     assert content(made.directory) == content("clean")

@@ -71,7 +71,7 @@ def test_every_way_to_write_a_boolean():
         (["--plan_mfu=0.5"], "--plan_mfu needs --plan"),
         (["--skip_steps=1-1000000000000"], "at most 1,000,000 in all"),
         (["--name=a/b"], "--out_dir"),
-        (["--out_dir=s3://bucket/x"], "--out_dir=s3://bucket/x must be a local path; --mirror=URL copies"),
+        (["--out_dir=s3://bucket/x"], "--out_dir=s3://bucket/x must be a local path; use --mirror=URL to copy"),
         (["--tokens=hf://datasets/a/b"], "must be a local path; python prepare_data.py URL --out="),
         (
             ["--phase=1:hf://datasets/a/b"],

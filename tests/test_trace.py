@@ -67,7 +67,7 @@ def test_on_a_gpu_the_time_of_the_kernels_counts():
         event("Torch-Compiled Region", DeviceType.CUDA, 0, 100, note=True),
     ]
     assert [line.split(":")[0].split() for line in table("cuda:0", events)] == [
-        ["60.0%", "matrix", "products"],
+        ["60.0%", "matmuls"],
         ["30.0%", "communication"],
         ["10.0%", "copies"],
     ]
