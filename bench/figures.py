@@ -31,7 +31,8 @@ SPEED = """
 
 The rows where Lockstep is slower, with ratios below 1, come first. Contenders took turns, and each ratio is the median over the
 rounds. The rows with tokens/s train a model with 6 layers, a width of 384 and a context of 256 tokens, on 8 sequences per
-update. The rows with a loss (per character of tiny Shakespeare) time the whole command, from start to end. One result is only
+update. litgpt and nanochat train their own models with the same blocks; nanochat's costs more, because it has value embeddings
+and trains with Muon. The rows with a loss (per character of tiny Shakespeare) time the whole command, from start to end. One result is only
 in [bench/LOG.md](../bench/LOG.md): with its matrix unit switched off by `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`, a Xeon reached
 **0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
 
@@ -69,7 +70,8 @@ def trained(result: dict) -> list[tuple[float, str]]:
     speeds, rows = {name: values["median"] for name, values in result["tokens/s"].items()}, []
     for key, value in result["ratios"].items():
         ours, other = key.split(" / ")
-        rows.append((value, f"tokens/s: {speeds[ours]:,.0f} ({ours}); {speeds[other]:,.0f} ({other})"))
+        words = f"tokens/s: {speeds[ours]:,.0f} ({ours}); {speeds[other]:,.0f} ({other})"
+        rows.append((value, words.replace("the products alone", "only the matmuls with its weights")))
     return rows
 
 
@@ -246,7 +248,9 @@ def command(result: dict) -> str:
         flag, given, value = argument.removeprefix("--").partition("=")
         if argument.startswith("--") and flag not in OURS:
             shown.append(
-                f"--{flag}={'PATH' if re.search('[./]|nanoGPT', value) or flag == 'python' else value}" if given else argument
+                f"--{flag}={'PATH' if re.search('[./]|nanogpt|litgpt|nanochat|python', value, re.I) else value}"
+                if given
+                else argument
             )
         elif not argument.startswith("--") and name not in NOW and name not in ("memory", "audit"):
             shown.append(argument)
