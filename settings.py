@@ -106,7 +106,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class NumericsConfig:
     numerics: Literal["native", "portable"] = "native"
-    """portable: the same bits on any processor, with any number of threads and any version of torch, but slower, in float32."""
+    """portable: the same bits on any processor, number of threads and version of torch, but slower and only in float32."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class TrainConfig:
     """Precision of matmuls; weights stay in float32. auto: bfloat16 if that is fast here.
     On CUDA, float32 matmuls use TF32, which has a 10-bit mantissa."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Use torch.compile. auto: if it saves time and a compiler works."""
+    """Use torch.compile. auto: only if it saves time and a compiler works."""
     fp8: bool = False
     """Use float8 matmuls in the blocks (torchao). Pays off on Hopper and newer GPUs, for a billion parameters or more."""
     activation_checkpointing: bool = False

@@ -31,10 +31,10 @@ SPEED = """
 
 The rows where Lockstep is slower, with ratios below 1, come first. Contenders took turns, and each ratio is the median over the
 rounds. The rows with tokens/s train a model with 6 layers, a width of 384 and a context of 256 tokens, on 8 sequences per
-update. litgpt and nanochat train their own models with the same blocks; nanochat's costs more, because it has value embeddings
-and trains with Muon. The rows with a loss (per character of tiny Shakespeare) time the whole command, from start to end. One result is only
-in [bench/LOG.md](../bench/LOG.md): with its matrix unit switched off by `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`, a Xeon reached
-**0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
+update. litgpt and nanochat train their own models with the same blocks. nanochat's costs more, because it has value embeddings
+and trains with Muon. The rows with a loss (per character of tiny Shakespeare) time the whole command, from start to end. One
+result is only in [bench/LOG.md](../bench/LOG.md): with its matrix unit switched off by
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`, a Xeon reached **0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
 
 | ratio | what | machine | command | result |
 |---|---|---|---|---|"""

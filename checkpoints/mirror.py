@@ -1,7 +1,7 @@
 """Copy a run's checkpoints to a place that outlives the machine: an object store, the Hub or another disk (`--mirror=URL`).
 
-The files of a checkpoint are copied one by one, with manifest.json last, and removed with manifest.json first. So whatever
-fails along the way, a checkpoint in the store is complete if its files match its manifest. Training never waits for the store.
+Each checkpoint is uploaded file by file, with manifest.json last, and removed with manifest.json first. So even after a
+failure, any checkpoint whose files match its manifest is complete. Training never waits for the store.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Mirror:
         self.ending = False
 
     def manifests(self) -> dict[str, bytes]:
-        """Return the manifest of each checkpoint in the store, by name, oldest first; empty for an incomplete checkpoint."""
+        """Return the manifest of each checkpoint in the store, keyed by name, oldest first; b"" if it is incomplete."""
         self.system.invalidate_cache()
         found = {}
         with contextlib.suppress(FileNotFoundError):
@@ -56,7 +56,7 @@ class Mirror:
     # From the store
 
     def fetch(self, newer_than: int, names: Container[str] | None = None) -> str:
-        """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name ("": none).
+        """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name, or "".
 
         Raises RunError if the store contains a different run or does not answer, so that the run does not start over.
         """
@@ -114,7 +114,7 @@ class Mirror:
     def update(self, intact: list[Path], keep_last: int, best: list[str]) -> None:
         """Start copying the `intact` checkpoints to the store, and removing old ones there.
 
-        The store keeps the last `keep_last` (0: all) and the ones named in `best`.
+        The store keeps the newest `keep_last` checkpoints (0: all) and those named in `best`.
         """
         self.wanted = (intact, keep_last, best)
         if self.work is None or self.work.done():
@@ -144,7 +144,7 @@ class Mirror:
         """Copy missing checkpoints, newest first, then remove those that need not be kept."""
         there = self.manifests()
         for path in sorted(intact, key=step_of, reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # it has been removed from this disk in the meantime
+            with contextlib.suppress(FileNotFoundError):  # if it was removed from this disk in the meantime
                 manifest = (path / MANIFEST).read_bytes()
                 if there.get(path.name) != manifest:
                     self.put(path, manifest)

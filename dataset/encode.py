@@ -16,9 +16,9 @@ from dataset.tokenizer import Tokenizer
 from dataset.tokens import token_dtype
 
 FEW_DOCUMENTS = 100  # with fewer documents than this, the end of the text goes to validation
-HASHED_BYTES = 1 << 16  # a hash of this many leading bytes decides a document's split
+HASHED_BYTES = 1 << 16  # how many leading bytes of a document are hashed to choose its split
 UNIT_BYTES = 1 << 20  # bytes of text that a worker encodes at a time
-PIECE_BYTES = 256  # memory overhead per document
+PIECE_BYTES = 256  # approximate memory overhead per document, in bytes
 
 Position = tuple[int, int]  # where a unit is: the index of its file, and the unit's index in that file
 
@@ -74,7 +74,7 @@ def split_hash(data: bytes) -> float:
 def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, Position]) -> Iterator[Unit]:
     """Yield the text that still needs encoding as units, file by file and in order.
 
-    wanted: for each split, the first position that an earlier run did not finish. Files before both positions are not read.
+    wanted: for each split, the position at which an earlier run left off. Files before both positions are not read.
     """
     for index in range(min(wanted.values())[0], len(source_files)):
         unit, name, offset = Unit((index, 0)), "", split.offsets[index] if split.offsets else 0

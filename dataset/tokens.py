@@ -23,7 +23,7 @@ from dataset.tokenizer import end_of_text, token_ids
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 # llm.c, build-nanogpt and nanoGPT encode web text with GPT-2's tokenizer, whose last token separates documents. Their models
-# pad the vocabulary to up to 50,304.
+# pad the vocabulary to as many as 50,304 tokens.
 GPT2_VOCAB_SIZE, GPT2_PADDED = 50257, 50304
 RESTORE = "restore the file, then run the same command to continue"
 SCAN_TOKENS = 1 << 22  # how many of a split's ids to check when it is opened
@@ -109,7 +109,7 @@ class Shard:
 
 
 def open_shard(path: Path) -> Shard:
-    """Open an llm.c .bin with either magic, a nanoGPT train.bin or val.bin, a .npy, or a datatrove .ds. Raises UserError."""
+    """Open a token file: llm.c's .bin, nanoGPT's train.bin or val.bin, a .npy, or datatrove's .ds. Raises UserError."""
     file = files.require_file(path).open("rb", buffering=0)  # a buffer would read a whole file system block
     size = os.fstat(file.fileno()).st_size
     if path.suffix == ".npy":
@@ -152,7 +152,7 @@ class Stream:
 
     @functools.cached_property
     def largest(self) -> int:
-        """The largest id in the split (of a large one, only the start of each shard is read). Raises UserError; see `check`."""
+        """The largest id in the split; of a large one, only the start of each shard is read. Raises UserError; see `check`."""
         share = max(1024, SCAN_TOKENS // max(1, len(self.shards)))
         return max((self.check(shard[:share], str(shard.path)) for shard in self.shards), default=0)
 

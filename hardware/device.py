@@ -39,7 +39,7 @@ MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-# Words in the names of GPUs whose peak is not the datasheet's: slices, virtual GPUs, and variants with other units or power.
+# Words that mark GPUs whose peak is not the datasheet's: slices, virtual GPUs, and variants with other core counts or power.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 
 
@@ -110,7 +110,10 @@ def require_no_gpu() -> None:
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise UserError unless this torch can run on the GPU: with kernels for its major and at most its minor version or PTX."""
+    """Raise UserError unless this torch has code that the GPU can run.
+
+    That is a kernel for the GPU's major version and at most its minor version, or PTX for at most its version.
+    """
     built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(torch.cuda.get_arch_list()))
     if torch.version.hip or not built:
         return
@@ -133,7 +136,7 @@ def shares_gpu() -> bool:
 
 
 def ranks_here() -> int:
-    """Return the number of ranks for `make train`: a power of two, so that batches divide evenly, up to the GPUs or cores.
+    """Return the number of ranks for `make train`: a power of two, so that batches divide evenly, at most one per GPU or core.
 
     Small models train faster on four ranks of one thread than on one rank of four threads (bench/LOG.md, "Ranks and threads").
     """
@@ -231,7 +234,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Return the peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, of threads with a core each."""
+    """Return the peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, count one thread per core."""
     threads = min(torch.get_num_threads(), cores() / local_world_size()) if device.type == "cpu" else 1
     return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
 

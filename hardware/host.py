@@ -1,4 +1,4 @@
-"""A process's rank, the cores and memory it may use, and the environment that torch needs. This module imports nothing slow."""
+"""A process's rank, the cores and memory it may use, and the environment that torch needs. Importing it is fast."""
 
 import contextlib
 import os
@@ -37,8 +37,8 @@ def cores() -> int:
 
 def prepare_torch() -> None:
     """Set the environment variables that torch and its libraries read at startup, unless the user has set them."""
-    # MKL promises the same float32 matmuls in every run only in its reproducible mode. On AMD, that mode also uses a thread
-    # that is otherwise idle (bench/LOG.md, "Classes of processors").
+    # Only in its reproducible mode does MKL guarantee the same float32 matmul results in every run. On AMD, that mode also puts
+    # an otherwise idle thread to work (bench/LOG.md, "Classes of processors").
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler announces its start and stop on stderr
@@ -51,7 +51,7 @@ def prepare_torch() -> None:
 
 
 def spin_count() -> int:
-    """Return how often an idle GNU OpenMP thread polls for work before it sleeps: 10,000 times, or 1,000 beside other programs.
+    """Return how often an idle GNU OpenMP thread polls for work before it sleeps: 10,000 times, or 1,000 if others need CPU.
 
     Waking a thread takes as long as a small model's matmul, but a polling thread keeps a core from other programs
     (bench/LOG.md, "Waiting threads").

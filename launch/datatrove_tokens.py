@@ -5,9 +5,9 @@
     python launch/datatrove_tokens.py s3://bucket/text --out=/shared/web --executor=slurm --partition=cpu --tasks=1000
 
 TEXT is a folder of .jsonl files (also .gz and .zst), or its fsspec URL. With --format=parquet, it holds .parquet files with a
-column "text". Each task reads its share of the files, so use at least as many files as tasks. After a kill, the same command
-picks up where it left off and keeps finished tasks. As in prepare_data.py, a hash of a document's text decides whether it goes
-to `val`. End-of-text comes after each document.
+column "text". Each task reads its share of the files, so use at least as many files as tasks. If it is killed, the same
+command keeps finished tasks and picks up where it left off. As in prepare_data.py, a hash of a document's text decides whether
+it goes to `val`. End-of-text comes after each document.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from datatrove.utils.tokenization import load_tokenizer
 
 
 class Tokenizer(DocumentTokenizer):
-    """datatrove's tokenizer, but special tokens spelled out in text stay text. Otherwise they would end a document."""
+    """datatrove's tokenizer, except that special tokens spelled out in a document stay ordinary text and do not end it."""
 
     def run(self, data, rank: int = 0, world_size: int = 1):
         """Tokenize the documents of a task."""
@@ -33,7 +33,7 @@ class Tokenizer(DocumentTokenizer):
 
 
 def keep(documents, rank: int, world_size: int, split: str, val_fraction: float):
-    """Yield the documents of a split."""
+    """Yield the documents that belong to `split`."""
     for document in documents:
         beginning = document.text.encode()[: 1 << 16]
         number = int.from_bytes(hashlib.blake2b(beginning, digest_size=6).digest(), "big") / 2**48  # uniform in [0, 1)

@@ -1,4 +1,4 @@
-"""Resolve every `auto` setting, from what the hardware of all ranks can do. This module does not import torch."""
+"""Resolve every `auto` setting according to what the hardware of all ranks can do. This module does not import torch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Machines:
     kind: str  # like `device`, but rocm for AMD GPUs
     dtype: str  # the fastest precision
     muon_dtype: str
-    free: float  # bytes of memory: of a GPU, or on a CPU, of the machine
+    free: float  # bytes of memory: the GPU's, or on a CPU, the machine's
     total: float
     threads: int  # CPU threads per rank
     choose_compile: Callable[[str, str, float], str]  # --compile, dtype, FLOPs of the run -> on or off
@@ -74,7 +74,7 @@ def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Con
 def for_portable(config: Config, ranks: int) -> Config:
     """Set each auto in `config` to what --numerics=portable needs.
 
-    Micro-batches become single sequences, so --micro_batch_size does not affect the bits. A single rank uses `exact`, to sum
+    Each micro-batch is a single sequence, so --micro_batch_size does not affect the bits. A single rank uses `exact` to sum
     gradients as several ranks do.
     """
     if config.numerics.numerics == "native":
@@ -88,10 +88,10 @@ def for_portable(config: Config, ranks: int) -> Config:
 
 
 def fit_micro_batch(config: Config, previous: int | None, machines: Machines) -> int:
-    """Return the sequences per micro-batch for auto: the largest equal share of an update that fits (see `footprint`).
+    """Return the micro-batch size for `auto`, in sequences: the largest equal share of an update that fits (see `footprint`).
 
     A run keeps its `previous` choice if the ranks can divide the batch into such micro-batches. Under `exact`, the choice must
-    not depend on what else uses the memory now, so it counts the total memory, rounded down.
+    not depend on what else uses the memory now, so it is based on the total memory, rounded down.
     """
     exact = config.parallel.strategy == "exact"
     if isinstance(previous, int) and config.sequences_per_update % (previous * (1 if exact else machines.ranks)) == 0:

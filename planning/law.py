@@ -1,4 +1,4 @@
-"""Fit a scaling law to small runs: how the loss depends on the number of weights and tokens, and how certain that is.
+"""Fit a scaling law to small runs: how the loss depends on the numbers of weights and tokens, and how certain that is.
 
 loss = E + A / weights^a + B / tokens^b (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models").
 """
@@ -22,7 +22,7 @@ def effective_tokens(tokens: np.ndarray, unique_tokens: float) -> np.ndarray:
 
 
 def terms(sizes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """Return what E, A and B are multiplied by, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
+    """Return the factors of E, A and B, [G, n, 3], for `sizes` [n, 2] and `exponents` [G, 2]."""
     powers = sizes[None] ** -exponents[:, None]
     return np.concatenate((np.ones_like(powers[..., :1]), powers), axis=2)
 

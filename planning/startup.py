@@ -1,4 +1,4 @@
-"""Before a run starts: what the machines can do, whether that is enough, and the banner that says what is about to run."""
+"""Prepare a run: survey the machines, check that they are up to it, and print a banner that says what is about to run."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ from planning.choices import Machines
 from settings import Config
 
 LESS_MEMORY = ", or use --activation_checkpointing=true or --strategy=fsdp"
-# Which settings determine the size of each part of the memory.
+# The settings that determine how much memory each part needs.
 BLAME = {
     "activations": ("micro_batch_size", "seq_len", "n_embd", "n_layer"),
     "logits": ("vocab_size", "micro_batch_size", "seq_len", "n_embd"),
@@ -84,7 +84,7 @@ def gpu_notes(config: Config, world: World) -> list[str]:
 
 
 def check_memory(config: Config, world: World) -> None:
-    """Raise UserError if memory lacks room for an update (on a CPU, for an update and the copy that a checkpoint needs)."""
+    """Raise UserError if there is too little memory for an update (on a CPU, also for the copy that a checkpoint needs)."""
     own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
     needed, total = sum(parts.values()), device.memory(world.device)[1]
     if own == "cpu":  # Linux would kill the run without a message

@@ -18,7 +18,7 @@ DRAW_SECONDS = 20  # seconds between redraws, each of which holds up training fo
 
 
 class Progress:
-    """Reports the updates and evaluations of a run. peak_speed: tokens/s at the peak rate of all ranks (MFU 1).
+    """Reports the updates and evaluations of a run. peak_speed: tokens/s with all ranks at their peak (MFU 1).
 
     datasets: the names of the datasets, in the order of `batches`.
     """
@@ -27,7 +27,7 @@ class Progress:
         self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
         self.datasets, self.batches = datasets, batches
         self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
-        # Totals since the last report, without the first update, which allocates memory, warms caches and may compile.
+        # Totals since the last report, excluding the first update, which allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
         self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
@@ -102,7 +102,7 @@ class Progress:
         self.draw(state)
 
     def scored(self, state, scores: dict, seconds: float) -> None:
-        """Log the scores on tasks, which took `seconds`. scores: by task and metric."""
+        """Log the scores on tasks, computed in `seconds`. scores: by task and metric."""
         flat = {f"tasks/{task}/{metric}": value for task, values in scores.items() for metric, value in values.items()}
         self.log.metrics({"step": state.step, **flat})
         for line in [*score_lines(scores), f"tasks in {duration(seconds)}"]:
