@@ -1,4 +1,4 @@
-"""Prepare a run: survey the machines, check that they are up to it, and print a banner that says what is about to run."""
+"""Prepare a run: survey the machines, check that they are up to it, and describe what is about to run."""
 
 import contextlib
 import shutil
