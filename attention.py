@@ -141,7 +141,7 @@ def gradients_repeat(q: Tensor, k: Tensor, dropout_p: float, times: int = 4) -> 
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Do the same as `F.dropout`. On a CPU, the mask is a hash of each element's index.
+    """Drop elements as `F.dropout` does. On a CPU, the mask is a hash of each element's index.
 
     There, PyTorch's own masks take three times as long, and ten times as long when compiled. The hash is lowbias32 (Chris
     Wellons, Hash Prospector).
@@ -151,7 +151,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     h = torch.arange(x.numel(), dtype=torch.int32).view(x.shape) ^ torch.randint(2**31 - 1, (), dtype=torch.int32)
     h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D
     h = (h ^ (h >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return x * (h >= round(p * 2**32) - 2**31).to(x.dtype).mul_(1 / (1 - p))
+    return x * (h >= round(p * (2**32 - 1)) - 2**31).to(x.dtype).mul_(1 / (1 - p))
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, mask: Tensor | None = None) -> Tensor:

@@ -84,6 +84,7 @@ def test_dropout_on_a_cpu_is_random_and_repeats(compiled):
     for lag in (1, 2, 16, 256, 28_561, 65_536):
         assert abs((kept[lag:] * kept[:-lag]).mean()) < 5 * sigma
     assert native.dropout(x, 0.2, training=False) is x
+    assert not native.dropout(x, 1 - 1e-12).any()  # the threshold still fits in 32 bits
 
 
 def test_rms_norm_alone_and_with_rotation_and_of_zeros():
