@@ -72,7 +72,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
     number = "any" if config.parallel.strategy == "exact" else "the same"
     repeats = f"It reproduces the weights bit for bit on {number} number of ranks, given the same versions and hardware."
     if len(state.history) > 1:
-        steps = " and ".join(f"step {era['step']}" for era in state.history[1:])
+        steps = ", ".join(f"step {era['step']}" for era in state.history[1:])
         repeats = f"Settings, versions or the number of ranks changed after {steps}. The command uses only the latest ones."
     measured = measurements(run / "metrics.jsonl", state.step)
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", start) and not Path(start).exists()
