@@ -37,11 +37,17 @@ class Mirror:
             raise UserError(f"--mirror={url}: {errors.explain(error)}") from None
         self.root = root.rstrip("/")
         self.wanted: tuple[list[Path], int, list[str]] = ([], 0, [])
+        self.served = self.wanted  # the last request that was carried out
         self.copier, self.work = ThreadPoolExecutor(1), None
+        self.own: set[bytes] = set()  # manifests in the store that are known to be of this run
+        self.damaged: set[str] = set()  # checkpoints in the store that do not match their manifest
         self.ending = False
 
     def manifests(self) -> dict[str, bytes]:
-        """Return the manifest of each checkpoint in the store, keyed by name, oldest first; b"" if it is incomplete."""
+        """Return the manifest of each checkpoint in the store, keyed by name, oldest first; b"" if it is incomplete.
+
+        Raises RunError if the store contains a different run.
+        """
         self.system.invalidate_cache()
         found = {}
         with contextlib.suppress(FileNotFoundError):
@@ -50,7 +56,20 @@ class Mirror:
                 found[name] = b""
                 with contextlib.suppress(FileNotFoundError):
                     found[name] = self.system.cat_file(f"{self.root}/{name}/{MANIFEST}")
+                    self.require_own(name, found[name])
         return found
+
+    def require_own(self, name: str, manifest: bytes) -> None:
+        """Raise RunError if a different run wrote a checkpoint."""
+        if manifest in self.own:
+            return
+        state = self.system.cat_file(f"{self.root}/{name}/trainer_state.json")
+        with contextlib.suppress(UserError, KeyError, TypeError):  # damaged: `download` will say so
+            run = files.decode(state, dict, name)["settings"]["name"]
+            if run != self.run.name:
+                problem = f"has checkpoints of the run {run}, not of {self.run.name}"
+                raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
+            self.own.add(manifest)
 
     # -----------------------------------------------------------------------------------------------------------------
     # From the store
@@ -58,7 +77,8 @@ class Mirror:
     def fetch(self, newer_than: int, names: Container[str] | None = None) -> str:
         """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name, or "".
 
-        Raises RunError if the store contains a different run or does not answer, so that the run does not start over.
+        Raises RunError if the store contains a different run, does not answer, or has only damaged checkpoints, so that the run
+        does not start over.
         """
         for name, manifest in reversed(self.retried(self.manifests).items()):
             if step_of(Path(name)) <= newer_than:
@@ -69,6 +89,9 @@ class Mirror:
             if not (problem := self.retried(lambda name=name: self.download(name))):
                 return name
             self.log.warn(f"skipped {self.url}/{name}: {problem}")
+            self.damaged.add(name)
+        if self.damaged and newer_than < 0 and names is None:
+            raise RunError(f"--mirror={self.url} has no intact checkpoint; to start over, use another URL")
         return ""
 
     def download(self, name: str) -> str | None:
@@ -82,10 +105,6 @@ class Mirror:
                     self.system.get_file(f"{self.root}/{name}/{file}", str(directory / file))
                 if damage := find_damage(directory):
                     raise UserError(damage)
-                run = files.read_json(directory / "trainer_state.json")["settings"]["name"]
-                if run != self.run.name:
-                    problem = f"has checkpoints of the run {run}, not of {self.run.name}"
-                    raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
                 for record in RECORDS:  # before the checkpoint appears, because once it is here, nothing more is downloaded
                     if self.system.exists(f"{self.root}/{name}/{record}"):
                         with files.publish(self.run / record) as file:
@@ -104,7 +123,7 @@ class Mirror:
                 raise
             except Exception as error:  # each kind of store has its own exception classes
                 if attempt == TRIES - 1:
-                    problem = f"--mirror={self.url} cannot be read: {errors.explain(error)}"
+                    problem = f"--mirror={self.url} cannot be reached: {errors.explain(error)}"
                     raise RunError(f"{problem}; check the URL, the credentials and the network") from None
             time.sleep(2.0**attempt)
 
@@ -117,25 +136,26 @@ class Mirror:
         The store keeps the newest `keep_last` checkpoints (0: all) and those named in `best`.
         """
         self.wanted = (intact, keep_last, best)
-        if self.work is None or self.work.done():
-            self.work = self.copier.submit(self.copy_until_done)
+        self.work = self.copier.submit(self.copy_until_done)  # does nothing if the copy in progress also serves this request
 
     def copy_until_done(self) -> None:
         """Copy until the store is up to date. Report a failure once, and retry for as long as the run lasts."""
         pause, reported = 1.0, ""
-        while True:
-            wanted = self.wanted
+        while (wanted := self.wanted) is not self.served:
             try:
                 self.copy(*wanted)
+                self.served = wanted
                 if reported:
                     self.log.say(f"{self.url} has caught up")
                 pause, reported = 1.0, ""
-                if wanted is self.wanted:
-                    return
+            except RunError as error:  # a different run's checkpoints: retrying would not help
+                self.log.warn(f"copied nothing: {error}")
+                self.served = wanted
             except Exception as error:  # each kind of store has its own exception classes
                 if reported != (reported := errors.explain(error)):
                     self.log.warn(f"cannot write to {self.url}; retrying while training continues: {reported}")
                 deadline = time.monotonic() + pause
+                time.sleep(1.0)  # also while the run is ending
                 while time.monotonic() < deadline and not self.ending:
                     time.sleep(0.1)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -144,14 +164,22 @@ class Mirror:
         """Copy missing checkpoints, newest first, then remove those that need not be kept."""
         there = self.manifests()
         for path in sorted(intact, key=step_of, reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # if it was removed from this disk in the meantime
+            try:
                 manifest = (path / MANIFEST).read_bytes()
-                if there.get(path.name) != manifest:
+                if there.get(path.name) != manifest or path.name in self.damaged:
                     self.put(path, manifest)
                     there[path.name] = manifest
-        complete = [name for name, manifest in there.items() if manifest]
+                    self.damaged.discard(path.name)
+            except FileNotFoundError:
+                if (path / MANIFEST).exists():  # the store reports that it does not exist
+                    raise
+                # Otherwise the checkpoint was removed from this disk in the meantime.
+        complete = [name for name, manifest in there.items() if manifest and name not in self.damaged]
         stay = {*best, *sorted(complete, key=lambda name: step_of(Path(name)))[-keep_last:]}
+        newest = max(map(step_of, map(Path, complete)), default=-1)
         for name in there.keys() - stay:
+            if name in self.damaged and step_of(Path(name)) > newest:  # perhaps only the download failed
+                continue
             if there[name]:
                 self.system.rm_file(f"{self.root}/{name}/{MANIFEST}")
             self.system.rm(f"{self.root}/{name}", recursive=True)

@@ -65,7 +65,7 @@ def test_a_url_that_cannot_be_a_store_is_refused(train, url, said):
 def test_a_store_that_does_not_answer_ends_a_start_and_never_a_run(train, tmp_path):
     (tmp_path / "store").write_text("a file where a directory should be")
     done = train("blocked", steps=3, mirror=tmp_path / "store" / "run", status=1)
-    assert "cannot be read" in done.stderr
+    assert "cannot be reached" in done.stderr
 
 
 class Flaky:
@@ -138,6 +138,14 @@ def test_a_damaged_checkpoint_of_the_store_is_passed_over(train, tmp_path):
     done = train("spot", steps=6, **RUN, mirror=store)
     assert "skipped" in done.stdout and "model.safetensors does not match its sha256" in done.stdout
     assert machine.last_step(train.runs / "spot") == 6
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (store / "step-00000006", train.latest("spot"))]
+    assert weights[0] == weights[1]  # replaced in the store
+
+    for step in (3, 6):
+        damage(store / f"step-0000000{step}" / "model.safetensors")
+    shutil.rmtree(train.runs / "spot")
+    refused = train("spot", steps=6, **RUN, mirror=store, status=1).stderr
+    assert "has no intact checkpoint; to start over, use another URL" in refused
 
 
 SLOW = """
@@ -158,3 +166,43 @@ def test_a_store_that_fails_for_a_while_is_reported_once_and_catches_up(train, t
     assert done.stdout.count("retrying while training continues: the store says 500") == 1
     assert "has caught up" in done.stdout and stored(str(tmp_path / "store")) == ["step-00000003", "step-00000006"]
     assert train.files("spot") == train.files("plain")
+
+
+def test_a_run_never_removes_what_another_run_stored(train, tmp_path):
+    store = tmp_path / "store"
+    train("ahead", steps=8, **RUN)
+    train("first", steps=5, **RUN, mirror=store)
+    done = train("ahead", steps=10, **RUN, mirror=store, status=1)  # it has newer checkpoints here than the store has
+    assert "has checkpoints of the run first, not of ahead" in done.stderr
+    assert stored(str(store)) == ["step-00000003", "step-00000005"]
+
+
+LATE = """
+import time
+from checkpoints.mirror import Mirror
+original, Mirror.put = Mirror.put, lambda self, *args: (time.sleep(2), original(self, *args))
+"""
+
+
+def test_the_same_command_again_copies_what_the_store_lacks(train, tmp_path):
+    train("late", steps=6, **RUN)
+    done = train.changed(LATE, "late", steps=6, **RUN, mirror=tmp_path / "store")
+    assert "is complete" in done.stdout and stored(str(tmp_path / "store")) == ["step-00000006"]
+
+
+MISSING = """
+from checkpoints import mirror
+def put_file(self, *args):
+    raise FileNotFoundError("make sure that the repository exists")
+mirror.LAST_COPY_SECONDS = 1.0
+def __init__(self, *args, original=mirror.Mirror.__init__):
+    original(self, *args)
+    self.system.put_file = put_file.__get__(self.system)
+mirror.Mirror.__init__ = __init__
+"""
+
+
+def test_a_store_that_does_not_exist_is_reported(train, tmp_path):
+    done = train.changed(MISSING, "none", steps=6, **RUN, mirror=tmp_path / "store")
+    assert "retrying while training continues: make sure that the repository exists" in done.stdout
+    assert "does not have the newest checkpoint yet; run the same command again to copy it" in done.stdout
