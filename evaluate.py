@@ -86,8 +86,9 @@ def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset, or its scores on tasks. Raises UserError."""
     directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
     rank, world_size, local_rank, _ = host.read_ranks()
-    world = connect(rank, world_size, device.prepare_device(config.device, local_rank))
-    dtype = "float32" if model.numerics == "portable" else device.choose_dtype(config.dtype, world.device)
+    portable = model.numerics == "portable"
+    world = connect(rank, world_size, device.prepare_device(config.device, local_rank, integers_only=portable))
+    dtype = "float32" if portable else device.choose_dtype(config.dtype, world.device)
     autocast = partial(device.autocast, world.device, dtype)
     lines = (score if config.tasks else validate)(config, directory, model, world, autocast)
     if world.is_master:

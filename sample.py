@@ -69,13 +69,13 @@ def main(config: SampleConfig) -> None:
     is_file = config.prompt.startswith("FILE:")
     prompt = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     rank, world_size, local_rank, _ = host.read_ranks()
-    world = connect(rank, world_size, device.prepare_device(config.device, local_rank))
+    portable = model.numerics == "portable"
+    world = connect(rank, world_size, device.prepare_device(config.device, local_rank, integers_only=portable))
     if not world.is_master:
         return
     model.to(world.device)
     # On a CPU, float32 is as fast for a single token.
-    exact = model.numerics == "portable" or (config.dtype == "auto" and world.device.type == "cpu")
-    dtype = "float32" if exact else config.dtype
+    dtype = "float32" if portable or (config.dtype == "auto" and world.device.type == "cpu") else config.dtype
     options = (config.max_new_tokens, config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
     with device.autocast(world.device, device.choose_dtype(dtype, world.device)):
         if not prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty():
@@ -131,6 +131,16 @@ def converse(model, text, options: tuple) -> None:
         except KeyboardInterrupt:
             pass
         print()
+
+
+def require_tokenizer(dataset: Mixture) -> None:
+    """Raise UserError unless `write_sample` can decode the tokens."""
+    if not dataset.tokenizer:
+        raise UserError(f"--sample_every needs a tokenizer.json, but {dataset} does not have one")
+    try:
+        tokenizer.load(dataset.tokenizer)
+    except UserError as error:
+        raise UserError(f"--sample_every: {error}") from None
 
 
 def write_sample(engine, dataset: Mixture, seed: int) -> str:

@@ -40,7 +40,7 @@ class RunConfig:
     resume: str = "auto"
     """auto: continue from the newest intact checkpoint; off: start over; PATH: start a new run from another checkpoint."""
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
-    """Save and stop with exit status 75 after this many minutes (0: no limit)."""
+    """Save and stop with exit status 75 this many minutes after the start (0: no limit)."""
     depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
     """Number of layers, as a single dial: width, batch, steps, learning rate and weight decay follow, unless flags set them."""
 

@@ -41,9 +41,9 @@ from checkpoints.checkpoint import Checkpoints, TrainState
 from checkpoints.lookup import Start
 from checkpoints.mirror import Mirror
 from common import cli, files
-from common.errors import EX_TEMPFAIL, RunError, UserError
+from common.errors import EX_TEMPFAIL, RunError
 from evaluate import evaluate
-from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_device
+from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_compiler, prepare_device
 from hardware.footprint import flops_per_token
 from model import GPT, initial_weights, on_meta
 from parallel.engine import Engine, build_optimizers, fully_shard, load_weights, use_float8, wrap
@@ -52,7 +52,7 @@ from planning import choices, startup
 from reports.log import Log, duration, require_wandb_key
 from reports.progress import Progress, due
 from reports.trace import Trace
-from sample import write_sample
+from sample import require_tokenizer, write_sample
 from settings import Config
 from tasks import Tasks
 
@@ -102,28 +102,33 @@ def join(config: Config) -> World:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))  # rank within this machine, and the index of its GPU
 
-    exact, threads = config.parallel.strategy == "exact", config.train.threads
-    if exact and threads == "auto" and config.numerics.numerics == "native":
+    exact, portable = config.parallel.strategy == "exact", config.numerics.numerics == "portable"
+    threads = config.train.threads
+    if exact and threads == "auto" and not portable:
         threads = 1  # sums within a rank depend on its number of threads
     # FSDP allocates and frees memory in blocks of many sizes. If the C library held on to all of them, an fsdp rank would need
     # twice the memory, nearly as much as a ddp rank.
     if config.parallel.strategy != "fsdp":
         keep_freed_memory()
-    device = prepare_device(config.train.device, local_rank, threads, config.train.deterministic or exact, exact)
+    integers_only = exact or portable  # portable always uses exact
+    deterministic = config.train.deterministic or integers_only
+    device = prepare_device(config.train.device, local_rank, threads, deterministic, integers_only)
     return connect(rank, world_size, device, config.parallel.timeout_minutes)  # NCCL between GPUs, gloo between CPUs
 
 
-def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World, data.Mixture, Start, Log]:
+def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World, data.Mixture, Start, Mirror | None, Log]:
     """Open the data, find where the run starts, resolve every `auto`, and print what will run. Raises UserError."""
     config = asked
     dataset = data.open_mixture(config.data, config.model.vocab_size)
     flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
-    if config.eval.sample_every and not dataset.tokenizer:
-        raise UserError(f"--sample_every needs a tokenizer.json, but {dataset} does not have one")
+    if config.eval.sample_every:
+        require_tokenizer(dataset)
     mirror = Mirror(config.checkpoint.mirror, log) if config.checkpoint.mirror else None
     start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
-    config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), start.state.settings)
+    ranks = start.state.history[-1]["world_size"] if start.state.history else world.size
+    previous = start.state.settings | {"world_size": ranks}
+    config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), previous)
     versions = checkpoint.versions(config, world.device)
     notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity, versions)]
     notes += [*startup.compare(config, world, versions), *startup.check(config, world)]
@@ -131,10 +136,12 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
         log.say(startup.banner(config, dataset, world, start.state.step))
     for note in notes:
         log.say(note)
-    return asked, config, world, dataset, start, log
+    return asked, config, world, dataset, start, mirror, log
 
 
-def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, log: Log) -> Run:
+def prepare(
+    asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, mirror: Mirror | None, log: Log
+) -> Run:
     """Build everything that training needs, then open the run's directory. Writes nothing until every check has passed."""
     names, loaded = config.eval.tasks, None
     if names:
@@ -149,7 +156,7 @@ def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, 
     peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
     run.progress = Progress(log, config.train, config.log.log_every, peak_speed, dataset.names, run.batches)
     state.begin(config, dataset.identity, world, start.continues)
-    run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, dataset, log)
+    run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, dataset, log, mirror)
     if world.is_master and config.log.wandb == "online":
         require_wandb_key()
     recorded = world.broadcast(log.begin(state.step))
@@ -194,6 +201,7 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     if train.fp8:
         use_float8(module, device)
     if train.compile == "on":
+        prepare_compiler(device)
         module.compile_blocks()
     if train.activation_checkpointing:
         module.checkpoint_activations()
@@ -221,13 +229,14 @@ def train(run: Run) -> int:
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
     steps, loss = config.train.steps, 0.0
     if state.step == steps == run.evaluated_at == run.scored_at:
+        run.checkpoints.finish(state, final=True)  # the mirror may lack a checkpoint
         run.progress.done(state, run.dataset, run.val_loss)
         return 0
     mine = world.share(config.micro_batches)
     # The tokens depend only on (step, micro-batch), so the checkpoint needs no position in the data.
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
-    stop, trace = Stop(world, config.run.max_minutes), Trace(log, config.log.profile, world.device)
+    stop, trace = Stop(world, config.run.max_minutes, log.began), Trace(log, config.log.profile, world.device)
     warm_up(run)
     # Left alone, Python would collect garbage at a different moment on each rank, and all ranks would wait every time.
     gc.collect()

@@ -202,7 +202,9 @@ class Checkpoints:
     All ranks call the methods. Several may write tensors, but only the master publishes and removes checkpoints.
     """
 
-    def __init__(self, directory: Path, options: CheckpointConfig, engine, dataset: Mixture, log: Log):
+    def __init__(
+        self, directory: Path, options: CheckpointConfig, engine, dataset: Mixture, log: Log, mirror: Mirror | None = None
+    ):
         self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log
         self.world: World = engine.world
         self.intact: set[Path] = set()  # written and flushed by this process, or verified
@@ -210,7 +212,7 @@ class Checkpoints:
         self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may be in progress
         self._saver = ThreadPoolExecutor(1)
         self._save: Future | None = None  # the save in progress, or done but not yet checked
-        self._mirror = Mirror(options.mirror, log) if options.mirror and self.world.is_master else None
+        self._mirror = mirror if self.world.is_master else None
         self._writers = range(count_writers(engine))
         # A group of only the writers, in which they exchange the records of their files in the background.
         self._group: dist.ProcessGroup | None = None
@@ -236,12 +238,11 @@ class Checkpoints:
         self.finish(state)  # one save at a time: two would need twice the memory
         snapshot = take_snapshot(self.engine, self.options.max_shard_bytes)
         self.saved_at = state.step
-        if self.world.rank not in self._writers:
-            return
-        state = replace(state, best=list(state.best), grad_scaler=self.engine.scaler.state_dict())
-        self._save = self._saver.submit(self.write, state, snapshot)
+        if self.world.rank in self._writers:
+            state = replace(state, best=list(state.best), grad_scaler=self.engine.scaler.state_dict())
+            self._save = self._saver.submit(self.write, state, snapshot)
         if not self.options.async_save:
-            self.wait()
+            self.wait_together()
         self.log.say(f"step {state.step:>6}  checkpoint; training waited {time.perf_counter() - began:.3f} s")
 
     def write(self, state: TrainState, snapshot: Snapshot) -> None:
@@ -268,9 +269,13 @@ class Checkpoints:
         if self._save is not None:
             futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
 
+    def wait_together(self) -> None:
+        """Wait on all ranks for the save in progress, which may take longer than --timeout_minutes."""
+        while_others_wait(self.world, self.wait, mine=self._save is not None)
+
     def finish(self, state: TrainState, final: bool = False) -> None:
         """Wait for the save in progress. If it failed, warn, or raise RunError at the end of the run (`final`)."""
-        self.wait()
+        self.wait_together()
         save, self._save = self._save, None
         if self.world.is_master and save and (error := save.exception()):  # such as a full disk: training can continue
             message = f"the checkpoint at step {self.saved_at} could not be written: {error}"

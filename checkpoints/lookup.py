@@ -169,7 +169,10 @@ def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: 
     """Return where a run starts. The master decides for all ranks. Raises UserError."""
     if mirror:
         restore(run / "checkpoints", world, mirror)
-    return while_others_wait(world, lambda: search(run, resume, init_from, dataset))
+    start = while_others_wait(world, lambda: search(run, resume, init_from, dataset))
+    if start.pretrained and world.size > world.local_size:  # each node downloads a model from the Hub
+        while_others_wait(world, lambda: find_model(init_from), mine=world.rank % world.local_size == 0)
+    return start
 
 
 def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
@@ -179,7 +182,7 @@ def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
         here, _ = newest(checkpoints)
         name = mirror.fetch(step_of(here) if here else -1) or (here.name if here else "")
         if name and world.size > world.local_size:  # other nodes may need it
-            mirror.copy([checkpoints / name], 0, [])
+            mirror.retried(lambda: mirror.copy([checkpoints / name], 0, []))
         return name
 
     name = while_others_wait(world, find_newest)
@@ -247,8 +250,8 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
         refuse([*refused, f"restore these settings, or {way_out}"])
     if done >= config.train.steps:
         return []
-    unseen = {"threads", "shard_gradients"}  # these do not affect the bits under exact
-    silent = SILENT | (unseen if config.parallel.strategy == "exact" else set())
+    silent = SILENT | ({"shard_gradients"} if config.parallel.strategy == "exact" else set())  # does not affect its bits
+    silent |= {"threads"} if config.numerics.numerics == "portable" else set()
     lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
     if config.numerics.numerics == "native":  # bits depend on versions
         known = state.versions

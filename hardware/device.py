@@ -59,7 +59,7 @@ def prepare_device(
         require_no_gpu()
     torch.set_num_threads(max(1, cores() // local_world_size()) if threads == "auto" else threads)
     if device.type == "mps" and integers_only:
-        raise UserError("--strategy=exact needs float64, which Metal devices do not support; use --device=cpu")
+        raise UserError("exact and portable runs need float64, which Metal devices do not support; use --device=cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         require_kernels(device)
@@ -184,15 +184,7 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
     """Resolve --compile to on or off. auto is on if compiling pays off. Warns and returns off if no compiler works."""
     if name == "off" or (name == "auto" and not compiling_pays(device, dtype, run_flops)):
         return "off"
-    for module in ("torch", "ctx_manager"):  # they warn about profiler hooks in optimizers and DDP, which cost nothing
-        logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
-    # Otherwise the compiler would spend 4 seconds on a test program for each of the CPU's vector instruction sets.
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    if device.type == "cpu":
-        # The compiler's cache ignores the processor, and code for wider vectors would corrupt memory on another one.
-        kind = hashlib.sha256(describe(device).encode()).hexdigest()[:8]
-        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{kind}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    prepare_compiler(device)
     try:
         if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):  # the cache could hide this
             raise RuntimeError("no C++ compiler on the PATH; install g++ or clang++")
@@ -204,6 +196,19 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
     except Exception as error:  # inductor raises many kinds
         warnings.warn(f"torch.compile does not work here; continuing without it: {error}", stacklevel=2)
         return "off"
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Set up torch.compile for `device`. Call this before compiling anything."""
+    for module in ("torch", "ctx_manager"):  # they warn about profiler hooks in optimizers and DDP, which cost nothing
+        logging.getLogger(f"torch._dynamo.variables.{module}").setLevel(logging.ERROR)
+    # Otherwise the compiler would spend 4 seconds on a test program for each of the CPU's vector instruction sets.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    if device.type == "cpu":
+        # The compiler's cache ignores the processor, and code for wider vectors would corrupt memory on another one.
+        kind = hashlib.sha256(describe(device).encode()).hexdigest()[:8]
+        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{kind}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 
 def autocast(device: torch.device, dtype: str):

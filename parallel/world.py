@@ -19,7 +19,7 @@ import torch.distributed as dist
 from common.errors import RunError, UserError, within
 from hardware.device import local_world_size, shares_gpu
 
-LONGEST_END = timedelta(days=1)  # how long a finished rank waits for the master, which may be writing a large checkpoint
+LONGEST_END = timedelta(days=1)  # how long a finished rank waits for the master, which may be copying to a mirror
 SAME_COMMAND = "run the same command again on all nodes"
 
 
@@ -187,15 +187,15 @@ def gloo_interface(store: dist.Store, size: int, host: str) -> str:
 
 
 class Stop:
-    """A request to stop: SIGTERM, SIGINT, SIGUSR1 or `max_minutes`. All ranks agree on it between two updates.
+    """A request to stop: SIGTERM, SIGINT, SIGUSR1 or `max_minutes` after `began`. All ranks agree on it between two updates.
 
     `ask` starts an all-reduce before an update, and `agreed` reads the result afterwards, so the update hides its latency. A
     second SIGINT ends the process at once.
     """
 
-    def __init__(self, world: World, max_minutes: float):
+    def __init__(self, world: World, max_minutes: float, began: float):
         self.world, self.reason = world, ""
-        self.deadline = time.monotonic() + 60 * max_minutes if max_minutes else float("inf")
+        self.deadline = began + 60 * max_minutes if max_minutes else float("inf")
         self._asked, self._work = torch.zeros(1), None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._note)

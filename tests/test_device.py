@@ -108,7 +108,7 @@ def test_mkl_multiplies_reproducibly(train):
 def test_metal_is_for_one_process_without_exact(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="needs float64, which Metal devices do not support; use --device=cpu"):
+    with pytest.raises(UserError, match="need float64, which Metal devices do not support; use --device=cpu"):
         device.prepare_device("auto", threads=torch.get_num_threads(), integers_only=True)
     with pytest.raises(UserError, match="ranks cannot exchange tensors of Metal devices; start one process"):
         connect(0, 2, torch.device("mps"))

@@ -76,10 +76,12 @@ def test_verifying_a_checkpoint_for_longer_than_the_timeout_does_not_end_the_oth
     assert "continuing from" in done.stdout
 
 
-def test_a_last_save_longer_than_the_timeout_does_not_end_the_other_ranks(train):
+@pytest.mark.parametrize("save_every, async_save", [(0, "true"), (2, "true"), (2, "false")])
+def test_a_save_longer_than_the_timeout_does_not_end_the_other_ranks(train, save_every, async_save):
     slow = "import time\nfrom checkpoints.checkpoint import Checkpoints\nwrite = Checkpoints.write\n"
-    slow += "Checkpoints.write = lambda *args: (time.sleep(8), write(*args))"
-    train.changed(slow, "slow", 2, steps=3, save_every=0, eval_every=0, timeout_minutes=0.05)
+    slow += "Checkpoints.write = lambda *args: (time.sleep(6), write(*args))"
+    flags = dict(save_every=save_every, async_save=async_save, eval_every=0, timeout_minutes=0.05)
+    train.changed(slow, "slow", 2, steps=3, **flags)
     assert os.path.exists(train.latest("slow") / "manifest.json")
 
 

@@ -234,9 +234,11 @@ def test_a_run_of_fsdp_keeps_how_it_sends_gradients_and_one_of_exact_may_change_
         return choices.resolve(config, 50257, machines, previous).parallel.shard_gradients
 
     before = {"device": "cuda", "dtype": "bfloat16", "compile": "off", "muon_dtype": "bfloat16", "shard_gradients": "off"}
+    before["world_size"] = 8
     for strategy, kept in (("fsdp", "off"), ("exact", "on")):
         assert [chosen(strategy, memory, {}) for memory in (80e9, 2e9)] == ["off", "on"]
         assert chosen(strategy, 2e9, before | {"strategy": strategy}) == kept
+        assert chosen(strategy, 2e9, before | {"strategy": strategy, "world_size": 16}) == "on"
 
 
 def test_the_mask_within_documents_is_counted_where_there_is_one():
