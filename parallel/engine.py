@@ -58,7 +58,7 @@ class Engine:
     @property
     def sharded(self) -> bool:
         """Whether each rank holds only some rows of the weights."""
-        return any(map(is_sharded, self.module.parameters()))
+        return hasattr(self.model, "mesh")
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -84,14 +84,10 @@ class Engine:
 
     @contextlib.contextmanager
     def inference(self):
-        """Run the module without dropout, and eagerly, because inputs have many lengths and each would be compiled."""
+        """Run the module as in `evaluating`, and eagerly, because inputs have many lengths and each would be compiled."""
         eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
-        self.module.eval()
-        try:
-            with self.autocast(), eager:
-                yield
-        finally:
-            self.module.train()
+        with self.evaluating(), self.autocast(), eager:
+            yield
 
     def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
         """Run one synchronized forward and backward on dummy tokens and drop the gradients.
@@ -115,7 +111,10 @@ class Engine:
         gradients, exact = [p.grad for p in self.parameters.values() if p.grad is not None], isinstance(self.model, Exact)
         # An update waits for the GPU only here. The optimizer's work then hides the kernel launches of the next update.
         norm = self.model.total_norm(self.module.ops) if exact else nn.utils.get_total_norm(gradients)
-        norm = (norm.full_tensor() if is_sharded(norm) else norm).item() / self.scaler.get_scale()
+        norm = norm.full_tensor() if is_sharded(norm) else norm
+        if self.sharded and self.model.mesh.ndim == 2:  # nodes may add in different orders, so their copies would drift apart
+            dist.broadcast(norm, group=self.model.mesh.get_group("replicate"), group_src=0)
+        norm = norm.item() / self.scaler.get_scale()
         muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
         if muon and self.world.size > 1 and not self.sharded and not exact:
             # Muon's step runs collectives, so if one rank skipped the step, the others would wait for it there. Only a faulty

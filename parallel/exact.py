@@ -178,7 +178,7 @@ class Exact(ScratchOverlap):
             self.average_gradients()
         self.rounds, average = 0, functools.partial(self.mean, self.micro_batches)
         if self.world_size > 1:
-            self.largest.nan_to_num_(nan=float("inf"))  # the maximum of a number and NaN could be either
+            self.largest.nan_to_num_(nan=float("inf"), posinf=float("inf"))  # the maximum of a number and NaN could be either
             dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         for (name, share), parameter, largest in zip(self.shares.items(), self.own, self.largest.tolist(), strict=True):
             # A sum of n terms below LIMIT / n stays below LIMIT, so nothing has wrapped around.

@@ -237,6 +237,23 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, stra
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
 
 
+INFINITE = """
+from parallel import exact
+calls = []
+def raise_largest(largest, gradient, original=exact.raise_largest):
+    calls.append(1)
+    if os.environ.get("RANK", "0") == "0" and len(calls) == 50:
+        gradient.view(-1)[0] = float("inf")
+    original(largest, gradient)
+exact.raise_largest = raise_largest
+"""
+
+
+def test_an_infinite_gradient_skips_the_update_of_exact_on_all_ranks(train):
+    done = train.changed(INFINITE, "infinite", 3, strategy="exact", steps=6, max_skipped_steps=2)
+    assert "skipped the update, because its gradient is not finite (1 in a row, 1 in all)" in done.stdout
+
+
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
     done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
     assert "skipped 4 updates in a row with non-finite gradients" in done.stderr and "Traceback" not in done.stderr
