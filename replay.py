@@ -39,6 +39,7 @@ class ReplayConfig:
 if __name__ == "__main__":
     command.run("replay", lambda args: cli.parse(ReplayConfig, args, __doc__))
 
+import contextlib
 import os
 import shlex
 import sys
@@ -149,13 +150,18 @@ def anywhere(config: settings.Config) -> settings.Config:
     """Return settings that let any machine recompute a portable run. A native run's settings stay unchanged."""
     if config.numerics.numerics == "native":
         return config
-    return settings.replace(config, threads="auto", device="cpu" if config.train.device == "cpu" else "auto")
+    gpu = config.train.device != "cpu" and torch.cuda.is_available()
+    return settings.replace(config, threads="auto", device="cuda" if gpu else "cpu")
 
 
 def conditions(era: Era) -> tuple:
     """Return everything that the bits of a step depend on, except the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
     same = settings.replace(anywhere(config), check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
+    if same.parallel.strategy == "exact":
+        same = settings.replace(same, shard_gradients="off")
+    if same.numerics.numerics == "portable":
+        same = settings.replace(same, device="cpu")
     versions = era["versions"] if config.numerics.numerics == "native" else {}
     ranks = 0 if same.parallel.strategy == "exact" else era["world_size"]
     return same.model, same.numerics, same.optim, same.train, same.parallel, ranks, versions
@@ -171,6 +177,8 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     era = begun[-1]
     since = list(takewhile(lambda other: conditions(other) == conditions(era), reversed(begun)))[-1]["step"]
     config = settings.from_record(era["settings"], f"the settings of {directory} from step {era['step']} on")
+    if config.numerics.numerics == "native" and config.train.threads != "auto":
+        torch.set_num_threads(config.train.threads)  # `join` set those of the run's last settings
     if config.parallel.strategy != "exact" and world.size != era["world_size"]:
         launcher = f"torchrun --standalone --nproc_per_node={era['world_size']} replay.py {shlex.join(sys.argv[1:])}"
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
@@ -218,7 +226,9 @@ def look_at_sequences(run: train.Run) -> list[str]:
                 with run.engine.autocast():
                     losses[micro_batch * each + i] = model(sequence[None, :-1], sequence[None, 1:]).to(losses.dtype)
     losses = run.world.sum_over_ranks(losses).tolist()
-    text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
+    text = None
+    with contextlib.suppress(UserError):  # the tokenizer of foreign tokens may be of a kind that we cannot decode
+        text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
     datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))
     sequences = read_windows(batches.streams, datasets, windows, batches.seq_len)[:, :-1].tolist()
     rows = []
@@ -235,6 +245,8 @@ def look_at_sequences(run: train.Run) -> list[str]:
 def verify(past: Past, config: ReplayConfig) -> int:
     """Recompute each kept checkpoint of a segment from the previous one, and compare. Returns 1 if any differs."""
     kept = {retention.step_of(path): path for path in retention.published(past.directory / "checkpoints")}
+    if not kept:
+        raise UserError(f"{past.directory} has no checkpoints/; name a run directory, such as runs/laptop")
     first = min(kept) if config.from_ == "auto" else config.from_
     last = config.to or max(kept)
     if config.step or first not in {0, *kept} or not first < last <= past.state.step:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +20,7 @@ import settings
 import train as train_py
 from checkpoints import checkpoint, lookup, retention
 from common.errors import RunError, UserError
-from conftest import content, execute
+from conftest import content, execute, foreign_tokens
 from dataset.tokens import Stream
 from parallel import world
 from replay import CHANGED
@@ -235,3 +236,41 @@ def test_an_exact_run_that_changed_its_ranks_is_replayed_from_its_beginning(trai
     assert len(checkpoint.load_state(train.latest("moved")).history) == 2
     out = replay(train.runs / "moved", "--step=29")  # the last checkpoint is that of step 30
     assert "replaying steps 1 to 29" in out and "bit for bit" in out
+
+
+def test_each_step_is_replayed_with_the_threads_of_its_time(train, monkeypatch):
+    flags = FLAGS | dict(steps=4, save_every=2, log_every=1, n_embd=96, d_ff=384, seq_len=128, tokens_per_update=512)
+    train("threads", **flags | dict(threads=2, micro_batch_size=4))
+    train("threads", **flags | dict(threads=1, micro_batch_size=4, steps=8))
+    seen = []
+
+    def update(run, *args, original=train_py.update):
+        seen.append((run.state.step, torch.get_num_threads()))
+        return original(run, *args)
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(train_py, "update", update)
+    try:
+        replay_py.main(replay_py.ReplayConfig(str(train.runs / "threads"), verify=True))
+    finally:
+        torch.set_num_threads(before)
+    assert dict(seen) == {2: 2, 3: 2, 4: 1, 5: 1, 6: 1, 7: 1}
+    assert "step-00000004 follows from step-00000002" in replay(train.runs / "threads", "--verify")
+
+
+def test_verify_needs_a_run(kept):
+    refused = replay(kept / "checkpoints" / "latest", "--verify", status=2)
+    assert "latest has no checkpoints/; name a run directory, such as runs/laptop" in refused
+
+
+def test_tokens_with_a_tokenizer_of_another_kind_are_replayed_as_numbers(train, tmp_path, rng):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(500)}, unk_token="0"))
+    words.add_special_tokens(["<|endoftext|>"])
+    folder = foreign_tokens(tmp_path / "llm.c", "llm.c", rng.integers(0, 500, 4000))
+    words.save(str(folder / "tokenizer.json"))
+    flags = dict(tokens=folder, vocab_size=512, steps=4, eval_tokens=320)
+    refused = train("sampled", **flags, sample_every=2, status=2).stderr
+    assert "error: --sample_every: " in refused and "is not a byte-level BPE" in refused
+    train("words", **flags)
+    out = replay(train.runs / "words", "--step=3")
+    assert "bit for bit" in out and re.search(r"^ +\d+ \d+ \d+", out, re.M)
