@@ -202,13 +202,13 @@ class RotaryTable(nn.Module):
         self.register_buffer("table", self.compute(), persistent=False)
 
     def compute(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the table, on `device`."""
+        """Return the table on `device`. It is computed on the CPU, because a GPU rounds its quotients differently."""
         width, theta = self.config.head_dim, self.config.rope_theta
-        frequencies = 1.0 / self.ops.power(theta, torch.arange(0, width, 2, device=device).float() / width)
+        frequencies = 1.0 / self.ops.power(theta, torch.arange(0, width, 2, device="cpu").float() / width)
         if self.config.rope_factors:
             frequencies = scale_rope(frequencies, *self.config.rope_factors)
-        angles = torch.outer(torch.arange(self.config.seq_len, device=device).float(), frequencies)
-        return torch.stack((self.ops.cos(angles), self.ops.sin(angles))).float()[:, :, None]
+        angles = torch.outer(torch.arange(self.config.seq_len, device="cpu").float(), frequencies)
+        return torch.stack((self.ops.cos(angles), self.ops.sin(angles))).float()[:, :, None].to(device)
 
     def _apply(self, fn, recurse=True):
         """Recompute the table after `to`, `cuda` or `to_empty`: a cast rounds it, and a meta tensor has no values."""
@@ -268,9 +268,9 @@ class KVCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-def new_cache(config: ModelConfig) -> list[KVCache]:
-    """Return an empty cache for `GPT.forward`: one KVCache per layer, with room for `seq_len` tokens."""
-    return [KVCache(config.seq_len) for _ in range(config.n_layer)]
+def new_cache(config: ModelConfig, room: int) -> list[KVCache]:
+    """Return an empty cache for `GPT.forward`: one KVCache per layer, with room for `room` tokens."""
+    return [KVCache(room) for _ in range(config.n_layer)]
 
 
 @torch.no_grad()
@@ -292,11 +292,12 @@ def generate(
     """
     device, seq_len = model.embed.weight.device, model.config.seq_len
     context = tokens[:, -seq_len:].cpu()
-    cache, new = new_cache(model.config), context
+    room = min(seq_len, context.shape[1] + max_new_tokens)
+    cache, new = new_cache(model.config, room), context
     ended = torch.zeros(len(tokens), dtype=torch.bool)
     for _ in range(max_new_tokens):
         if cache[0].length == seq_len:
-            cache, new = new_cache(model.config), context[:, -max(1, seq_len // 2) :]
+            cache, new = new_cache(model.config, seq_len), context[:, -max(1, seq_len // 2) :]
         logits = model(new.to(device), cache=cache)[:, -1, :vocab_limit].float().cpu()
         token = sample_token(logits, temperature, top_k, generator, model.ops)
         if eot is not None:

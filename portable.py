@@ -282,7 +282,7 @@ def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: 
 
 def power(base: float, exponents: Tensor) -> Tensor:
     """Return `base` to the power of `exponents`, in float64."""
-    return exp(exponents * log(torch.tensor(base, dtype=torch.float64, device=exponents.device)))
+    return exp(exponents.double() * log(torch.tensor(base, dtype=torch.float64, device=exponents.device)))
 
 
 embed, softmax, matmul, gelu_erf = Lookup.apply, Softmax.apply, product, functools.partial(pointwise, normal_gated)

@@ -65,7 +65,7 @@ def test_cache_gives_the_logits_of_the_full_forward_for_every_split(shape):
     model, tokens = build(shape), tokens_of(length=9)
     expected = model(tokens)
     for split in range(1, 9):
-        cache = new_cache(model.config)
+        cache = new_cache(model.config, model.config.seq_len)
         parts = [model(part, cache=cache) for part in (tokens[:, :split], tokens[:, split:])]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
 

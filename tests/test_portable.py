@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import portable
 from conftest import before_update, execute
-from model import GPT, initial_weights
+from model import GPT, RotaryTable, initial_weights
 from settings import ModelConfig, resolve_model
 
 # What holds a processor to the instructions that every x86 has, in torch and in Intel's MKL.
@@ -133,6 +133,15 @@ def test_functions_are_within_one_unit_in_the_last_place(function, exact, limit)
     assert ((found.double() - wanted).abs() / unit)[finite].max() < 0.55
     assert torch.isinf(found[~finite]).all()
     assert portable.exp(torch.tensor([-math.inf, 0.0]).double()).float().tolist() == [0.0, pytest.approx(1, abs=1e-10)]
+
+
+@pytest.mark.parametrize("length, error", [(1024, 3e-6), (1 << 17, 5e-4)])  # float32 angles err by 3e-5 and 4e-3
+def test_rotary_tables_are_accurate_far_into_a_context(length, error):
+    config = resolve_model(ModelConfig(architecture="llama", n_embd=192, n_head=2, seq_len=length), 256)
+    table = RotaryTable(config, portable).table[:, :, 0].double()
+    exponents = (torch.arange(0, 96, 2).float() / 96).double()  # rounded to float32, as in transformers
+    angles = torch.outer(torch.arange(length).double(), config.rope_theta**-exponents)
+    assert (table - torch.stack((angles.cos(), angles.sin()))).abs().max() < error
 
 
 @pytest.mark.parametrize("k", [1, 5, 192, 1000, portable.TERMS + 3, 50304])
