@@ -85,6 +85,7 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
         known = files.read_json(path) if path.exists() else known
     earlier = {record["path"]: record for record in known.get("request", known).get("source", [])}
     form = config.column, config.max_document_bytes
+    roots = [os.path.realpath(source) for source in config.sources if "://" not in source]
     for source in sorted(set(config.sources)) or [EMBEDDED]:
         record, url = {"path": source}, source
         if "://" in source and "shards" in known:
@@ -92,10 +93,14 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
             continue
         if source.startswith("hf://"):
             url, record["revision"] = at_commit(source, earlier.get(source, {}).get("revision", ""))
-        found, others = (embedded_corpus(), 0) if source == EMBEDDED else list_files(source, url, *form)
+        found, others = (embedded_corpus(), []) if source == EMBEDDED else list_files(source, url, *form)
         size, held_out = sum(file.size for file in found), [file.name for file in found if HELD_OUT.search(file.name)]
+        for link in filter(os.path.isdir, map(str, others)):
+            if not any(Path(os.path.realpath(link)).is_relative_to(root) for root in roots):
+                problem = f"{link} is a link to a folder, which is not followed"
+                raise UserError(f"{source}: {problem}; pass that folder as another source, or remove the link")
         if others:
-            say(f"{source}: skipped {errors.plural(others, 'file')} of other types")
+            say(f"{source}: skipped {errors.plural(len(others), 'file')} of other types")
         if "://" in source:
             span = " to ".join(dict.fromkeys([found[0].name, found[-1].name]))
             say(f"{source}: {errors.plural(len(found), 'file')}, {size / 1e6:,.1f} MB ({span})")

@@ -101,8 +101,8 @@ def embedded_corpus() -> list[SourceFile]:
 
 def list_files(
     source: str, url: str = "", column: str = "text", max_document_bytes: int = 1 << 25
-) -> tuple[list[SourceFile], int]:
-    """List the text files at a path or URL (a file, folder or pattern), sorted by name, and count the files of other types.
+) -> tuple[list[SourceFile], list[SourceFile]]:
+    """List the text files at a path or URL (a file, folder or pattern), sorted by name, and the files of other types.
 
     url: the location of `source`, if it differs from its name. Raises UserError.
     """
@@ -122,12 +122,12 @@ def list_files(
     root = os.path.commonpath(map(os.path.dirname, sizes)) if sizes else ""
     paths, more = sorted(sizes, key=PurePosixPath), (system, column, max_document_bytes)
     found = [SourceFile(path, os.path.relpath(path, root), sizes[path], *more) for path in paths]
-    texts = [file for file in found if file.form]
-    if source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS)):  # its .md and .txt are documentation
-        texts = [file for file in texts if file.form in (".jsonl", ".parquet")]
+    documented = source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS))  # .md and .txt there are documentation
+    forms = (".jsonl", ".parquet") if documented else SUFFIXES
+    texts, others = ([file for file in found if (file.form in forms) == wanted] for wanted in (True, False))
     if not texts:
         raise UserError(f"{source}: no text files there; expected {' '.join(SUFFIXES)}, optionally with {' '.join(OPENERS)}")
-    return texts, len(found) - len(texts)
+    return texts, others
 
 
 def at_commit(source: str, commit: str = "") -> tuple[str, str]:

@@ -247,7 +247,8 @@ def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
     """Make a tokenizer from the text of a tokenizer.json. pattern: set if tiktoken encodes. Raises UserError."""
     with library_errors(f"{name} is not a tokenizer.json"):
         theirs = tokenizers.Tokenizer.from_str(text)
-    added = {token.content: i for i, token in theirs.get_added_tokens_decoder().items()}
+    tokens = theirs.get_added_tokens_decoder()
+    added = {token.content: i for i, token in tokens.items()}
     ordinary = {token: i for token, i in theirs.get_vocab(with_added_tokens=False).items() if token not in added}
     alphabet = set(byte_chars().values())
     if not isinstance(theirs.model, models.BPE) or not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
@@ -260,6 +261,8 @@ def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
     vocab_size = max(*ordinary.values(), *added.values()) + 1
     lengths = np.zeros(vocab_size, dtype=np.uint32)
     lengths[list(ordinary.values())] = [len(token) for token in ordinary]
+    for i, token in tokens.items():  # unlike special tokens, these stand for text, such as GPT-NeoX's runs of spaces
+        lengths[i] = 0 if token.special else len(token.content.encode())
     encoding = None
     if pattern:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)

@@ -206,7 +206,8 @@ class Stream:
 
 def open_stream(paths: list[Path], vocab_size: int) -> Stream:
     """Open the shards of a split and check a sample of their ids. Each batch is checked when it is read. Raises UserError."""
-    with contextlib.suppress(ValueError, OSError):  # many systems allow 1024 open files by default, and some never more
+    # Many systems allow 1024 open files by default, and some never more. macOS may call the limit infinite.
+    with contextlib.suppress(ValueError, OSError, OverflowError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = soft + len(paths)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

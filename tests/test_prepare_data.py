@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -463,3 +464,18 @@ def test_an_error_shows_a_few_of_many_and_long_names(here):
     with pytest.raises(UserError, match=r"column 0, column 1, .*, \.\.\.$") as refused:
         make("a.parquet")
     assert len(str(refused.value)) < 400
+
+
+def test_a_link_to_a_folder_inside_a_source_is_refused_not_left_out(here):
+    write_lines(here / "text.jsonl", DOCUMENTS)
+    (here / "corpus").mkdir()
+    shutil.copy(here / "text.jsonl", here / "corpus" / "a.jsonl")
+    (here / "elsewhere").mkdir()
+    shutil.copy(here / "text.jsonl", here / "elsewhere" / "b.jsonl")
+    (here / "corpus" / "code").symlink_to(here / "elsewhere")
+    with pytest.raises(UserError, match="corpus/code is a link to a folder, which is not followed; pass that"):
+        make("corpus")
+    (here / "corpus" / "again").symlink_to(here / "corpus")
+    assert make("corpus", "elsewhere").rows("train")
+    (here / "whole").symlink_to(here / "elsewhere")
+    assert make("whole", out="whole-out").rows("train")

@@ -205,6 +205,15 @@ def test_a_tokenizer_json_is_encoded_by_tokenizers_and_another_type_is_refused(m
         tokenizer.load(path)
 
 
+def test_added_tokens_count_the_text_they_stand_for(made, tmp_path):
+    wider = tokenizers.Tokenizer.from_str(made["train:1000"][0].json)
+    wider.add_tokens([tokenizers.AddedToken("        ", normalized=False)])  # as GPT-NeoX's runs of spaces
+    wider.save(str(tmp_path / "tokenizer.json"))
+    found, text = tokenizer.load(tmp_path / "tokenizer.json"), "a" + " " * 8 + "b\n"
+    ids = found.encode(text)
+    assert 1000 in ids and found.bytes_per_token[ids].sum() == len(text)
+
+
 def split_by(regex):
     """The part of a tokenizer.json that splits text by a regex."""
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
