@@ -210,7 +210,8 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
 
 def finished(directory: Path, steps: int) -> list[dict]:
     """Return the metrics of a run that finished with an evaluation, else an empty list."""
-    records = [record for path in directory.glob("metrics.jsonl") for _, record in read_records(path) if record]
+    lines = [record for path in directory.glob("metrics.jsonl") for _, record in read_records(path) if record]
+    records = [record for record in lines if record.keys() & {"loss", "val_loss"}]  # not the scores on tasks
     return records if records and records[-1]["step"] == steps and "val_loss" in records[-1] else []
 
 

@@ -68,9 +68,11 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
     """Return the maximum number of rows of logits to compute at a time: a multiple of 128, which suits matrix units.
 
     Four megabytes of float32 logits fit in a CPU's cache, but fewer than 256 rows would read the weights too often. A GPU needs
-    more rows to stay busy: the same batch took 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480).
+    more rows to stay busy: the same batch took 48.7 ms in 32 parts and 40.4 ms in 8 (pytorch/pytorch#124480). More than 2^30
+    logits would take 4 GB.
     """
-    return max(256, (1 << 20) // vocab_size // 128 * 128) if device == "cpu" else 1 << 14
+    rows = (1 << (20 if device == "cpu" else 30)) // vocab_size // 128 * 128
+    return max(256, rows if device == "cpu" else min(rows, 1 << 14))
 
 
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:

@@ -105,6 +105,10 @@ def share_problems(config: Config, world_size: int) -> Iterator[str]:
     wrong = "not a multiple of" if tokens % unit else "less than"
     unequal = not exact and tokens % micro_batch == 0 and tokens >= smallest  # shares that exact would accept
     other = "; or --strategy=exact, which allows unequal shares" * unequal
+    if exact and tokens % unit == 0:  # too few micro-batches, but perhaps enough sequences
+        sequences = tokens // config.model.seq_len
+        fit = next((n for n in range(sequences // world_size, 0, -1) if sequences % n == 0), 0)
+        other = f"; or --micro_batch_size={fit}" * (fit > 0)
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 

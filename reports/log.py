@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Required, TypedDict
 import msgspec
 
 from common import files
-from common.errors import EX_TEMPFAIL, FULL_DISK, UserError, outcome, plural, printable, within
+from common.errors import EX_TEMPFAIL, UserError, outcome, plural, printable, within
 from common.records import Count
 from settings import LogConfig
 
@@ -184,13 +184,10 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def append(file: BinaryIO, content: bytes) -> None:
-    """Append `content`. While the disk is full, the content stays in the file's buffer."""
-    try:
+    """Append `content`. While the disk is full or fails, the content stays in the file's buffer."""
+    with suppress(OSError):
         file.write(content)
         file.flush()
-    except OSError as error:
-        if error.errno not in FULL_DISK:
-            raise
 
 
 def lock(directory: Path) -> BinaryIO:

@@ -14,7 +14,7 @@ from reports import curves
 from reports.log import Log, duration
 from settings import TrainConfig
 
-DRAW_SECONDS = 20  # seconds between redraws, each of which holds up training for half a second
+DRAW_SECONDS, DRAW_SHARE = 20, 0.02  # seconds between redraws, which hold up training, and their largest share of the time
 
 
 class Progress:
@@ -31,7 +31,7 @@ class Progress:
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
         self.losses, self.lowest, self.is_high = deque(maxlen=10), math.inf, False
-        self.drawn_at = time.monotonic()
+        self.drawn_at, self.draw_seconds = time.monotonic(), 0.0
 
     def updated(self, state, loss: float, grad_norm: float, lr: float, seconds: float, waited: float) -> None:
         """Count an update that took `seconds`, `waited` of them for data, and report it if due. Raises RunError."""
@@ -111,11 +111,12 @@ class Progress:
 
     def draw(self, state) -> None:
         """Redraw the curves if due."""
-        is_due = state.step >= self.train.steps or time.monotonic() - self.drawn_at > DRAW_SECONDS
-        if self.log.is_master and is_due:
+        began, pause = time.monotonic(), max(DRAW_SECONDS, self.draw_seconds / DRAW_SHARE)
+        if self.log.is_master and (state.step >= self.train.steps or began - self.drawn_at > pause):
             with self.log.surviving("drawing curves.png"):
                 curves.draw([self.log.directory], self.log.directory / "curves.png")
             self.drawn_at = time.monotonic()
+            self.draw_seconds = self.drawn_at - began
 
     def done(self, state, dataset, *losses: float) -> None:
         """Print the result of a complete run, and what to do next. Raises RunError if one of the `losses` is not finite."""

@@ -173,3 +173,9 @@ def test_the_law_is_found_again_with_its_interval(rng, outlier):
 def test_repeated_tokens_are_worth_less_and_less():
     effective = law.effective_tokens(np.array([0.5, 1, 4, 16, 1000]) * 1e6, 1e6) / 1e6
     assert effective == pytest.approx([0.5, 1, 3.73, 10.6, 16.4], rel=0.01)
+
+
+def test_scores_on_tasks_do_not_hide_that_a_run_is_finished(tmp_path):
+    records = [{"step": 4, "loss": 3.0}, {"step": 4, "val_loss": 2.0}, {"step": 4, "tasks/arc/acc": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert ladder.finished(tmp_path, 4)[-1]["val_loss"] == 2.0 and not ladder.finished(tmp_path, 5)

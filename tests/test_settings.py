@@ -156,8 +156,9 @@ def test_what_a_refusal_suggests_passes_every_check(tokens, seq_len, micro, rank
         for line in str(error).split("\n"):
             if suggested := re.search(r"--(\w+)=.*; try (?:--n_embd=|one of )?([\d, or]+)", line):
                 changes[suggested[1]] = suggested[2]
-            if "or --micro_batch_size=auto" in line:
-                rules.check(settings.replace(config, micro_batch_size="auto", n_embd=768, n_head=12, n_kv_head="auto"), ranks)
+            if smaller := re.search(r"or --micro_batch_size=(\d+)", line):
+                changed = settings.replace(config, micro_batch_size=int(smaller[1]), n_embd=768, n_head=12, n_kv_head="auto")
+                rules.check(changed, ranks)
             if "or --strategy=exact" in line:
                 exact = settings.replace(config, strategy="exact", n_embd=768, n_head=12, n_kv_head="auto")
                 rules.check(exact, ranks)
@@ -303,3 +304,9 @@ def test_a_record_with_an_unknown_setting_is_refused(tmp_path):
         settings.read_preset(tmp_path / "config.toml")
     with pytest.raises(UserError, match="here: unknown key strategyy"):
         settings.from_record({"strategyy": 1}, "here")
+
+
+def test_exact_on_more_ranks_than_micro_batches_suggests_smaller_ones():
+    config = settings.replace(settings.Config(), strategy="exact", tokens_per_update=524288, seq_len=1024, micro_batch_size=64)
+    with pytest.raises(UserError, match="64 x 16 ranks; try 1048576; or --micro_batch_size=32"):
+        rules.check(config, 16)
