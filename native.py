@@ -13,16 +13,79 @@ from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw as torch_adamw
 
 from attention import attention, causal_mask, document_mask, dropout  # noqa: F401  these are part of this module's interface
+from hardware.device import ONEDNN_IS_FASTER
 from hardware.footprint import rows_at_a_time
 
 # Models and optimizers use these names and the functions below, or under --numerics=portable, the same names from portable.py.
-Linear, LayerNorm, embed = nn.Linear, nn.LayerNorm, F.embedding
+LayerNorm, embed = nn.LayerNorm, F.embedding
 silu, gelu_erf, logits, norm_parts, norm_of = F.silu, F.gelu, F.linear, torch._foreach_norm, nn.utils.get_total_norm
 cos, sin, cosine, power, normal_, multinomial = torch.cos, torch.sin, math.cos, torch.pow, Tensor.normal_, torch.multinomial
 softmax, matrix_norm = functools.partial(F.softmax, dim=-1), functools.partial(Tensor.norm, dim=(1, 2), keepdim=True)
 matmul, baddbmm, lerp_, add_ = torch.matmul, torch.baddbmm, torch._foreach_lerp_, torch._foreach_add_
 # The function inside torch.optim.AdamW: constructing that class imports PyTorch's compiler, which takes a second.
 adamw = functools.partial(torch_adamw, max_exp_avg_sqs=[], fused=True, amsgrad=False, maximize=False)
+
+
+FEWEST_ROWS = 32  # for oneDNN's float32 matmuls
+
+
+class Linear(nn.Linear):
+    """nn.Linear that computes with `linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:  # maps [..., C] to [..., D]
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x` [..., C] @ `weight` [D, C].T + `bias` [D]."""
+    return OneDNNLinear.apply(x, weight, bias) if uses_onednn(x) else F.linear(x, weight, bias)
+
+
+def uses_onednn(x: Tensor) -> bool:
+    """Return whether to multiply many rows `x` by oneDNN: in float32 on CPUs where MKL, which PyTorch prefers, is slower."""
+    is_float32 = ONEDNN_IS_FASTER and x.device.type == "cpu" and x.dtype == compute_dtype(x) == torch.float32
+    return is_float32 and x.numel() >= FEWEST_ROWS * x.shape[-1]
+
+
+class OneDNNLinear(torch.autograd.Function):
+    """See `linear`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return onednn_linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        bias_grad = rows.sum(0) if ctx.has_bias else None
+        return onednn_linear(grad, weight.T, None), onednn_weight_grad(rows, x.flatten(0, -2), weight), bias_grad
+
+
+# The compiler cannot look into these operators.
+@torch.library.custom_op("lockstep::linear", mutates_args=())
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x` [..., C] @ `weight` [D, C].T + `bias` [D], multiplied by oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@onednn_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@torch.library.custom_op("lockstep::weight_grad", mutates_args=())
+def onednn_weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient [D, C] of `weight` in `linear` from `grad` [rows, D] and `x` [rows, C], multiplied by oneDNN."""
+    return torch.ops.aten.mkldnn_linear_backward_weights(grad.to_mkldnn(), x.to_mkldnn(), weight, False)[0]
+
+
+@onednn_weight_grad.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
@@ -39,7 +102,7 @@ def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
 
     On a CPU, fusing gains nothing (bench/LOG.md) and would change the bits, because one matmul would sum the gradient of `x`.
     """
-    return x.device.type == "cuda" and all(type(layer) is nn.Linear for layer in layers)
+    return x.device.type == "cuda" and all(type(layer) is Linear for layer in layers)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, rows: int | None = None) -> Tensor:
@@ -85,14 +148,14 @@ def cross_entropy_part(x: Tensor, weight: Tensor, targets: Tensor, weight_grad: 
 
     Adds the gradient with respect to `weight` [V, C] to `weight_grad`. If that is None, computes no gradients.
     """
-    logits = (x @ weight.T).float()  # [rows, V]
+    logits = linear(x, weight).float()  # [rows, V]
     log_probabilities = logits.log_softmax(1)
     loss = -log_probabilities.gather(1, targets[:, None]).sum()
     if weight_grad is None:
         return loss, None
     logits_grad = subtract_one_hot(log_probabilities.exp_(), targets).to(x.dtype)
     weight_grad += sum_of_rows(logits_grad, x)
-    return loss, logits_grad @ weight
+    return loss, linear(logits_grad, weight.T)
 
 
 def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -101,6 +164,8 @@ def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
     A sum over thousands of rows may exceed float16's largest number, 65504. A smaller loss scale would not help, because the
     gradients are scaled afterwards.
     """
+    if uses_onednn(a):
+        return onednn_weight_grad(a, b, b.new_empty(a.shape[1], b.shape[1]))
     if a.dtype is not torch.float16:
         return a.T @ b
     if a.device.type == "cuda":

@@ -39,6 +39,9 @@ MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+# MKL ignores AVX512 on AMD's processors, so there oneDNN multiplies float32 matrices up to 2.3 times as fast, and with AVX2 up to
+# 1.17 times (bench/LOG.md, "Classes of processors"). We have not compared them on Intel's.
+ONEDNN_IS_FASTER = torch.backends.mkldnn.is_available() and cpuinfo("vendor_id") == "AuthenticAMD"
 # Words that mark GPUs whose peak is not the datasheet's: slices, virtual GPUs, and variants with other core counts or power.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 
@@ -267,10 +270,13 @@ def best_product(device: torch.device, dtype: str) -> float:
     if device.type == "cpu":
         fill, now = torch.ones, time.thread_time  # do not disturb the CPU's random numbers, which the run uses
     a, threads, times = fill(size, size, device=device).to(DTYPES[dtype]), torch.get_num_threads(), []
+    multiply = torch.matmul
+    if device.type == "cpu" and dtype == "float32" and ONEDNN_IS_FASTER:
+        multiply = functools.partial(torch.ops.mkldnn._linear_pointwise, B=None, attr="none", scalars=[], algorithm="")
     torch.set_num_threads(1)
     while len(times) < 10 or sum(times) < 0.05:  # on a busy machine, the first may take the whole 50 ms
         began = now()
-        (a @ a)[0, 0].item()  # waits for the device
+        multiply(a, a)[0, 0].item()  # waits for the device
         times.append(now() - began)
     torch.set_num_threads(threads)
     return 2 * size**3 / min(times)

@@ -281,3 +281,18 @@ def test_flash_attention_3_is_taken_only_where_its_gradients_repeat(monkeypatch,
     assert said.startswith(kernel) and bool(active) == repeats
     assert ("differ from run to run; to use it anyway, set --deterministic=false" in said) != repeats
     attention.activate_attention_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_onednn_multiplies_as_pytorch_does(monkeypatch, compiled):
+    monkeypatch.setattr(native, "ONEDNN_IS_FASTER", torch.backends.mkldnn.is_available())
+    layer, x, grad = native.Linear(24, 40), torch.randn(4, 16, 24, requires_grad=True), torch.randn(4, 16, 40)
+    call = torch.compile(layer, dynamic=False) if compiled else layer
+    (y := call(x)).backward(grad)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, layer.weight, layer.bias)]
+    (expected := F.linear(*wide)).backward(grad.double())
+    for found, wanted in zip((y, x.grad, layer.weight.grad, layer.bias.grad), (expected, *(w.grad for w in wide)), strict=True):
+        assert found.dtype == torch.float32 and (found - wanted).abs().max() < 2e-5
+    assert native.uses_onednn(x) == native.ONEDNN_IS_FASTER and not native.uses_onednn(x[:1, :4])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not native.uses_onednn(x)

@@ -47,7 +47,7 @@ def assert_same_losses(records, wanted):
 )
 def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
     train("ranks", ranks=ranks, **dict(GENTLE, optimizer=optimizer, **flags))
-    assert largest_difference(train.weights("ranks"), one.weights(f"one_{optimizer}")) < 1e-5
+    assert largest_difference(train.weights("ranks"), one.weights(f"one_{optimizer}")) < 2e-5
     assert_same_losses(train.metrics("ranks"), one.metrics(f"one_{optimizer}"))
 
 
