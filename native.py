@@ -26,7 +26,7 @@ matmul, baddbmm, lerp_, add_ = torch.matmul, torch.baddbmm, torch._foreach_lerp_
 adamw = functools.partial(torch_adamw, max_exp_avg_sqs=[], fused=True, amsgrad=False, maximize=False)
 
 
-FEWEST_ROWS = 32  # for oneDNN's float32 matmuls
+FEWEST_ROWS = 32  # for oneDNN; MKL multiplies fewer, as in sampling
 
 
 class Linear(nn.Linear):
@@ -62,10 +62,10 @@ class OneDNNLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         bias_grad = rows.sum(0) if ctx.has_bias else None
-        return onednn_linear(grad, weight.T, None), onednn_weight_grad(rows, x.flatten(0, -2), weight), bias_grad
+        return onednn_linear(grad, weight.T, None), onednn_sum_of_rows(rows, x.flatten(0, -2)), bias_grad
 
 
-# The compiler cannot look into these operators.
+# Operators of our own, because the compiler cannot trace oneDNN's.
 @torch.library.custom_op("lockstep::linear", mutates_args=())
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x` [..., C] @ `weight` [D, C].T + `bias` [D], multiplied by oneDNN."""
@@ -77,15 +77,16 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
-@torch.library.custom_op("lockstep::weight_grad", mutates_args=())
-def onednn_weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient [D, C] of `weight` in `linear` from `grad` [rows, D] and `x` [rows, C], multiplied by oneDNN."""
-    return torch.ops.aten.mkldnn_linear_backward_weights(grad.to_mkldnn(), x.to_mkldnn(), weight, False)[0]
+@torch.library.custom_op("lockstep::linear_sum_of_rows", mutates_args=())
+def onednn_sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a` [rows, V] transposed @ `b` [rows, C], multiplied by oneDNN."""
+    # PyTorch only checks the third tensor's type and device.
+    return torch.ops.aten.mkldnn_linear_backward_weights(a.to_mkldnn(), b.to_mkldnn(), b, False)[0]
 
 
-@onednn_weight_grad.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+@onednn_sum_of_rows.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return b.new_empty(a.shape[1], b.shape[1])
 
 
 def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
@@ -165,7 +166,7 @@ def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
     gradients are scaled afterwards.
     """
     if uses_onednn(a):
-        return onednn_weight_grad(a, b, b.new_empty(a.shape[1], b.shape[1]))
+        return onednn_sum_of_rows(a, b)
     if a.dtype is not torch.float16:
         return a.T @ b
     if a.device.type == "cuda":

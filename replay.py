@@ -157,11 +157,11 @@ def anywhere(config: settings.Config) -> settings.Config:
 def conditions(era: Era) -> tuple:
     """Return everything that the bits of a step depend on, except the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
-    same = settings.replace(anywhere(config), check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
+    same = settings.replace(config, check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
     if same.parallel.strategy == "exact":
         same = settings.replace(same, shard_gradients="off")
     if same.numerics.numerics == "portable":
-        same = settings.replace(same, device="cpu")
+        same = settings.replace(same, threads="auto", device="cpu")
     versions = era["versions"] if config.numerics.numerics == "native" else {}
     ranks = 0 if same.parallel.strategy == "exact" else era["world_size"]
     return same.model, same.numerics, same.optim, same.train, same.parallel, ranks, versions

@@ -21,6 +21,11 @@ TRIES, LONGEST_PAUSE = 4, 60.0  # attempts to read the store at the start; longe
 LAST_COPY_SECONDS = 600.0  # how long a finished run waits for the store
 
 
+def step_in(name: str) -> int:
+    """Return the step in the name of a checkpoint."""
+    return step_of(Path(name))
+
+
 class Mirror:
     """The store at `url`, of any kind that fsspec opens, for the run that writes `log`.
 
@@ -52,7 +57,7 @@ class Mirror:
         found = {}
         with contextlib.suppress(FileNotFoundError):
             names = [path.rstrip("/").rpartition("/")[2] for path in self.system.ls(self.root, detail=False)]
-            for name in sorted(filter(NAME.fullmatch, names), key=lambda name: step_of(Path(name))):
+            for name in sorted(filter(NAME.fullmatch, names), key=step_in):
                 found[name] = b""
                 with contextlib.suppress(FileNotFoundError):
                     found[name] = self.system.cat_file(f"{self.root}/{name}/{MANIFEST}")
@@ -81,7 +86,7 @@ class Mirror:
         does not start over.
         """
         for name, manifest in reversed(self.retried(self.manifests).items()):
-            if step_of(Path(name)) <= newer_than:
+            if step_in(name) <= newer_than:
                 break
             if not manifest or (names is not None and name not in names):
                 continue
@@ -174,12 +179,10 @@ class Mirror:
                 if (path / MANIFEST).exists():  # the store reports that it does not exist
                     raise
                 # Otherwise the checkpoint was removed from this disk in the meantime.
-        complete = [name for name, manifest in there.items() if manifest and name not in self.damaged]
-        stay = {*best, *sorted(complete, key=lambda name: step_of(Path(name)))[-keep_last:]}
-        newest = max(map(step_of, map(Path, complete)), default=-1)
-        for name in there.keys() - stay:
-            if name in self.damaged and step_of(Path(name)) > newest:  # perhaps only the download failed
-                continue
+        complete = sorted((name for name, manifest in there.items() if manifest and name not in self.damaged), key=step_in)
+        # Damaged checkpoints stay until there is a newer one, because perhaps only the download failed.
+        doubtful = {name for name in self.damaged if not complete or step_in(name) > step_in(complete[-1])}
+        for name in there.keys() - {*best, *complete[-keep_last:], *doubtful}:
             if there[name]:
                 self.system.rm_file(f"{self.root}/{name}/{MANIFEST}")
             self.system.rm(f"{self.root}/{name}", recursive=True)
