@@ -45,10 +45,13 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: "list[KVCache] | None" = None) -> Tensor:
         """Map `tokens` [B, T] int64 to logits [B, T, V], or with `targets` [B, T] to the mean cross-entropy, a float32 scalar.
 
-        With a `cache` (from `new_cache`), the tokens continue the cached ones, and the cache must have room for T more.
+        With a `cache` (from `new_cache`), the tokens continue the cached ones, and only the last one's logits [B, 1, V] are
+        returned. The cache must have room for T more.
         """
         x = self.hidden(tokens, cache)
-        return self.ops.logits(x, self.output_weight) if targets is None else self.loss(x, targets)
+        if targets is not None:
+            return self.loss(x, targets)
+        return self.ops.logits(x if cache is None else x[:, -1:], self.output_weight)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, a float32 scalar, of `targets` [B, T] int64 given the hidden states `x` [B, T, C]."""
@@ -298,7 +301,7 @@ def generate(
     for _ in range(max_new_tokens):
         if cache[0].length == seq_len:
             cache, new = new_cache(model.config, seq_len), context[:, -max(1, seq_len // 2) :]
-        logits = model(new.to(device), cache=cache)[:, -1, :vocab_limit].float().cpu()
+        logits = model(new.to(device), cache=cache)[:, 0, :vocab_limit].float().cpu()
         token = sample_token(logits, temperature, top_k, generator, model.ops)
         if eot is not None:
             token = token.masked_fill(ended, eot)

@@ -62,13 +62,13 @@ def test_logits_loss_gradients_and_size_are_those_of_transformers(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_cache_gives_the_logits_of_the_full_forward_for_every_split(shape):
+def test_cache_gives_the_last_logits_of_the_full_forward_for_every_split(shape):
     model, tokens = build(shape), tokens_of(length=9)
     expected = model(tokens)
     for split in range(1, 9):
         cache = new_cache(model.config, model.config.seq_len)
         parts = [model(part, cache=cache) for part in (tokens[:, :split], tokens[:, split:])]
-        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected[:, [split - 1, 8]], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
