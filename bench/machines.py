@@ -27,7 +27,7 @@ from common.errors import RunError
 from hardware.host import cores
 
 SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
-WHERE = "import sys; sys.path.insert(0, 'bench'); import same; print(same.where())"
+WHERE = "import sys; sys.path.insert(0, 'bench'); import same, train, prepare_data; print(same.where())"
 SHORT = same.FLAGS | dict(steps=6, eval_every=3, save_every=3, log_every=1, n_kv_head="auto")
 MODELS = {
     "llama": same.FLAGS,
@@ -60,7 +60,8 @@ def main(config: MachinesConfig) -> int:
     ways = machines([command for command in config.python.split(",") if command])
     with machine.workspace() as folder, ThreadPoolExecutor(cores()) as pool:
         folders = [folder / str(number) for number in range(len(ways))]
-        rows = list(pool.map(measure, ways[::-1], folders))[::-1]  # the last ones, under qemu, take longest
+        places = list(pool.map(lambda one: run(one, ["-c", WHERE]), ways))  # now, because a Python may lack a package
+        rows = list(pool.map(measure, ways[::-1], places[::-1], folders))[::-1]  # the last ones, under qemu, take longest
     print(machine.write("machines", {"models": MODELS, "machines": rows}, config.out))
     print(markdown(rows))
     print("one sha256, the expected one, and the same files of all models" if all_the_same(rows) else "NOT THE SAME")
@@ -77,7 +78,7 @@ def machines(pythons: list[str]) -> list[Machine]:
     return found + [Machine("under qemu" if "qemu" in command else "as it is", command) for command in pythons]
 
 
-def measure(one: Machine, folder: Path) -> dict:
+def measure(one: Machine, where: str, folder: Path) -> dict:
     """A description of a machine, and the sha256 of the files that it makes."""
     folder.mkdir()
     text, tokens = folder / "text.txt", folder / "tokens"
@@ -87,7 +88,7 @@ def measure(one: Machine, folder: Path) -> dict:
     for model in ["llama"] if one.kills else MODELS:  # the other models' runs are too short for kills
         found[model] = train(one, model, folder)
     print(f"{one.how}: {found['llama']['model.safetensors']}", flush=True)
-    return {"how": one.how, "where": run(one, ["-c", WHERE]), "variables": one.variables, "found": found}
+    return {"how": one.how, "where": where, "variables": one.variables, "found": found}
 
 
 def run(one: Machine, arguments: list, ranks: int = 1) -> str:
