@@ -46,7 +46,7 @@ from evaluate import evaluate
 from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_compiler, prepare_device
 from hardware.footprint import flops_per_token
 from model import GPT, initial_weights, on_meta
-from parallel.engine import Engine, build_optimizers, fully_shard, load_weights, use_float8, wrap
+from parallel.engine import Engine, build_optimizers, load_weights, use_float8, wrap
 from parallel.world import Stop, World, connect
 from planning import choices, startup
 from reports.log import Log, duration, require_wandb_key
@@ -86,7 +86,7 @@ def main(config: Config) -> int:
         world = join(config)
         with world.reporting_lost_ranks():
             asked, config, *settled = settle(config, world, log)
-            with startup.explaining_out_of_memory(config, world.rank):
+            with startup.explaining_out_of_memory(config, world):
                 run = prepare(asked, config, *settled)
                 try:
                     log.status = train(run)
@@ -131,8 +131,9 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
     config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), previous)
     versions = checkpoint.versions(config, world.device)
     notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity, versions)]
-    notes += [*startup.compare(config, world, versions), *startup.check(config, world)]
+    notes += startup.compare(config, world, versions)
     if start.state.step < config.train.steps:
+        notes += startup.check(config, world)
         log.say(startup.banner(config, dataset, world, start.state.step))
     for note in notes:
         log.say(note)
@@ -209,7 +210,9 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     # Every wrapper averages the gradients over the ranks during the last backward of an update.
     model: nn.Module = module
     if strategy == "fsdp" and world.size > 1:
-        model = fully_shard(module, DTYPES[train.dtype], world, config.parallel)
+        from parallel.sharded import FullyShard  # imported here because importing FSDP2 takes a second
+
+        model = FullyShard(module, DTYPES[train.dtype], world, config.parallel)
     load_weights(module, weights, device)
     if strategy == "ddp" and world.size > 1:
         # The only buffers are tables that each rank computes. (torch 2.13 renames this option; 2.11 has only the old name.)

@@ -4,7 +4,6 @@ The forked process has imported torch but not touched a GPU.
 """
 
 import importlib.util
-import os
 import sys
 import time
 import types
@@ -51,8 +50,8 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
             import optim
 
             optim.when_done = lambda work, received: (work.wait(), lambda: received)[1]
-        if ranks > torch.cuda.device_count():
-            os.environ["LOCKSTEP_SHARE_GPU"] = "1"
+        if 0 < torch.cuda.device_count() < ranks:
+            share_gpus(torch.cuda.device_count())
         with errors.user_errors():
             return train.main(config)
 
@@ -61,6 +60,18 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
 
     statuses = forks.run_forks(ranks, work, folder / "forks", limit, lambda: enough(updates()))
     return updates(), statuses
+
+
+def share_gpus(count: int) -> None:
+    """Let more ranks than GPUs train in this process. They use gloo, because NCCL refuses to serve two ranks on one GPU."""
+    import torch
+    import torch.distributed as dist
+
+    from hardware import device
+
+    create = dist.init_process_group
+    device.find_device = lambda _, local_rank: torch.device("cuda", local_rank % count)
+    dist.init_process_group = lambda _, **options: create("gloo", **options | {"device_id": None})
 
 
 def training(config: Config, folder: Path, limit: float, updates: int, ranks: int = 1, plain: str = "") -> dict:

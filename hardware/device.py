@@ -85,8 +85,8 @@ def find_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device(name)
     count = getattr(torch, name).device_count()
-    if shares_gpu() and count:
-        local_rank %= count
+    if name == "cuda" and not count:
+        require_no_gpu()
     if local_rank >= count:
         raise UserError(
             f"--device={name}: rank {local_rank} of this node needs its own GPU, but torch sees only {count}; "
@@ -131,11 +131,6 @@ def require_kernels(device: torch.device) -> None:
 def local_world_size() -> int:
     """Return the number of ranks on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def shares_gpu() -> bool:
-    """Return whether several ranks share one GPU, for testing (with gloo, because NCCL refuses)."""
-    return os.environ.get("LOCKSTEP_SHARE_GPU") == "1"
 
 
 def ranks_here() -> int:
@@ -231,14 +226,6 @@ def has_float8(device: torch.device) -> bool:
 def kind(device: torch.device) -> str:
     """Return cpu, cuda, mps, or rocm for AMD GPUs, which torch calls cuda."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
-
-
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor` from the CPU to `device`. For CUDA, the copy is asynchronous, from pinned memory.
-
-    For other devices it is synchronous: unpinned memory may be freed before the device reads it (pytorch#189690).
-    """
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:

@@ -6,7 +6,7 @@ The estimate of the network considers only bandwidth, not latency or stragglers.
 from dataclasses import dataclass
 
 from hardware import footprint
-from settings import Config, ModelConfig
+from settings import Config
 
 NODE = 8  # GPUs that share NVLink
 # Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A GPU's name matches if it contains all the words.
@@ -41,18 +41,6 @@ GPUS = {
     "b200": GPU(GPU_PEAK_FLOPS["B200"], 180e9, 18 * 40.1e9, 50e9, 0.35),
     "4090": GPU(GPU_PEAK_FLOPS["RTX 4090"], 24e9, 10e9, 1.25e9, 0.5),
 }
-
-
-def deterministic_attention(model: ModelConfig) -> float:
-    """Return the share of an update's time on an H100 that cuDNN's attention backward would save over FlashAttention 2's.
-
-    Calculated for five matmuls over half of the [T, T] scores at 166 and 470 TFLOP/s (Dao-AILab/flash-attention#1893), in an
-    update with the typical MFU.
-    """
-    _, _, queries, _ = footprint.widths(model)
-    flops = 5 * model.n_layer * queries * model.seq_len  # FLOPs per token
-    update = footprint.flops_per_token(model) / GPUS["h100"].peak_flops / GPUS["h100"].mfu
-    return flops * (1 / 166e12 - 1 / 470e12) / update
 
 
 def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:

@@ -115,15 +115,6 @@ class Engine:
         if self.sharded and self.model.mesh.ndim == 2:  # nodes may add in different orders, so their copies would drift apart
             dist.broadcast(norm, group=self.model.mesh.get_group("replicate"), group_src=0)
         norm = norm.item() / self.scaler.get_scale()
-        muon = any(isinstance(part, optim.Muon) for part in self.optimizers.parts)
-        if muon and self.world.size > 1 and not self.sharded and not exact:
-            # Muon's step runs collectives, so if one rank skipped the step, the others would wait for it there. Only a faulty
-            # rank can have a different norm here. (Under fsdp and exact the norm is global.)
-            finite = torch.tensor(float(math.isfinite(norm)))
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-            if not finite:
-                norm = math.nan
-                gradients[0].fill_(norm)  # so that the scaler sees NaN too, and every rank keeps the same scale
         if self.scaler.is_enabled():  # GradScaler expects a torch optimizer; ours is not one
             self.scaler.unscale_(SimpleNamespace(param_groups=[{"params": list(self.parameters.values())}]))
         if 0 < limit < norm < math.inf:
@@ -222,13 +213,6 @@ def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: to
         module.to(own_device)  # the buffers
     for name, value in weights:
         load_rows(module.get_parameter(name), value)
-
-
-def fully_shard(module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig) -> nn.Module:
-    """Wrap `module` in torch's FSDP2: see `parallel.sharded.FullyShard`."""
-    from parallel.sharded import FullyShard  # imported here because importing FSDP2 takes a second
-
-    return FullyShard(module, dtype, world, parallel.replicate, parallel.shard_gradients == "on")
 
 
 def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:

@@ -21,22 +21,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from model import GPT
 from parallel.world import World
+from settings import ParallelConfig
 
 
 class FullyShard(nn.Module):
     """torch's FSDP2 with DDP's interface. Each block of `module` is gathered as a unit; the remaining parameters form another.
 
-    With `replicas` > 1 (hybrid sharding) there are that many copies of the weights, each held by a group of consecutive ranks.
+    With --replicate > 1 (hybrid sharding) there are that many copies of the weights, each held by a group of consecutive ranks.
     If a group fits in a node, weights travel within nodes, and only gradients travel between them. A `module` on the meta
     device is sharded before it uses any memory, and each rank fills its shards afterwards.
 
     `dtype` is the type of the gathered weights (and of the residual stream, if it is bfloat16). Gradients are reduced in
     float32. Autocast alone would gather float32 weights, twice the bytes, and keep full casts of them until backward. With
-    `shard_gradients`, gradients are reduced to shards after every backward, and between replicas after the last one.
+    --shard_gradients=on, gradients are reduced to shards after every backward, and between replicas after the last one.
     """
 
-    def __init__(self, module: GPT, dtype: torch.dtype, world: World, replicas: int, shard_gradients: bool):
+    def __init__(self, module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig):
         super().__init__()
+        replicas = parallel.replicate
         shape, names = (replicas, world.size // replicas), ("replicate", "shard")
         dims = slice(None) if replicas > 1 else slice(1, None)
         self.mesh = init_device_mesh(world.device.type, shape[dims], mesh_dim_names=names[dims])
@@ -49,7 +51,7 @@ class FullyShard(nn.Module):
             fully_shard(part, mesh=self.mesh, mp_policy=policy)
         fully_shard(last, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False)  # its backward comes next
         fully_shard(module, mesh=self.mesh, mp_policy=policy)
-        self.module, self.shard_gradients = module, shard_gradients
+        self.module, self.shard_gradients = module, parallel.shard_gradients == "on"
         self.require_backward_grad_sync = True
 
     def forward(self, *args, **kwargs):

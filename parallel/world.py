@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import RunError, UserError, within
-from hardware.device import local_world_size, shares_gpu
+from hardware.device import local_world_size
 
 LONGEST_END = timedelta(days=1)  # how long a finished rank waits for the master, which may be copying to a mirror
 SAME_COMMAND = "run the same command again on all nodes"
@@ -152,7 +152,7 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
     if size > local_world_size() and (interface := gloo_interface(store, size, place[0])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Data about the run is in CPU tensors and goes through gloo, so that it never waits for a GPU.
-    nccl = device.type == "cuda" and not shares_gpu()
+    nccl = device.type == "cuda"
     if nccl:
         torch.cuda.set_device(device)  # for this thread, which is a new one
     options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if nccl else None)

@@ -13,12 +13,10 @@ from attention import activate_attention_kernel
 from common.cli import flat_values
 from common.errors import RunError, UserError, plural
 from hardware import device, footprint, host
-from hardware.gpus import deterministic_attention
 from parallel.world import World
 from planning.choices import Machines
 from settings import Config
 
-LESS_MEMORY = ", or use --activation_checkpointing=true or --strategy=fsdp"
 # The settings that determine how much memory each part needs.
 BLAME = {
     "activations": ("micro_batch_size", "seq_len", "n_embd", "n_layer"),
@@ -62,25 +60,10 @@ def check(config: Config, world: World) -> list[str]:
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
         faster = "--dtype=float32 --muon_dtype=float32 may be faster, but gives different bits"
         warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
-    return warnings + (gpu_notes(config, world) if world.device.type == "cuda" else [])
-
-
-def gpu_notes(config: Config, world: World) -> list[str]:
-    """Return notes on this node's idle GPUs, and on a faster attention kernel that is not deterministic."""
-    notes, own, train = [], world.device, config.train
-    if (most := device.ranks_here()) > world.local_size:
+    if world.device.type == "cuda" and (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
-        notes.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
-    kernel = activate_attention_kernel(config.model, train.micro_batch_size, device.DTYPES[train.dtype], own)
-    hopper = torch.cuda.get_device_capability(own)[0] == 9 and not torch.version.hip  # the only GPUs with published rates
-    free = hopper and train.deterministic and config.parallel.strategy != "exact" and config.data.attend == "window"
-    if free and kernel.startswith("FlashAttention 2"):
-        notes.append(
-            "note: --deterministic=false would save about "
-            f"{deterministic_attention(config.model):.0%} of an update (calculated from published H100 rates, not measured), "
-            "but its attention kernel's bits differ from run to run"
-        )
-    return notes
+        warnings.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
+    return warnings
 
 
 def check_memory(config: Config, world: World) -> None:
@@ -96,22 +79,32 @@ def check_memory(config: Config, world: World) -> None:
     largest = max(sizes, key=sizes.get)
     what = largest if largest in parts else f"the {largest} with its gradients and optimizer state"
     flags = " ".join(f"--{name}={flat_values(config)[name]}" for name in BLAME[largest])
+    remedy = "" if own == "cpu" else f", or use {less_memory(config, world.size)}"
     raise UserError(
         f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
-        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: lower one of {flags}" + LESS_MEMORY * (own != "cpu")
+        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: lower one of {flags}{remedy}"
     )
 
 
+def less_memory(config: Config, ranks: int) -> str:
+    """Return the flags with which an update needs less memory on a GPU."""
+    flags = ["--activation_checkpointing=true"] * (not config.train.activation_checkpointing)
+    if config.parallel.shard_gradients != "on":
+        flag = "--shard_gradients=on" if config.parallel.strategy in ("fsdp", "exact") else "--strategy=fsdp"
+        flags.append(flag + " on several GPUs" * (ranks == 1))
+    return " or ".join(flags) or "a GPU with more memory"
+
+
 @contextlib.contextmanager
-def explaining_out_of_memory(config: Config, rank: int) -> Iterator[None]:
+def explaining_out_of_memory(config: Config, world: World) -> Iterator[None]:
     """Turn a device's out-of-memory error into a one-line RunError that names flags to save memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         size = config.train.micro_batch_size
         smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1}, " if size > 1 else ""
-        ran = f"rank {rank} ran out of memory with --micro_batch_size={size}"
-        raise RunError(f"{ran}; continue with {smaller}{LESS_MEMORY.removeprefix(', or use ')}") from error
+        ran = f"rank {world.rank} ran out of memory with --micro_batch_size={size}"
+        raise RunError(f"{ran}; continue with {smaller}{less_memory(config, world.size)}") from error
 
 
 def check_disk(config: Config) -> list[str]:

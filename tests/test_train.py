@@ -242,6 +242,7 @@ def test_what_is_done_stays_on_record_and_on_the_disk(train):
     again = train("done", steps=5, keep_last=1, lr=0.5).stdout
     assert "is complete at step 5" in again and "changed" not in again and "loaded" not in again
     assert kept() == before and len(before[1]) == 7
+    assert "is complete at step 5" in train.changed(FULL_DISK, "done", steps=5).stdout  # it needs no room for a checkpoint
 
 
 def test_config_toml_has_a_number_for_every_choice_and_a_longer_run_has_no_second_warmup(train):
