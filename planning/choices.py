@@ -81,8 +81,7 @@ def for_portable(config: Config, ranks: int) -> Config:
     if config.numerics.numerics == "native":
         return config
     given = cli.flat_values(config)
-    needed = {"dtype": "float32", "muon_dtype": "float32", "compile": "off"}
-    needed = {name: value for name, value in needed.items() if given[name] == "auto"}
+    needed = {name: value for name, value in rules.PORTABLE.items() if given[name] == "auto"}
     if ranks == 1 and config.parallel.strategy == "ddp":
         needed["strategy"] = "exact"
     return settings.replace(config, micro_batch_size=1, **needed)

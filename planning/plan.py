@@ -101,6 +101,8 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
         directory, _ = lookup.find_model(config.model.init_from, ("config.json",))
         config = dataclasses.replace(config, model=huggingface.shape_of(directory, config.model))
     mixture, vocab_size = dial.dataset(config)
+    if decay := config.optim.decay_steps:  # plan the branch, not its trunk
+        config = settings.replace(config, steps=decay)
 
     def choose_compile(wanted: str, *_) -> str:
         return "on" if wanted == "auto" else wanted

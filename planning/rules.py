@@ -8,9 +8,13 @@ import math
 import re
 from collections.abc import Iterator
 
+from common.cli import flat_values
 from common.errors import refuse
 from common.steps import read_phases
 from settings import Config, ModelConfig
+
+# What --numerics=portable needs. A compiler may fuse a product with a sum, and then rounds only once.
+PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off", "fp8": False}
 
 
 def check(config: Config, world_size: int) -> None:
@@ -54,15 +58,10 @@ def portable_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield a message for each setting that --numerics=portable does not support."""
     if config.numerics.numerics == "native":
         return
-    train, strategy = config.train, config.parallel.strategy
-    if train.dtype not in ("auto", "float32"):
-        yield f"--numerics=portable computes in float32; leave out --dtype={train.dtype}"
-    if config.optim.muon_dtype not in ("auto", "float32"):
-        yield f"--numerics=portable computes in float32; leave out --muon_dtype={config.optim.muon_dtype}"
-    if train.compile == "on":
-        yield "--numerics=portable needs --compile=off: a compiler may fuse a product with a sum and round only once"
-    if train.fp8:
-        yield "--numerics=portable computes in float32; leave out --fp8=true"
+    given, strategy = flat_values(config), config.parallel.strategy
+    for name, value in PORTABLE.items():
+        if given[name] not in ("auto", value):
+            yield f"--numerics=portable needs --{name}={value}; leave out --{name}={given[name]}".lower()
     if strategy != "exact" and (world_size > 1 or strategy != "ddp"):
         yield f"--numerics=portable needs --strategy=exact: under {strategy}, sums of gradients depend on the number of ranks"
 

@@ -55,6 +55,11 @@ def test_parameters_of_the_four_gpt2(n_layer, n_head, n_embd, parameters):
     assert total(footprint.parameters(planned(*shape).config.model)) == parameters
 
 
+def test_the_plan_of_a_branch_is_that_of_its_decay():
+    branch = planned("--decay_steps=300", "--resume=runs/trunk/checkpoints/step-00008000")
+    assert branch.config.train.steps == 300 and branch.table["updates"] == ["300"]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture, n_kv_head", [("gpt2", "auto"), ("llama", "auto"), ("llama", 2), ("qwen3", 1)])
 def test_parameters_are_those_of_the_model(architecture, n_kv_head, tied):

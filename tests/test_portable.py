@@ -73,7 +73,7 @@ def test_pretrained_weights_are_taken_and_a_loss_that_is_not_finite_is_found(tra
 @pytest.mark.parametrize(
     "flag, words",
     [
-        (dict(dtype="bfloat16"), "--numerics=portable computes in float32; leave out --dtype=bfloat16"),
+        (dict(dtype="bfloat16"), "--numerics=portable needs --dtype=float32; leave out --dtype=bfloat16"),
         (dict(muon_dtype="bfloat16"), "leave out --muon_dtype=bfloat16"),
         (dict(compile="on"), "--numerics=portable needs --compile=off"),
         (dict(fp8="true", compile="auto"), "leave out --fp8=true"),
