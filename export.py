@@ -52,7 +52,7 @@ def main(config: ExportConfig) -> None:
         source, warnings = lookup.find(config.run)
         for warning in warnings:
             say(f"warning: {warning}")
-        state, (model, weights) = checkpoint.load_state(source), lookup.read_model(source)
+        state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
         eot_token = files.read_json(source / "generation_config.json")["eos_token_id"]
         with files.publish_directory(out) as directory:
             dtype = getattr(torch, config.dtype)
@@ -62,7 +62,8 @@ def main(config: ExportConfig) -> None:
             parameters = sum(value.numel() for value in weights.values())
             for name, text in model_card.describe(source, state, parameters, config.dtype, config.hub.card).items():
                 (directory / name).write_text(text, encoding="utf-8")
-        sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
-        stale = ["*.safetensors", "*.safetensors.index.json"]
-        where = hub.push(out, config.hub, "model", stale) if config.hub.push else out
+            sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
+            stale = ["*.safetensors", "*.safetensors.index.json"]
+            # If the upload fails, `out` is not published, so the same command may run again.
+            where = hub.push(directory, config.hub, "model", stale) if config.hub.push else out
         say(f"exported {source} to {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")

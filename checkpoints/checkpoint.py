@@ -219,11 +219,6 @@ class Checkpoints:
         if len(self._writers) > 1 and self.world.rank in self._writers:
             self._group = dist.new_group(list(self._writers), LONGEST_SAVE, "gloo", use_local_synchronization=True)
 
-    @property
-    def newest(self) -> Path | None:
-        """The newest intact checkpoint, on the master."""
-        return max(self.intact, key=retention.step_of, default=None)
-
     def begin(self, start_step: int) -> None:
         """Prepare the directory for saving. If a checkpoint of `start_step` exists, it is intact. Raises UserError."""
         self.saved_at = start_step
@@ -279,7 +274,7 @@ class Checkpoints:
         save, self._save = self._save, None
         if self.world.is_master and save and (error := save.exception()):  # such as a full disk: training can continue
             message = f"the checkpoint at step {self.saved_at} could not be written: {error}"
-            message += f"; the newest intact one is {self.newest}"
+            message += f"; the newest intact one is {max(self.intact, key=retention.step_of, default='none')}"
             if final:
                 raise RunError(f"{message}; free some space and run the same command again")
             self.log.warn(f"{message}; training continues until the next save")

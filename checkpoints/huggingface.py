@@ -282,14 +282,10 @@ def write_description(
     tensor_files.write_json(directory / "tokenizer_config.json", settings)
 
 
-def vocabulary(tokenizer: Path) -> dict[int, str]:
-    """Return the tokens of a tokenizer.json by id. Raises UserError."""
-    return {i: token for token, i in token_ids(tokenizer).items()}
-
-
 def token_text(tokenizer: Path, token: int) -> str:
     """Return the text of a token in a tokenizer.json. Raises UserError."""
-    if (text := vocabulary(tokenizer).get(token)) is None:
+    text = next((text for text, i in token_ids(tokenizer).items() if i == token), None)
+    if text is None:
         raise UserError(f"{tokenizer} has no token {token}, which the dataset uses as end-of-text; prepare the text again")
     return text
 
@@ -313,10 +309,10 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
     if not tokenizer or not path.exists():
         unknown = "cannot check that the weights and the tokens use the same tokenizer"
         return [f"warning: {directory if tokenizer else 'the dataset'} has no tokenizer.json; {unknown}"]
-    theirs = vocabulary(path)
-    for i, token in sorted(vocabulary(tokenizer).items()):
-        if theirs.get(i) != token:
-            differ = f"token {i} is {token!r} in {tokenizer}, but {theirs.get(i)!r} in the model's"
+    theirs = token_ids(path)
+    for token, i in token_ids(tokenizer).items():
+        if theirs.get(token) != i:
+            differ = f"{token!r} is token {i} in {tokenizer}, but {theirs.get(token, 'no token')} in the model's"
             made = f"the tokens were not made with the tokenizer of {directory}"
             raise UserError(f"{made}: {differ}; prepare the text again with --tokenizer={path}")
     return []

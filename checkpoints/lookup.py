@@ -1,10 +1,9 @@
 """Which checkpoint or model a command starts from, and which settings may change when a run continues."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import Tensor
 
 import settings
 from checkpoints import huggingface
@@ -81,32 +80,10 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
         numerics = load_state(directory).config.numerics.numerics if trained else "native"
     if numerics == "portable" and dtype not in ("auto", "float32"):
         raise UserError(f"--numerics=portable computes in float32; leave out --dtype={dtype}, or use --numerics=native")
-    config, weights = read_model(directory)
+    config, weights = huggingface.read_model(directory)
     model = on_meta(config, numerics=numerics).eval()
     model.load_state_dict(weights, assign=True)
     return directory, model
-
-
-def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """See `huggingface.read_model`. Raises UserError if config.json does not describe the trained model."""
-    config, weights = huggingface.read_model(directory)
-    compare_with_trained(directory, config)
-    return config, weights
-
-
-def compare_with_trained(directory: Path, config: ModelConfig) -> None:
-    """If the directory records which model was trained, raise UserError where `config`, from config.json, differs from it."""
-    if (directory / "trainer_state.json").exists():
-        trained = load_state(directory).config.model
-        same = dataclasses.replace(trained, dropout=config.dropout, init_from=config.init_from)
-        if trained.rope_factors == config.rope_factors:
-            same = dataclasses.replace(same, rope_scaling=config.rope_scaling)
-        pairs = {name: (getattr(config, name), value) for name, value in vars(same).items()}
-        refuse(
-            f"{directory}: config.json has {name} {found}, but the checkpoint was trained with {value}"
-            for name, (found, value) in pairs.items()
-            if found != value != "auto"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,11 +183,11 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
+        path = path.with_name(os.readlink(path)) if path.is_symlink() else path  # `best` and `latest` move
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
-        compare_with_trained(path, huggingface.read_config(path))
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])
@@ -266,9 +243,5 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
 
 
 def seen_by(steps: int, skipped: tuple[int, ...]) -> list[int]:
-    """Return the skipped batches that affect the first `steps` steps."""
-    passed = []
-    for batch in skipped:
-        if batch < steps + len(passed):
-            passed.append(batch)
-    return passed
+    """Return the skipped batches (in ascending order) that affect the first `steps` steps."""
+    return [batch for i, batch in enumerate(skipped) if batch < steps + i]

@@ -1,6 +1,5 @@
 """The model card (README.md) of an export: what the weights are, what was measured, and how to repeat the run."""
 
-import json
 import re
 from pathlib import Path
 
@@ -96,9 +95,9 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
 def measurements(metrics: Path, step: int) -> dict[str, list[tuple[float, int]]]:
     """Return the run's measurements up to `step`, by name: pairs of value and step, in order."""
     found = {}
-    for line, record in read_records(metrics) if metrics.exists() else []:
+    for _, record in read_records(metrics) if metrics.exists() else []:
         if record and record["step"] <= step:
-            for name, value in json.loads(line).items():
+            for name, value in record.items():
                 if name in LOSSES or (name.count("/") > 1 and name.startswith("tasks/")):
                     found.setdefault(name, []).append((value, record["step"]))
     return found

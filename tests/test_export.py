@@ -120,6 +120,9 @@ def test_the_same_copy_is_uploaded(exported, shared, tmp_path, hub):
     refused = upload(hub, *command, status=2, HF_TOKEN="other")
     assert refused.stderr.startswith("error: --push=me/model: ") and len(refused.stderr.splitlines()) == 1
     assert "hf auth login" in refused.stderr
+    upload(hub, *command, f"--out={tmp_path}/copy", status=2, HF_TOKEN="other")
+    upload(hub, *command, f"--out={tmp_path}/copy")  # the same command again
+    assert content(tmp_path / "copy") == content(out)
     malformed = upload(hub, *command[:2], "--push=a/b/c", status=2).stderr
     assert malformed.startswith("error: --push=a/b/c: ") and "hf auth login" not in malformed
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import tokenizers
@@ -15,7 +14,7 @@ from checkpoints.checkpoint import write_manifest
 from checkpoints.lookup import find_model
 from common import cli
 from common.errors import UserError
-from conftest import execute, randomized
+from conftest import randomized
 from dataset import tokenizer
 from model import GPT
 from settings import ModelConfig, resolve_model
@@ -169,7 +168,7 @@ def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path
     assert f"{tmp_path} has no tokenizer.json" in huggingface.check_tokenizer(tmp_path, tokenizer_json)[0]
     other = tmp_path / "other.json"
     tokenizer.resolve("bytes").save(other)
-    with pytest.raises(UserError, match=r"token 0 is 'Ā' in .*other.json, but '<|endoftext|>' in the model's; .*--tokenizer="):
+    with pytest.raises(UserError, match=r"'.+' is token \d+ in .*other.json, but \d+ in the model's; .*--tokenizer="):
         huggingface.check_tokenizer(tmp_path / "model", other)
 
 
@@ -243,18 +242,3 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not a local directory and could not be fetched from the Hub"):
         find_model("nobody/no-such-model-of-ours")
-
-
-def test_a_config_json_of_another_model_than_was_trained_is_refused(train):
-    train("eps", steps=1, architecture="llama", norm_eps=0.01)
-    checkpoint = train.latest("eps").resolve()
-    written = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(written | {"rms_norm_eps": 1e-5}))
-    (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint)
-    for command in ("evaluate.py", "sample.py", "export.py"):
-        more = ["--out=never"] if command == "export.py" else []
-        done = execute([sys.executable, command, checkpoint, *more], status=2)
-        assert "config.json has norm_eps 1e-05, but the checkpoint was trained with 0.01" in done.stderr
-    assert "but the checkpoint was trained with 0.01" in train("new", init_from=checkpoint, status=2).stderr
-    assert not (train.runs / "new").exists()
