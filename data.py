@@ -27,7 +27,7 @@ from common import files
 from common.errors import UserError
 from common.records import Auto
 from common.steps import read_phases
-from dataset.tokens import Dataset, Stream, digest, open_dataset, read_windows
+from dataset.tokens import Dataset, Stream, digest, open_dataset
 from settings import Config, DataConfig
 
 ROUNDS = 6  # rounds of the Feistel network
@@ -242,7 +242,7 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ value >> np.uint64(31)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=64)  # for each phase, the blocks where it begins and ends
 def mixed_block(block: int, shares: tuple[int, ...], seed: int) -> np.ndarray:
     """Return the dataset of each sequence in one block of the run, int64 [BLOCK]."""
     mixed = sum(share > 0 for share in shares)
@@ -287,16 +287,8 @@ class Batches:
 
     def read(self, sequence: int) -> np.ndarray:
         """Return how many of the sequences before this one come from each dataset, int64 [datasets]."""
-        phase = self.phase(sequence)
-        return self.ahead[phase] + self.count(phase, sequence)
-
-    @functools.cached_property
-    def ahead(self) -> list[np.ndarray]:
-        """For each phase, how many more sequences of each dataset came before it than if its shares had always applied."""
-        ahead = [np.zeros(len(self.streams), np.int64)]
-        for phase, start in enumerate(self.starts[1:]):
-            ahead.append(ahead[phase] + self.count(phase, start) - self.count(phase + 1, start))
-        return ahead
+        spans = itertools.pairwise([*self.starts[: self.phase(sequence) + 1], sequence])
+        return sum(self.count(phase, end) - self.count(phase, begin) for phase, (begin, end) in enumerate(spans))
 
     def count(self, phase: int, sequence: int) -> np.ndarray:
         """Return what `read` would return if the shares of `phase` had always applied."""
@@ -322,7 +314,8 @@ class Batches:
         Inputs are [:, :-1], targets [:, 1:]. Micro-batches are numbered over the whole update, not within a rank.
         """
         first = self.first_sequence(step) + micro_batch * self.micro_batch_size
-        return read_windows(self.streams, *self.sequences(first, self.micro_batch_size), self.seq_len)
+        places = zip(*self.sequences(first, self.micro_batch_size), strict=True)
+        return np.stack([self.streams[dataset].read_window(window, self.seq_len) for dataset, window in places])
 
     def batch_number(self, step: int) -> int:
         """Return the number of the batch that update `step` uses: `step`, moved past every skipped batch before it."""

@@ -39,6 +39,7 @@ import math
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import data
@@ -67,7 +68,8 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
     sums, mine = world.zeros(len(groups)), world.share(len(groups))
     for turn in range(math.ceil(len(groups) / world.size)):
         at = mine[turn] if turn < len(mine) else 0
-        batch = device.send(torch.from_numpy(stream.read_windows(groups[at].numpy(), seq_len)), world.device)
+        batch = np.stack([stream.read_window(window, seq_len) for window in groups[at].tolist()])
+        batch = torch.from_numpy(batch).to(world.device)
         with autocast():
             loss = model(batch[:, :-1], batch[:, 1:])
         if turn < len(mine):

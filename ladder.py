@@ -93,12 +93,7 @@ def main(args: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits for the rung to save
     ladder = begin(args)
-    try:
-        rungs = choose(ladder, ladder.options.flops or measure(ladder))
-    except UserError:
-        if not [*ladder.directory.glob("depth-*")]:  # it contains only speed measurements
-            files.remove(ladder.directory)
-        raise
+    rungs = choose(ladder, ladder.options.flops or measure(ladder))
     say(f"ladder  {len(rungs)} runs, at depths {str(sorted({depth for depth, _ in rungs}))[1:-1]}, in {ladder.directory}")
     report(ladder, [climb(ladder, *rung) for rung in rungs])
 
@@ -117,7 +112,7 @@ def begin(args: list[str]) -> Ladder:
     words = [*args[: len(args) - len(flags)], *as_flags(values)]
     mixture = data.open_mixture(config.data, config.model.vocab_size)
     key = hashlib.sha256(json.dumps([mixture.identity, files.sha256(preset), *words]).encode()).hexdigest()[:8]
-    directory = Path(config.run.out_dir, f"ladder-{config.run.name or mixture.names[0]}-{key}")
+    directory = Path(config.run.out_dir, f"ladder-{config.run.name or mixture.datasets[0].directory.resolve().name}-{key}")
     batch = config.train.tokens_per_update if "tokens_per_update" in names else 0
     return Ladder(config, options, words, names, directory, mixture.vocab_size, min(mixture.once.values()), batch)
 
@@ -245,11 +240,10 @@ def report(ladder: Ladder, rungs: list[dict]) -> None:
         best.mkdir(exist_ok=True)
         files.publish_text(best / "prediction.json", json.dumps(found))
     flags = as_flags({"depth": depth} | length | {"out_dir": best.parent, "name": best.name})
-    start = f"torchrun --standalone --nproc_per_node={options.ranks}" if options.ranks > 1 else "python"
     say(
         f"law     {formula}\n"
         f"best    --depth={depth}: {dial.weights(model):,} weights, {tokens:,.0f} tokens, in about "
         f"{duration(flops / top['speed'])}; {flops / top['flops']:.0f} times the FLOPs of the largest rung\n"
         f"loss    {loss:.3f}; 90 % interval {loss - margin:.3f} to {loss + margin:.3f}\n\n"
-        f"{start} train.py {shlex.join([*ladder.words, *flags])}"
+        f"{command.launcher(options.ranks)} train.py {shlex.join([*ladder.words, *flags])}"
     )

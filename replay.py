@@ -41,7 +41,6 @@ if __name__ == "__main__":
 
 import contextlib
 import os
-import shlex
 import sys
 import tempfile
 from collections import ChainMap
@@ -57,7 +56,6 @@ from checkpoints import checkpoint, lookup, retention
 from checkpoints.checkpoint import Era, TrainState, take_snapshot
 from common.errors import UserError, plural, say
 from dataset import tokenizer
-from dataset.tokens import read_windows
 from parallel.world import World
 from reports.log import read_records
 
@@ -110,18 +108,17 @@ def look_back(past: Past, step: int, count: int) -> int:
     found = replay(run, step - 1)
     sequences = look_at_sequences(run)
     found |= replay(run, step)
-    recorded = {s: records[s] for s in found if s in records}
-    different = differing(found, recorded)
-    say(verdict(found, recorded, different))
+    same, said = compare(found, records)
+    say(said)
     loss, grad_norm = found[step]
-    compared = "" if step in recorded else "  (not logged, so not compared; see --log_every)"
+    compared = "" if step in records else "  (not logged, so not compared; see --log_every)"
     say(f"\nstep {step}  loss {loss:.4f}  gradient norm {grad_norm:.3f}{compared}\n\nsequences, worst loss first")
     say("\n".join(sequences[: count or None]))
     if 0 < count < len(sequences):
         say(f"  ... {len(sequences) - count} more: --sequences=0")
     skip = filter(None, [run.config.data.skip_steps, str(run.batches.batch_number(step - 1) + 1)])
     say(f"to leave out this batch: --skip_steps={','.join(skip)}")
-    return int(bool(different))
+    return int(not same)
 
 
 def read_steps(past: Past) -> dict[int, tuple[float, float]]:
@@ -130,20 +127,16 @@ def read_steps(past: Past) -> dict[int, tuple[float, float]]:
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in lines if "grad_norm" in record}
 
 
-def differing(found: dict[int, tuple], recorded: dict[int, tuple]) -> list[int]:
-    """Return the recorded steps whose (loss, gradient norm) differs. Compares them by repr, so that NaN equals NaN."""
-    return [step for step in recorded if repr(recorded[step]) != repr(found[step])]
-
-
-def verdict(found: dict[int, tuple], recorded: dict[int, tuple], different: list[int]) -> str:
-    """Say whether the (loss, gradient norm) of each step matches the run's records."""
-    if not different:
-        same = "loss and gradient norm match the records bit for bit; look at the data"
-        return f"{plural(len(recorded), 'recorded step')}: {same}" if recorded else "no step was logged (see --log_every)"
-    step = different[0]
-    (loss, norm), (loss_before, norm_before) = found[step], recorded[step]
-    differ = f"loss {loss!r} (recorded: {loss_before!r}), gradient norm {norm!r} (recorded: {norm_before!r})"
-    return f"step {step} is the first that differs: {differ}"
+def compare(found: dict[int, tuple], records: dict[int, tuple]) -> tuple[bool, str]:
+    """Return whether the (loss, gradient norm) of each step found matches the run's record of it, and say so."""
+    logged = [step for step in found if step in records]
+    for step in logged:
+        if repr(found[step]) != repr(records[step]):  # by repr, so that NaN equals NaN
+            (loss, norm), (loss_before, norm_before) = found[step], records[step]
+            differ = f"loss {loss!r} (recorded: {loss_before!r}), gradient norm {norm!r} (recorded: {norm_before!r})"
+            return False, f"step {step} is the first that differs: {differ}"
+    same = "loss and gradient norm match the records bit for bit; look at the data"
+    return True, f"{plural(len(logged), 'recorded step')}: {same}" if logged else "no step was logged (see --log_every)"
 
 
 def anywhere(config: settings.Config) -> settings.Config:
@@ -180,9 +173,8 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     if config.numerics.numerics == "native" and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)  # `join` set those of the run's last settings
     if config.parallel.strategy != "exact" and world.size != era["world_size"]:
-        launcher = f"torchrun --standalone --nproc_per_node={era['world_size']} replay.py {shlex.join(sys.argv[1:])}"
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
-        raise CannotReplay(f"{computed}, and its bits depend on their number; use {launcher}")
+        raise CannotReplay(f"{computed}, and its bits depend on their number; use {command.again(era['world_size'], 0)}")
     dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
     if data.mixtures_seen(dataset.identity, step) != data.mixtures_seen(state.dataset, step):
         problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
@@ -230,14 +222,15 @@ def look_at_sequences(run: train.Run) -> list[str]:
     with contextlib.suppress(UserError):  # the tokenizer of foreign tokens may be of a kind that we cannot decode
         text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
     datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))
-    sequences = read_windows(batches.streams, datasets, windows, batches.seq_len)[:, :-1].tolist()
     rows = []
     for i in sorted(range(len(losses)), key=lambda i: -losses[i]):
-        shard, position = batches.streams[datasets[i]].locate(int(windows[i]) * batches.seq_len)
+        stream = batches.streams[datasets[i]]
+        shard, position = stream.locate(windows[i] * batches.seq_len)
         place = f"{run.dataset.datasets[datasets[i]].directory}/{shard.name} from token {position:,}"
-        documents = [str(at) for at, token in enumerate(sequences[i]) if token == run.dataset.eot_token][:6]
+        sequence = stream.read_window(windows[i], batches.seq_len)[:-1].tolist()
+        documents = [str(at) for at, token in enumerate(sequence) if token == run.dataset.eot_token][:6]
         begins = f"; documents begin at {', '.join(documents)}" if documents else ""
-        content = text.decode(sequences[i]) if text else " ".join(map(str, sequences[i]))
+        content = text.decode(sequence) if text else " ".join(map(str, sequence))
         rows.append(f"  {losses[i]:8.4f}  sequence {i}: {place}{begins}\n            {ascii(content)[1:-1][:WIDTH]}")
     return rows
 
@@ -275,11 +268,10 @@ def difference(past: Past, start: Path | None, end: Path | None, last: int) -> s
     if problem := next(filter(None, (retention.find_damage(path) for path in (start, end) if path)), None):
         return problem
     run, records = open_before(past, last, start), read_steps(past)
-    found = replay(run, last)
-    recorded = {step: records[step] for step in found if step in records}
-    if end is None and last not in recorded:
+    if end is None and last not in records:
         raise CannotReplay(f"step {last} has neither a checkpoint nor a line in metrics.jsonl (see --log_every)")
-    problems = [verdict(found, recorded, different)] if (different := differing(found, recorded)) else []
+    same, said = compare(replay(run, last), records)
+    problems = [] if same else [said]
     if end:
         snapshot = take_snapshot(run.engine, run.config.checkpoint.max_shard_bytes)
         with tempfile.TemporaryDirectory() as temporary:

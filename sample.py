@@ -45,7 +45,6 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from checkpoints import lookup
@@ -65,7 +64,7 @@ def main(config: SampleConfig) -> None:
     directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json; pass the model's tokenizer with --tokenizer=FILE")
-    text = tokenizer.resolve(config.tokenizer or str(directory / "tokenizer.json"))
+    text = tokenizer.resolve(config.tokenizer) if config.tokenizer else tokenizer.load(directory / "tokenizer.json")
     is_file = config.prompt.startswith("FILE:")
     prompt = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     rank, world_size, local_rank, _ = host.read_ranks()
@@ -98,7 +97,8 @@ def encode(text, prompt: str, model) -> list[int]:
     tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
     if max(tokens) >= size:
         unknown = next((repr(c) for c in prompt if max(text.encode(c)) >= size), "the start of a document")
-        raise UserError(f"--prompt: {unknown} is token {max(tokens)}, but the model has only {size} tokens; leave it out")
+        fix = "leave it out" if prompt else 'give a prompt, such as --prompt="The "'
+        raise UserError(f"--prompt: {unknown} is token {max(tokens)}, but the model has only {size} tokens; {fix}")
     return tokens
 
 
@@ -149,7 +149,7 @@ def write_sample(engine, dataset: Mixture, seed: int) -> str:
     All ranks must call this, and they all sample the same tokens.
     """
     text = tokenizer.load(dataset.tokenizer)
-    start = torch.from_numpy(dataset.streams("val")[0].read_windows(np.zeros(1, int), PROMPT_TOKENS)[:, :-1])
+    start = torch.from_numpy(dataset.streams("val")[0].read(0, PROMPT_TOKENS)[None])
     # Do not stop at end-of-text: under fsdp, each forward gathers the weights from all ranks.
     with engine.inference():
         generator = torch.Generator().manual_seed(seed)

@@ -49,17 +49,17 @@ def flat_fields(cls) -> dict[str, dataclasses.Field]:
 def flat_values(config) -> dict[str, Any]:
     """Return the settings of a config by flag name."""
     values = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        values |= flat_values(value) if dataclasses.is_dataclass(value) else {item.name: value}
+    for name, value in vars(config).items():
+        values |= flat_values(value) if dataclasses.is_dataclass(value) else {name: value}
     return values
 
 
 def replace(config, **changes):
     """Return a copy of `config` with the `changes`, which are named like flags and may be in any group."""
-    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    for name, value in values.items():
-        values[name] = replace(value, **changes) if dataclasses.is_dataclass(value) else changes.get(name, value)
+    values = {
+        name: replace(value, **changes) if dataclasses.is_dataclass(value) else changes.get(name, value)
+        for name, value in vars(config).items()
+    }
     return type(config)(**values)
 
 

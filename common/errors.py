@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,15 +34,13 @@ def user_errors():
         yield
         sys.stdout.flush()
         return
-    except SystemExit:
-        raise
     except BaseException as error:
         message, status = outcome(error)
         if message is None:
             raise
         if isinstance(error, BrokenPipeError):  # nobody reads stdout any more, as after `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the remaining output
-    if rank := os.environ.get("RANK", "0").strip("0"):
+    if rank := os.environ.get("RANK", "0").lstrip("0"):
         # torchrun ends all ranks once one exits, so let the master exit first: it usually has the same message.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
@@ -86,6 +84,17 @@ def explain(error: BaseException) -> str:
         error = cause
     lines = [str(one).strip().partition("\n")[0] or type(one).__name__ for one in dict.fromkeys([*said, error])]
     return re.sub(r"\?\S*", "", ": ".join(lines))
+
+
+@contextlib.contextmanager
+def named_errors(name: object) -> Iterator[None]:
+    """Turn any error from a library, a server or a damaged file into a UserError that begins with `name`."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # each library has its own classes, and the panics of tokenizers are not Exceptions
+        raise UserError(f"{name}: {explain(error)}") from None
 
 
 def printable(text: str) -> str:

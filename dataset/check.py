@@ -43,8 +43,7 @@ def check(directory: Path, spec: str = "") -> None:
                 part = shard[start : start + SCANNED_TOKENS]
                 stream.check(part, str(shard.path))
                 records[-1]["documents"] += int(np.count_nonzero(part == dataset.eot_token))
-        beginning = np.empty(min(SHOWN_TOKENS, len(stream)), np.int64)
-        stream.read(0, beginning)
+        beginning = stream.read(0, SHOWN_TOKENS) if len(stream) else np.empty(0, np.int64)
         shown = repr(tokenizer.decode(beginning)) if tokenizer else str(beginning.tolist())
         lines += [describe(split, records), f"  {shown[:SHOWN_CHARACTERS]}"]
     say("\n".join([*lines, "every shard is intact" + " and matches its sha256" * own]))

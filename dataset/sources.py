@@ -19,7 +19,7 @@ import pyarrow.parquet
 from fsspec.implementations.local import LocalFileSystem
 
 from common import files
-from common.errors import UserError, explain
+from common.errors import UserError, explain, named_errors
 
 CHUNK_BYTES = 1 << 20  # bytes to read at a time
 BLOCK_BYTES = 1 << 24  # bytes per request to a server
@@ -76,17 +76,6 @@ class Piece:
     def text(self) -> str:
         """The content. Bytes that are not UTF-8 become U+FFFD."""
         return self.data.decode("utf-8", "replace")
-
-
-@contextlib.contextmanager
-def named_errors(name: object) -> Iterator[None]:
-    """Turn any error from a file system, a server or a damaged file into a UserError that begins with `name`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # each file system's client has its own exception classes
-        raise UserError(f"{name}: {explain(error)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common import files
-from common.errors import UserError, within
+from common.errors import UserError, named_errors, within
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # known names of end-of-text
@@ -48,17 +48,6 @@ O200K_PATTERN = "|".join(
 NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
 # OpenAI's .tiktoken files by number of ranks: the pattern, and the id of the end-of-text token.
 KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
-
-
-@contextlib.contextmanager
-def library_errors(message: str) -> Iterator[None]:
-    """Turn any error from Hugging Face's library into a UserError that begins with `message`."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the library's panics are not Exceptions
-        raise UserError(f"{message}: {error}") from None
 
 
 @functools.cache
@@ -99,7 +88,7 @@ class Tokenizer:
         if self.tiktoken:
             with contextlib.suppress(ValueError):  # a million spaces exhaust tiktoken's regex engine, but not Hugging Face's
                 return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        with library_errors(f"{self.name} failed to encode part of the text"):  # such as when a regex backtracks for too long
+        with named_errors(f"{self.name} failed to encode part of the text"):  # such as when a regex backtracks for too long
             found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
         return np.array(found[0].ids, dtype=np.uint32)
 
@@ -120,7 +109,7 @@ def load(path: str | Path) -> Tokenizer:
 def token_ids(path: Path) -> dict[str, int]:
     """Return the ids in a tokenizer.json of any type, by token. Raises UserError."""
     text = files.read_text(path)
-    with library_errors(f"{path} is not a tokenizer.json"):
+    with named_errors(f"{path} is not a tokenizer.json"):
         return tokenizers.Tokenizer.from_str(text).get_vocab()
 
 
@@ -245,7 +234,7 @@ def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
     """Make a tokenizer from the text of a tokenizer.json. pattern: set if tiktoken encodes. Raises UserError."""
-    with library_errors(f"{name} is not a tokenizer.json"):
+    with named_errors(f"{name} is not a tokenizer.json"):
         theirs = tokenizers.Tokenizer.from_str(text)
     tokens = theirs.get_added_tokens_decoder()
     added = {token.content: i for i, token in tokens.items()}

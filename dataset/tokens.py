@@ -179,19 +179,23 @@ class Stream:
         shard = bisect.bisect(self.starts, position) - 1
         return self.shards[shard].path, position - self.starts[shard]
 
-    def read(self, start: int, out: np.ndarray) -> None:
-        """Copy tokens [start, start + len(out)) into `out`, across shard boundaries."""
-        shard, filled = bisect.bisect(self.starts, start) - 1, 0
-        while filled < len(out):
-            offset = start + filled - self.starts[shard]
-            tokens = self.shards[shard][offset : offset + len(out) - filled]
-            out[filled : filled + len(tokens)] = tokens
-            filled += len(tokens)
-            shard += 1
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return tokens [start, start + count), int64, across shard boundaries; fewer at the end of the stream.
 
-    def read_windows(self, windows: np.ndarray, seq_len: int) -> np.ndarray:
-        """Return the tokens of `windows` [k], int64 [k, seq_len + 1]. Raises UserError for a token outside the vocabulary."""
-        return read_windows([self], np.zeros_like(windows), windows, seq_len)
+        Raises UserError for a token outside the vocabulary.
+        """
+        first, last = bisect.bisect(self.starts, start) - 1, bisect.bisect_left(self.starts, start + count)
+        parts = [
+            shard[max(0, start - begins) : start + count - begins]
+            for shard, begins in zip(self.shards[first:last], self.starts[first:last], strict=False)
+        ]
+        tokens = np.concatenate(parts, dtype=np.int64)
+        self.check(tokens, f"tokens from {start:,} on of {self.shards[0].path.parent}")
+        return tokens
+
+    def read_window(self, window: int, seq_len: int) -> np.ndarray:
+        """Return the tokens of a window, int64 [seq_len + 1]: inputs are [:-1], targets [1:]. See `read`."""
+        return self.read(window * seq_len, seq_len + 1)
 
     def check(self, tokens: np.ndarray, where: str) -> int:
         """Return the largest id. Raises UserError, naming the tokens by `where`, if any id is outside the vocabulary."""
@@ -200,7 +204,7 @@ class Stream:
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
             outside = f"token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}"
-            raise UserError(f"{where}: {outside}; set a larger --vocab_size")
+            raise UserError(f"{where}: {outside}; prepare them again or, for another tool's tokens, set a larger --vocab_size")
         return highest
 
 
@@ -214,19 +218,6 @@ def open_stream(paths: list[Path], vocab_size: int) -> Stream:
     stream = Stream([open_shard(path) for path in paths], vocab_size)
     _ = stream.largest
     return stream
-
-
-def read_windows(streams: list[Stream], numbers: np.ndarray, windows: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return windows of tokens, int64 [k, seq_len + 1]. Inputs are [:, :-1], targets [:, 1:].
-
-    numbers [k]: for each of the `windows` [k], the index of its stream in `streams`. Raises UserError for a bad token.
-    """
-    out = np.empty((len(windows), seq_len + 1), np.int64)
-    for row, number, window in zip(out, numbers.tolist(), windows.tolist(), strict=True):
-        stream = streams[number]
-        stream.read(window * seq_len, row)
-        stream.check(row, f"window {window} of {stream.shards[0].path.parent}")
-    return out
 
 
 @dataclass(frozen=True)
@@ -317,7 +308,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     if eot_token is not None:
         remark += f"; token {eot_token} separates documents (from {'its tokenizer' if ids else 'GPT-2'})"
     if not tokenizer:
-        made = f"; run python tools/char_tokenizer.py {directory}/meta.pkl" if characters else ", such as --tokenizer=gpt2"
+        made = f"; run python tools/char_tokenizer.py {directory}/input.txt" if characters else ", such as --tokenizer=gpt2"
         remark += f"; sample.py will need the tokenizer of these tokens{made}"
     sizes = [(str(path.relative_to(directory)), path.stat().st_size) for paths in names.values() for path in paths]
     return Dataset(directory, vocab_size, eot_token, tokenizer, splits, digest(sizes), remark=remark)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader, ParquetReader
-from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
+from datatrove.pipeline.tokens import DocumentTokenizer
 from datatrove.utils.tokenization import load_tokenizer
 
 
@@ -41,9 +41,9 @@ def keep(documents, rank: int, world_size: int, split: str, val_fraction: float)
             yield document
 
 
-def executor(args: argparse.Namespace, name: str, pipeline: list, tasks: int, after=None):
-    """Return an executor that runs the pipeline as `tasks` tasks after the executor `after` has finished."""
-    common = dict(tasks=tasks, workers=args.workers, logging_dir=f"{args.out}/logs/{name}", depends=after)
+def executor(args: argparse.Namespace, name: str, pipeline: list):
+    """Return an executor that runs the pipeline as --tasks tasks."""
+    common = dict(tasks=args.tasks, workers=args.workers, logging_dir=f"{args.out}/logs/{name}")
     if args.executor == "local":
         return LocalPipelineExecutor(pipeline, **common)
     if args.executor == "ray":
@@ -64,9 +64,6 @@ def main() -> None:
     parser.add_argument("--val_fraction", type=float, default=0.05)
     parser.add_argument("--tasks", type=int, default=1, help="number of tasks, each of which writes a file")
     parser.add_argument("--workers", type=int, default=-1, help="tasks at a time (-1: all)")
-    parser.add_argument(
-        "--tokens_per_file", type=float, default=0, help="merge the output into files of this many tokens (0: do not merge)"
-    )
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")
     parser.add_argument("--partition", default="cpu", help="SLURM partition")
     parser.add_argument("--qos", default="", help="SLURM quality of service")
@@ -83,17 +80,10 @@ def main() -> None:
         load_tokenizer(args.tokenizer).save(str(beside))
     kind, pattern = (JsonlReader, "**/*.jsonl*") if args.format == "jsonl" else (ParquetReader, "**/*.parquet")
     for split in ("train", "val"):
-        folder = f"{args.out}/{split}" if not args.tokens_per_file else f"{args.out}/parts/{split}"
         reader = kind(args.text, glob_pattern=pattern, text_key=args.column)
         documents = partial(keep, split=split, val_fraction=args.val_fraction)
-        tokenizer = Tokenizer(folder, str(beside), eos_token=args.eos_token, shuffle_documents=False)
-        last = executor(args, split, [reader, documents, tokenizer], args.tasks)
-        if args.tokens_per_file:
-            merger = DocumentTokenizerMerger(
-                folder, f"{args.out}/{split}", split, max_tokens_per_file=args.tokens_per_file, shuffle=False
-            )
-            last = executor(args, f"merge-{split}", [merger], tasks=1, after=last)
-        last.run()
+        tokenizer = Tokenizer(f"{args.out}/{split}", str(beside), eos_token=args.eos_token, shuffle_documents=False)
+        executor(args, split, [reader, documents, tokenizer]).run()
 
 
 if __name__ == "__main__":

@@ -458,4 +458,4 @@ def test_shards_of_different_integers_are_one_stream(tmp_path):
     np.save(tmp_path / "a_train_1.npy", wide)
     np.save(tmp_path / "a_val_0.npy", wide)
     stream = open_dataset(tmp_path, 100_000).splits["train"]
-    assert stream.read_windows(np.array([0]), 6)[0].tolist() == [0, 1, 2, 3, 70_000, 1, 2]
+    assert stream.read_window(0, 6).tolist() == [0, 1, 2, 3, 70_000, 1, 2]

@@ -122,22 +122,12 @@ def test_wrong_flags_are_refused(tokens, tmp_path, flags, said):
         ladder.choose(begun := begin(tokens, tmp_path, **flags), begun.options.flops)
 
 
-def test_a_budget_of_minutes_is_measured_and_one_that_is_too_small_leaves_nothing(tokens, tmp_path, climb, capsys):
+def test_a_budget_of_minutes_is_measured_and_may_be_too_small(tokens, tmp_path, climb, capsys):
     words = command(tokens, tmp_path, flops=0, minutes=1e-4)
     with pytest.raises(
         UserError, match=r"\d FLOPs and [\d,]+ tokens are too few for a ladder .*; --minutes=[\d.e-]+ is enough"
     ):
         climb(words, capsys)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_refusal_leaves_the_rungs_of_a_larger_budget(tokens, tmp_path):
-    rung = begin(tokens, tmp_path).directory / "depth-1-tokens-19200" / "metrics.jsonl"
-    rung.parent.mkdir(parents=True)
-    rung.touch()
-    with pytest.raises(UserError, match="too few for a ladder"):
-        ladder.main(flags_of(tokens, tmp_path, flops=1e6))
-    assert rung.exists()
 
 
 def test_what_a_refusal_calls_enough_is_enough(tokens, tmp_path):

@@ -248,6 +248,15 @@ def test_a_full_disk_is_not_the_users_input(capsys):
     assert end.value.code == 1 and capsys.readouterr().err.startswith("error: the disk: No space left on device")
 
 
+def test_a_message_names_its_rank(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "10")
+    monkeypatch.setattr(errors.time, "sleep", lambda _: None)
+    monkeypatch.setattr(errors.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit), errors.user_errors():
+        raise UserError("no")
+    assert capsys.readouterr().err == "error: no [rank 10]\n"
+
+
 def short_run(tokens, folder, *flags):
     """The command line of a run of two steps, `folder`/run."""
     settings = machine.TINY_RUN | dict(steps=2, out_dir=folder, name="run", tokens=tokens)

@@ -77,7 +77,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     tensors, args, theirs = (content.get(name) for name in ("model", "model_args", "config"))
     nanogpt = args is not None
     args = vars(theirs) if not nanogpt and isinstance(theirs, GPTConfig) else args
-    if not isinstance(args, dict) or not isinstance(tensors, dict) or not all(map(is_weight, tensors.items())):
+    if not isinstance(args, dict) or not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         needed = "a valid model and model_args (nanoGPT), or model and config (build-nanogpt)"
         raise UserError(f"{path} is not a nanoGPT or build-nanogpt checkpoint: expected {needed}")
     values, wrong = cli.read_values(ModelConfig, {ours: args.get(name) for name, ours in SIZES.items()}, strict=True)
@@ -85,11 +85,6 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     model = ModelConfig(architecture="gpt2", gelu="erf" if nanogpt else "tanh", **values)
     refuse(rules.shape_problems(model))
     return tensors, settings.resolve_model(model, model.vocab_size)
-
-
-def is_weight(item: tuple) -> bool:
-    """Return whether an item of a state dictionary is a named tensor."""
-    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
