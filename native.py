@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim.adamw import adamw as torch_adamw
 
 from attention import attention, causal_mask, document_mask, dropout  # noqa: F401  these are part of this module's interface
-from hardware.device import ONEDNN_IS_FASTER
+from hardware.device import ONEDNN_IS_FASTER, ONEDNN_IS_WIDE
 from hardware.footprint import rows_at_a_time
 
 # Models and optimizers use these names and the functions below, or under --numerics=portable, the same names from portable.py.
@@ -62,7 +62,7 @@ class OneDNNLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         bias_grad = rows.sum(0) if ctx.has_bias else None
-        return onednn_linear(grad, weight.T, None), onednn_sum_of_rows(rows, x.flatten(0, -2)), bias_grad
+        return onednn_linear(grad, weight.T, None), sum_of_rows(rows, x.flatten(0, -2)), bias_grad
 
 
 # Operators of our own, because the compiler cannot trace oneDNN's.
@@ -165,7 +165,7 @@ def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
     A sum over thousands of rows may exceed float16's largest number, 65504. A smaller loss scale would not help, because the
     gradients are scaled afterwards.
     """
-    if uses_onednn(a):
+    if uses_onednn(a) and ONEDNN_IS_WIDE:
         return onednn_sum_of_rows(a, b)
     if a.dtype is not torch.float16:
         return a.T @ b

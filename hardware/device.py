@@ -40,8 +40,10 @@ CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major versio
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
 CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
 # MKL ignores AVX512 on AMD's processors, so oneDNN multiplies float32 matrices up to 2.3 times as fast there, and up to 1.17
-# times where only AVX2 is allowed (bench/LOG.md, "Classes of processors"). We have not compared them on Intel's.
+# times where only AVX2 is allowed, except for weights' gradients (bench/LOG.md, "Classes of processors"). We have not compared
+# them on Intel's.
 ONEDNN_IS_FASTER = torch.backends.mkldnn.is_available() and cpuinfo("vendor_id") == "AuthenticAMD"
+ONEDNN_IS_WIDE = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 # Words that mark GPUs whose peak is not the datasheet's: slices, virtual GPUs, and variants with other core counts or power.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 

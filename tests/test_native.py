@@ -283,9 +283,10 @@ def test_flash_attention_3_is_taken_only_where_its_gradients_repeat(monkeypatch,
     attention.activate_attention_kernel.cache_clear()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_onednn_multiplies_as_pytorch_does(monkeypatch, compiled):
+@pytest.mark.parametrize("compiled, wide", [(False, True), (True, True), (False, False)])
+def test_onednn_multiplies_as_pytorch_does(monkeypatch, compiled, wide):
     monkeypatch.setattr(native, "ONEDNN_IS_FASTER", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(native, "ONEDNN_IS_WIDE", wide)
     layer, x, grad = native.Linear(24, 40), torch.randn(4, 16, 24, requires_grad=True), torch.randn(4, 16, 40)
     call = torch.compile(layer, dynamic=False) if compiled else layer
     (y := call(x)).backward(grad)
