@@ -1,7 +1,6 @@
 """Which checkpoint or model a command starts from, and which settings may change when a run continues."""
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -183,7 +182,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
-        path = path.with_name(os.readlink(path)) if path.is_symlink() else path  # `best` and `latest` move
+        path = path.parent / path.readlink() if path.is_symlink() else path  # `best` and `latest` move
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
