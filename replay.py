@@ -128,7 +128,7 @@ def read_steps(past: Past) -> dict[int, tuple[float, float]]:
 
 
 def compare(found: dict[int, tuple], records: dict[int, tuple]) -> tuple[bool, str]:
-    """Return whether the (loss, gradient norm) of each step found matches the run's record of it, and say so."""
+    """Return whether the (loss, gradient norm) of each step found matches the run's record of it, and a sentence about it."""
     logged = [step for step in found if step in records]
     for step in logged:
         if repr(found[step]) != repr(records[step]):  # by repr, so that NaN equals NaN

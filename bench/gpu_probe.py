@@ -50,7 +50,7 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
             import optim
 
             optim.when_done = lambda work, received: (work.wait(), lambda: received)[1]
-        if 0 < torch.cuda.device_count() < ranks:
+        if config.train.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
             share_gpus(torch.cuda.device_count())
         with errors.user_errors():
             return train.main(config)
@@ -63,7 +63,7 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
 
 
 def share_gpus(count: int) -> None:
-    """Let more ranks than GPUs train in this process. They use gloo, because NCCL refuses to serve two ranks on one GPU."""
+    """Let this rank share its GPU with others. They use gloo, because NCCL refuses two ranks on one GPU."""
     import torch
     import torch.distributed as dist
 

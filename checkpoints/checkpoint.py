@@ -274,7 +274,7 @@ class Checkpoints:
         save, self._save = self._save, None
         if self.world.is_master and save and (error := save.exception()):  # such as a full disk: training can continue
             message = f"the checkpoint at step {self.saved_at} could not be written: {error}"
-            message += f"; the newest intact one is {max(self.intact, key=retention.step_of, default='none')}"
+            message += f"; the newest intact one is {max(self.intact, key=retention.step_of)}" if self.intact else ""
             if final:
                 raise RunError(f"{message}; free some space and run the same command again")
             self.log.warn(f"{message}; training continues until the next save")

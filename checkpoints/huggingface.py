@@ -310,7 +310,7 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
         unknown = "cannot check that the weights and the tokens use the same tokenizer"
         return [f"warning: {directory if tokenizer else 'the dataset'} has no tokenizer.json; {unknown}"]
     theirs = token_ids(path)
-    for token, i in token_ids(tokenizer).items():
+    for token, i in sorted(token_ids(tokenizer).items(), key=lambda item: item[1]):
         if theirs.get(token) != i:
             differ = f"{token!r} is token {i} in {tokenizer}, but {theirs.get(token, 'no token')} in the model's"
             made = f"the tokens were not made with the tokenizer of {directory}"

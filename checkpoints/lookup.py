@@ -41,6 +41,13 @@ def find(name: str) -> tuple[Path, list[str]]:
     return found, damaged
 
 
+def behind(path: Path) -> Path:
+    """Return the checkpoint behind a link to it, such as `best`, because the link may move."""
+    while path.is_symlink():
+        path = path.parent / path.readlink()
+    return path
+
+
 def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
     """Return the model directory of a run, a checkpoint, a Hugging Face directory or a Hub id, with warnings. Raises UserError.
 
@@ -113,7 +120,8 @@ class Start:
             before = self.state.config
             if before.run.resume not in ("auto", "off"):
                 config = settings.replace(config, resume=before.run.resume)
-            if Path(before.model.init_from).is_relative_to(config.model.init_from):
+            given = Path(config.model.init_from)
+            if Path(before.model.init_from).is_relative_to(given) or given.is_symlink():
                 config = settings.replace(config, init_from=before.model.init_from)
             if self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
                 config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
@@ -182,11 +190,12 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
-        path = path.parent / path.readlink() if path.is_symlink() else path  # `best` and `latest` move
+        path = behind(path)
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
+        path = behind(path)
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])

@@ -190,7 +190,7 @@ class Stream:
             for shard, begins in zip(self.shards[first:last], self.starts[first:last], strict=False)
         ]
         tokens = np.concatenate(parts, dtype=np.int64)
-        self.check(tokens, f"tokens from {start:,} on of {self.shards[0].path.parent}")
+        self.check(tokens, f"{self.shards[0].path.parent}, from token {start:,} on")
         return tokens
 
     def read_window(self, window: int, seq_len: int) -> np.ndarray:
@@ -203,8 +203,8 @@ class Stream:
             return 0
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
-            outside = f"token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}"
-            raise UserError(f"{where}: {outside}; prepare them again or, for another tool's tokens, set a larger --vocab_size")
+            outside = f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}"
+            raise UserError(f"{outside}; prepare the tokens again or, if another tool made them, set a larger --vocab_size")
         return highest
 
 
@@ -308,7 +308,7 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     if eot_token is not None:
         remark += f"; token {eot_token} separates documents (from {'its tokenizer' if ids else 'GPT-2'})"
     if not tokenizer:
-        made = f"; run python tools/char_tokenizer.py {directory}/input.txt" if characters else ", such as --tokenizer=gpt2"
+        made = f": python tools/char_tokenizer.py {directory}/input.txt" if characters else ", such as --tokenizer=gpt2"
         remark += f"; sample.py will need the tokenizer of these tokens{made}"
     sizes = [(str(path.relative_to(directory)), path.stat().st_size) for paths in names.values() for path in paths]
     return Dataset(directory, vocab_size, eot_token, tokenizer, splits, digest(sizes), remark=remark)

@@ -89,6 +89,8 @@ def find_device(name: str, local_rank: int) -> torch.device:
     count = getattr(torch, name).device_count()
     if name == "cuda" and not count:
         require_no_gpu()
+    if not count:
+        raise UserError(f"--device={name}: torch finds no such device on this machine; use --device=cpu")
     if local_rank >= count:
         raise UserError(
             f"--device={name}: rank {local_rank} of this node needs its own GPU, but torch sees only {count}; "
@@ -98,7 +100,7 @@ def find_device(name: str, local_rank: int) -> torch.device:
 
 
 def require_no_gpu() -> None:
-    """Raise UserError if torch cannot use this machine's NVIDIA GPU, so that a run does not train on the CPU by mistake."""
+    """Raise UserError if this machine has an NVIDIA GPU that torch cannot use. A run must not train on the CPU by mistake."""
     if (driver := nvidia_driver()) is None:
         return
     cuda, own = torch.version.cuda or "", int(driver.partition(".")[0] or 0)

@@ -7,6 +7,7 @@ speed is an assumption: --plan_mfu, or a typical value.
 import contextlib
 import dataclasses
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -115,8 +116,10 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
         return config, {}
     import data  # imported here because it imports numpy, which --help does not need
 
-    times = data.make_batches(config, mixture).epochs(config.train.steps)
-    return config, dict(zip(mixture.names, times, strict=True))
+    batches, found = data.make_batches(config, mixture), re.search(r"step-(\d+)/?$", config.run.resume)
+    done = int(found[1]) if found and decay else 0
+    times = zip(batches.epochs(done), batches.epochs(done + config.train.steps), strict=True)
+    return config, dict(zip(mixture.names, (after - before for before, after in times), strict=True))
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:

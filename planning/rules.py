@@ -13,7 +13,7 @@ from common.errors import refuse
 from common.steps import read_phases
 from settings import Config, ModelConfig
 
-# What --numerics=portable needs. A compiler may fuse a product with a sum, and then rounds only once.
+# What --numerics=portable needs. A compiler may fuse a product and a sum, which are then rounded only once.
 PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off", "fp8": False}
 
 

@@ -51,11 +51,11 @@ def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]
 
 
 def check(config: Config, world: World) -> list[str]:
-    """Raise UserError if this machine lacks memory, packages or disk space for the run. Returns warnings and notes."""
+    """Raise UserError if this machine lacks memory or packages for the run. Returns warnings and notes."""
     check_memory(config, world)
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError("--tensorboard=true needs tensorboard, which is not installed; try: pip install tensorboard")
-    warnings, train, optim = check_disk(config), config.train, config.optim
+    warnings, train, optim = [], config.train, config.optim
     chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
         faster = "--dtype=float32 --muon_dtype=float32 may be faster, but gives different bits"
@@ -87,12 +87,16 @@ def check_memory(config: Config, world: World) -> None:
 
 
 def less_memory(config: Config, ranks: int) -> str:
-    """Return the flags with which an update needs less memory on a GPU."""
-    flags = ["--activation_checkpointing=true"] * (not config.train.activation_checkpointing)
-    if config.parallel.shard_gradients != "on":
-        flag = "--shard_gradients=on" if config.parallel.strategy in ("fsdp", "exact") else "--strategy=fsdp"
-        flags.append(flag + " on several GPUs" * (ranks == 1))
-    return " or ".join(flags) or "a GPU with more memory"
+    """Return what lets an update fit on a GPU, such as `--activation_checkpointing=true or --strategy=fsdp`."""
+    strategy, remedies = config.parallel.strategy, []
+    if not config.train.activation_checkpointing:
+        remedies.append("--activation_checkpointing=true")
+    flag = "--shard_gradients=on" if strategy in ("fsdp", "exact") else "--strategy=fsdp"
+    if ranks == 1:
+        remedies.append("several GPUs" + f" with {flag}" * (strategy != "fsdp"))
+    elif config.parallel.shard_gradients != "on":
+        remedies.append(flag)
+    return " or ".join(remedies) or "a GPU with more memory"
 
 
 @contextlib.contextmanager
@@ -102,7 +106,7 @@ def explaining_out_of_memory(config: Config, world: World) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         size = config.train.micro_batch_size
-        smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1}, " if size > 1 else ""
+        smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1} or " if size > 1 else ""
         ran = f"rank {world.rank} ran out of memory with --micro_batch_size={size}"
         raise RunError(f"{ran}; continue with {smaller}{less_memory(config, world.size)}") from error
 

@@ -162,6 +162,10 @@ def test_a_decay_on_another_mixture_has_the_bits_of_the_run_that_had_planned_bot
     train("planned", ranks=3, **FLAGS, tokens=mixture, phase=phase, schedule="wsd", cooldown_fraction=1 / 6, steps=12)
     start = train.runs / "trunk" / "checkpoints" / "step-00000010"
     finish = ["--name=annealed", f"--resume={start}", "--decay_steps=2", f"--phase={phase}"]
-    execute([*machine.launcher(2), "train.py", train.runs / "trunk" / "config.toml", *finish])
+    command = [*machine.launcher(2), "train.py", train.runs / "trunk" / "config.toml", *finish]
+    execute(command)
     assert train.files("annealed") == train.files("planned")
+    table = execute([sys.executable, *command[-6:], "--plan", "--plan_world_size=2"]).stdout
+    before, *_, after = [record["epochs/tests"] for record in train.metrics("planned", "epochs/tests")[9:]]
+    assert float(re.search(r"epochs of tests +(\S+)", table)[1]) == pytest.approx(after - before, abs=0.01)
     assert train.metrics("annealed", "epochs/tests") == train.metrics("planned", "epochs/tests")[10:]

@@ -3,7 +3,7 @@
 Put it beside train.bin and val.bin, and sample.py, transformers and prepare_data.py will understand these tokens. Characters
 keep their ids. After them come the bytes that are not among the characters, so that any text can be encoded, and end-of-text.
 
-nanoGPT also stores the characters in meta.pkl, but loading a pickle can execute anything, and the text has the same ones.
+nanoGPT also stores the characters in meta.pkl, but loading a pickle can execute anything, and the text contains the same ones.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main(config: CharConfig) -> None:
     except UnicodeError:
         characters = []
     if not characters or "\0" in characters:  # such as a train.bin, whose small ids are valid UTF-8
-        raise UserError(f"{source} is not UTF-8 text; pass the input.txt that the tokens were made from")
+        raise UserError(f"{source} is empty or not UTF-8 text; pass the input.txt that the tokens were made from")
     ranks = {character.encode(): i for i, character in enumerate(characters)}
     for byte in (bytes([b]) for b in range(256)):
         ranks.setdefault(byte, len(ranks))
