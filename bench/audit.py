@@ -37,10 +37,6 @@ class AuditConfig(machine.Out):
     """The checkout of the trainer."""
     python: str = sys.executable
     """A Python interpreter with the trainer's dependencies."""
-    text: str = ""
-    """Text to train on (empty: made-up words)."""
-    seed: int = 0
-    """Seed that chooses the updates after which runs are stopped."""
     only: str = ""
     """Ask only these questions, such as twice,killed."""
 
@@ -58,9 +54,9 @@ class Attempt:
 class Examination:
     """One trainer, its runs in `work`, and the findings."""
 
-    def __init__(self, trainer: Trainer, work: Path, seed: int):
+    def __init__(self, trainer: Trainer, work: Path):
         self.trainer, self.work, self.number = trainer, work, 0
-        self.chance, self.found, self.on_cpu = random.Random(seed), {}, False
+        self.chance, self.found, self.on_cpu = random.Random(0), {}, False
         self.weights = {}
         self.reference = self.on_ranks("once", 1)
 
@@ -84,18 +80,12 @@ class Examination:
             output = process.communicate()[0] + f"\nError: still running after {LIMIT} s"
         finally:
             machine.kill(process)
-        self.log(f"{self.number}-{case}", shlex.join(command) + "\n" + output)
         of_ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in notes.iterdir()]
         of_ranks = [[update[-len(updates[-1]) :] for update in updates] for updates in of_ranks]  # without warm-up updates
         updates = [sorted(sum(parts, [])) for parts in zip(*of_ranks, strict=False)]
         error = failure(output) if process.returncode else ""
         print(f"  {case:<10} {ranks} ranks, {time.monotonic() - began:3.0f} s, {len(updates)} updates  {error}", flush=True)
         return Attempt(process.returncode, error, updates)
-
-    def log(self, name: str, text: str) -> None:
-        """Save the output of an attempt to the folder AUDIT_LOGS, if that is set."""
-        if folder := os.environ.get("AUDIT_LOGS"):
-            Path(folder, f"{name}.log").write_text(text)
 
     def compare(self, case: str, attempt: Attempt) -> dict:
         """How an attempt differs from the undisturbed run on one rank. It should have finished the run."""
@@ -215,8 +205,8 @@ def audit(name: str, config: AuditConfig) -> int:
     if kind.repository and not Path(config.path, kind.proof).exists():
         raise UserError(f"--path={config.path}: a checkout of {kind.repository} has {kind.proof}")
     with machine.workspace() as work:
-        trainer = kind(Path(config.path or machine.ROOT).resolve(), config.python, work, text_of(config.text))
-        exam = Examination(trainer, work, config.seed)
+        trainer = kind(Path(config.path or machine.ROOT).resolve(), config.python, work, text())
+        exam = Examination(trainer, work)
         row = {"title": trainer.title, "commit": trainer.commit(), "versions": trainer.versions(), "found": exam.found}
         row |= {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name()}
         row["command"] = shown(trainer, False), shown(trainer, True)
@@ -238,10 +228,8 @@ def audit(name: str, config: AuditConfig) -> int:
     return 0
 
 
-def text_of(path: str) -> str:
-    """The text to train on: a file's, or 2,000 paragraphs of made-up words, in which frequent words are short."""
-    if path:
-        return Path(path).read_text()
+def text() -> str:
+    """The text to train on: 2,000 paragraphs of made-up words, in which frequent words are short."""
     chance = random.Random(0)
     words = ["".join(chance.choices("etaoinshrdlu", k=2 + number // 60)) for number in range(500)]
     return "\n\n".join(" ".join(chance.choices(words, k=30, weights=range(500, 0, -1))) for _ in range(2000))

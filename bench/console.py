@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
@@ -20,6 +19,7 @@ from common.errors import RunError
 from common.files import publish_text
 
 PROMPT = "def __init__(self"
+KILL_AT = 120  # of 220 steps
 COLUMNS, CHARACTER, LINE = 72, 8.43, 19  # columns, and sizes of a 14-pixel monospaced font
 COLORS = {
     "light": dict(background="#f6f8fa", text="#1f2328", command="#0550ae", result="#116329", quiet="#59636e"),
@@ -28,25 +28,18 @@ COLORS = {
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
-@dataclass(frozen=True)
-class ConsoleConfig(machine.Options):
-    kill_at: int = 120
-    """Step after which the run is killed."""
-    steps: int = 220
-
-
-def main(config: ConsoleConfig) -> None:
+def main(config: machine.Options) -> None:
     """The command."""
     machine.prepare_tokens(config.tokens)
     with machine.workspace() as folder:
-        flags, run = dict(tokens=config.tokens, out_dir=folder, name="laptop", steps=config.steps), folder / "laptop"
-        first, second = train(run, flags, config.kill_at), train(run, flags)
+        flags, run = dict(tokens=config.tokens, out_dir=folder, name="laptop"), folder / "laptop"
+        first, second = train(run, flags, KILL_AT), train(run, flags)
         sample = [sys.executable, *machine.arguments("sample.py", str(run), prompt=PROMPT, max_new_tokens=120)]
-        written = subprocess.run(sample, cwd=machine.ROOT, env=machine.all_cores(), capture_output=True, text=True, check=True)
+        written = machine.output(sample)
     torchrun = "$ torchrun --standalone --nproc_per_node=2 train.py"
     rows = [line for line in few_steps(second) if not line.startswith("  ")]  # without the banner, which is the same as before
     lines = [torchrun, *few_steps(first), "^ kill -9", torchrun, *rows]
-    lines += [f'$ python sample.py runs/laptop --prompt="{PROMPT}"', *written.stdout.splitlines()[:8]]
+    lines += [f'$ python sample.py runs/laptop --prompt="{PROMPT}"', *written.splitlines()[:8]]
     lines = [line.replace(f"{folder}/", "runs/").replace(str(config.tokens), "tokens/python") for line in lines]
     for theme, colors in COLORS.items():
         path = Path(config.out, f"console_{theme}.svg")
@@ -99,4 +92,4 @@ def picture(lines: list[str], colors: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    machine.command_line(__doc__, ConsoleConfig, main)
+    machine.command_line(__doc__, machine.Options, main)

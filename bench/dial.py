@@ -3,7 +3,7 @@
 Trains small models on real text, with rates a factor of 2 apart, until the best one lies between two others. Then it tries the
 two rates halfway to its neighbors. Parts: "depth" scales depth and width together, with three seeds. "batch" varies the batch,
 and "tokens" varies it at an equal number of tokens. "length" trains for as long as the dial says, with its batch, warmup and
-weight decay. "text" repeats "depth" with one seed on other --tokens, which need a separate --runs. "architecture" varies that.
+weight decay. "text" repeats "depth" with one seed on other --tokens. "architecture" varies that.
 
 Every run is an ordinary run of train.py in --runs. Repeating the command continues, and skips finished runs.
 Writes dial.json, or dial_PARTS.json for other --parts. "depth" and "text" also get a .png: loss over rate relative to the
@@ -134,8 +134,9 @@ def sweep(config: DialConfig, curve: Curve, vocab_size: int) -> dict:
 
 def train(config: DialConfig, curve: Curve, flags: dict) -> float:
     """The validation loss of a run; infinity if it diverged."""
-    shape = f"{curve.architecture}-{curve.optimizer}-d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}"
-    name = f"{shape}-s{flags['seed']}-lr{flags['lr']:g}{'-own' * curve.own}"
+    kind = f"{Path(config.tokens).name}-{curve.architecture}-{curve.optimizer}{'-own' * curve.own}"
+    shape = f"d{curve.depth}-w{flags['n_embd']}-t{curve.tokens}-b{curve.batch}"
+    name = f"{kind}-{shape}-s{flags['seed']}-lr{flags['lr']:g}"
     run = Path(machine.ROOT, config.runs, name)
     if not any("val_loss" in record for record in machine.metrics(run)):
         machine.run(**flags, tokens=config.tokens, out_dir=config.runs, name=name)

@@ -46,7 +46,7 @@ def losses(config: LossConfig) -> None:
     with machine.workspace() as folder:
         sources = texts(folder, config.wikitext)
         for name, source in sources.items():
-            prepare(folder / name, source)
+            machine.prepare_tokens(folder / name, *filter(None, [source]), tokenizer="train:4096")
         for seed, text, attend in itertools.product((1, 2, 3), sources, ATTEND):
             shutil.rmtree(folder / "run", ignore_errors=True)
             flags = MODEL | LENGTH | dict(attend=attend, seed=seed, tokens=folder / text)
@@ -56,7 +56,7 @@ def losses(config: LossConfig) -> None:
     for text in sources:
         each = np.subtract(found[f"{text}, document"], found[f"{text}, window"])
         error = each.std(ddof=1) / len(each) ** 0.5
-        differences[text] = {"document - window": each.mean(), "standard error": error, "all": [*each]}
+        differences[text] = {"mean": each.mean(), "standard error": error, "all": [*each]}  # document - window
     print(json.dumps(differences, indent=1))
     result = {"flags": MODEL | LENGTH, "validation loss": found, "differences": differences}
     print(machine.write("documents_loss", result, config.out))
@@ -69,12 +69,13 @@ def times(config: TimeConfig) -> None:
     """
     costs = {}
     with machine.workspace() as folder:
-        prepare(folder / "functions", functions(folder))
+        machine.prepare_tokens(folder / "functions", functions(folder), tokenizer="train:4096")
         for seq_len in (256, 1024, 4096):
-            flags = MODEL | LENGTH | dict(seq_len=seq_len, micro_batch_size=4096 // seq_len, tokens=folder / "functions")
+            flags = MODEL | LENGTH | dict(steps=12, seq_len=seq_len, micro_batch_size=4096 // seq_len)
+            flags["tokens"] = folder / "functions"
 
             def update(attend: str, flags=flags) -> float:
-                return statistics.median(record["step_ms"] for record in machine.run_until(12, "", attend=attend, **flags)[1:])
+                return statistics.median(machine.step_ms(attend=attend, **flags))
 
             measured = machine.in_turns(config.rounds, {attend: functools.partial(update, attend) for attend in ATTEND})
             costs[seq_len] = {name: machine.spread(values) for name, values in measured.items()}
@@ -84,7 +85,7 @@ def times(config: TimeConfig) -> None:
 
 
 def texts(folder: Path, wikitext: str) -> dict[str, str]:
-    """Sources for `prepare` by name, with short and long documents: Python's library, and WikiText if given."""
+    """Sources for `prepare_data.py` by name, with short and long documents: Python's library, and WikiText if given."""
     sources = {"functions of Python": functions(folder), "files of Python": ""}
     if wikitext:
         text = Path(wikitext).read_text().split("\n")
@@ -115,11 +116,6 @@ def write_documents(path: Path, texts: Iterable[str]) -> str:
     """Write all texts that are not blank to a JSON-lines file. Returns its path."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()))
     return str(path)
-
-
-def prepare(out: Path, source: str = "") -> None:
-    """Make a dataset from `source`, or from the embedded corpus."""
-    machine.timed(["prepare_data.py", *filter(None, [source]), f"--out={out}", "--tokenizer=train:4096"])
 
 
 if __name__ == "__main__":

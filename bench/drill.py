@@ -212,7 +212,10 @@ def resume(config: ResumeConfig) -> int:
                 digests = [train_to_the_end(ranks, run, flags) for run in (undisturbed, repeated, resumed)]
                 rows.append({"case": name, "ranks": ranks, "sha256": digests})
                 print(f"{name} on {ranks} ranks: done", flush=True)
-    print(machine.write("resume", {"flags": RESUME, "steps": config.steps, "cases": rows}, config.out))
+    if not rows:
+        raise UserError(f"--only={config.only}: no case has this in its name")
+    if not config.only:
+        print(machine.write("resume", {"flags": RESUME, "steps": config.steps, "cases": rows}, config.out))
     return report_resume(rows)
 
 

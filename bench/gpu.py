@@ -351,8 +351,7 @@ def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], str]]) -> int:
 
 def code_digest() -> str:
     """Eight digits that change with the trainer's code."""
-    folders = ("checkpoints", "config", "hardware", "parallel")
-    files = [*machine.ROOT.glob("*.py"), *(path for folder in folders for path in (machine.ROOT / folder).glob("*.[pt]*"))]
+    files = [*machine.ROOT.glob("*.py"), *machine.ROOT.glob("config/*.toml"), *machine.ROOT.glob("[!bt]*/*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:8]
 
 

@@ -43,6 +43,7 @@ def main(config: StrategiesConfig) -> None:
 
     forks.prepare_to_fork()
     pairs = [(strategy, int(ranks)) for ranks in config.ranks.split(",") for strategy in config.strategies.split(",")]
+    pairs = list(dict.fromkeys([("ddp", 1), *pairs]))  # the others' weights are compared with those of `ddp` on one rank
     results = {pair: [] for pair in pairs}
     with machine.workspace() as folder:
         for strategy, ranks in pairs * config.rounds:

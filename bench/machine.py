@@ -29,6 +29,7 @@ from common.files import publish_text, sha256
 from hardware.host import cores, cpu_name, memory_bytes
 
 ROOT = Path(__file__).parent.parent
+LOAD = [round(load, 2) for load in os.getloadavg()]  # before the measurement, whose own load does not count
 RESULTS = str(ROOT / "runs" / "bench")  # not bench/results, which is tracked: that needs --out
 # Metrics that differ between equal runs.
 MEASURED = {"time", "tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
@@ -137,40 +138,32 @@ def all_cores() -> dict[str, str]:
     return {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"}
 
 
-def timed(command: list, cwd: Path = ROOT, **variables: str) -> float:
-    """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
-    began, arguments = time.perf_counter(), [sys.executable, *map(str, command)]
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen(arguments, cwd=cwd, env=all_cores() | variables, **streams)
+def output(command: list, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """What a command prints. Raises RunError with its last output if it fails."""
+    command, streams = [str(part) for part in command], dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=cwd, env=all_cores() if env is None else env, **streams)
     try:
-        output, _ = process.communicate()
+        printed, _ = process.communicate()
     finally:
         kill(process)
     if process.returncode:
-        raise RunError(f"{shlex.join(arguments[1:])} ended with {process.returncode}:\n{output[-2000:]}")
+        raise RunError(f"{shlex.join(command)} ended with {process.returncode}:\n{printed[-2000:]}")
+    return printed
+
+
+def timed(command: list, cwd: Path = ROOT, **variables: str) -> float:
+    """Seconds that `python COMMAND` takes. Raises RunError with its last output if it fails."""
+    began = time.perf_counter()
+    output([sys.executable, *command], cwd, all_cores() | variables)
     return time.perf_counter() - began
 
 
-def run_until(step: int, preset: str, **flags) -> list[dict]:
-    """Train until metrics.jsonl has `step` records, then kill the run, before it saves or evaluates anything.
-
-    Returns the records. Raises RunError if the run ends earlier.
-    """
+def step_ms(preset: str = "", **flags) -> list[float]:
+    """The milliseconds of each update of a run, without the first. It saves and evaluates only at its end."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"out_dir": folder, "name": "run", "log_every": 1, "eval_every": 0, "save_every": 0} | flags
-        run, output = Path(folder) / "run", Path(folder) / "output"
-        with open(output, "w") as file:
-            process = subprocess.Popen(command(preset=preset, **flags), cwd=ROOT, stdout=file, stderr=file, env=all_cores())
-        try:
-            while True:
-                ended = process.poll() is not None
-                if len(records := metrics(run)) >= step:
-                    return records[:step]
-                if ended:
-                    raise RunError(f"train.py {preset} ended before step {step}:\n{output.read_text()[-2000:]}")
-                time.sleep(0.25)  # reading the file disturbs the measurement
-        finally:
-            kill(process)
+        flags |= dict(out_dir=folder, name="run", log_every=1, eval_every=0, eval_tokens=1, save_every=0)
+        timed(arguments("train.py", preset, **flags))
+        return [record["step_ms"] for record in metrics(Path(folder, "run")) if "step_ms" in record]
 
 
 def ready(config, steps: int) -> tuple:
@@ -216,10 +209,10 @@ def digests(run: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in sorted(latest.glob("*.safetensors"))}
 
 
-def prepare_tokens(directory: str) -> None:
-    """Prepare the embedded corpus in `directory` if there is no dataset."""
-    if not (ROOT / directory / "dataset.json").exists():
-        timed(["prepare_data.py", f"--out={directory}"])
+def prepare_tokens(out: str | Path, *sources: str | Path, **flags) -> None:
+    """Prepare `sources`, or else the embedded corpus, in the directory `out`, if there is no dataset."""
+    if not Path(ROOT, out, "dataset.json").exists():
+        timed(["prepare_data.py", *sources, *arguments("", out=out, **flags)[1:]])
 
 
 @contextlib.contextmanager
@@ -248,8 +241,7 @@ def describe() -> dict:
     host |= {"gpus": output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()}
     versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     versions |= {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
-    commit, load = output_of("git", "describe", "--always", "--dirty"), [round(load, 2) for load in os.getloadavg()]
-    return {"machine": host, "versions": versions, "commit": commit, "load": load}
+    return {"machine": host, "versions": versions, "commit": output_of("git", "describe", "--always", "--dirty"), "load": LOAD}
 
 
 def output_of(*command: str) -> str:
@@ -277,6 +269,8 @@ def hold_against(name: str, rows: Iterable[dict], config: Predictions, most: flo
         found.append(row | {"error": row["predicted"] / row["measured"] - 1})
         seen = "{setting:<50} {measured:<10.4g} predicted {predicted:<10.4g} {error:+.1%}"
         print(seen.format_map(found[-1]), flush=True)
+    if not found:
+        raise UserError(f"--only={config.only}: no setting has this in its name")
     worst = max(abs(row["error"]) for row in found)
     if not config.only:
         print(write(name, {"largest_error": worst, "settings": found}, config.out))

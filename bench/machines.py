@@ -12,7 +12,6 @@ import hashlib
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ import machine  # puts the project's folder on the path
 # isort: split
 import same
 import same_run
-from common.errors import RunError
 from hardware.host import cores
 
 SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
@@ -60,7 +58,8 @@ def main(config: MachinesConfig) -> int:
     ways = machines([command for command in config.python.split(",") if command])
     with machine.workspace() as folder, ThreadPoolExecutor(cores()) as pool:
         folders = [folder / str(number) for number in range(len(ways))]
-        places = list(pool.map(lambda one: run(one, ["-c", WHERE]), ways))  # now, because a Python may lack a package
+        # All of them first, because a Python may lack a package. Warnings come before the line.
+        places = [text.splitlines()[-1] for text in pool.map(lambda one: run(one, ["-c", WHERE]), ways)]
         rows = list(pool.map(measure, ways[::-1], places[::-1], folders))[::-1]  # the last ones, under qemu, take longest
     print(machine.write("machines", {"models": MODELS, "machines": rows}, config.out))
     print(markdown(rows))
@@ -95,10 +94,7 @@ def run(one: Machine, arguments: list, ranks: int = 1) -> str:
     """Return what `python ARGUMENTS` prints. Raises RunError if it fails."""
     command = [*shlex.split(one.python), *machine.launcher(ranks)[1:], *arguments]
     variables = machine.environment(OMP_NUM_THREADS="1", **one.variables)
-    done = subprocess.run(command, cwd=machine.ROOT, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"{shlex.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout.strip()
+    return machine.output(command, env=variables).strip()
 
 
 def train(one: Machine, model: str, folder: Path) -> dict[str, str]:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,13 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 
 # isort: split
-from common.errors import RunError
+import forks
 from hardware import host
 
 SSE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # what every x86 has
 NANOGPT = dict(architecture="gpt2", n_layer=6, n_head=6, n_embd=384, seq_len=256, vocab_size=128, optimizer="adamw", lr=1e-3)
 NUMERICS = ("native", "portable")
+PRESET, STEPS = "config/laptop.toml", 110  # for `loss`
 
 
 @dataclass(frozen=True)
@@ -70,29 +70,22 @@ def updater(flags: dict, numerics: str, folder: Path, rounds: int):
     return update
 
 
-@dataclass(frozen=True)
-class LossConfig(machine.Options):
-    preset: str = "config/laptop.toml"
-    steps: int = 110
-    seeds: int = 3
-
-
-def loss(config: LossConfig) -> None:
-    """Does a run learn as well? Trains a preset with both numerics and a few seeds. Writes portable_loss.json."""
+def loss(config: machine.Options) -> None:
+    """Does a run learn as well? Trains the laptop preset with both numerics and three seeds. Writes portable_loss.json."""
     machine.prepare_tokens(config.tokens)
     with machine.workspace() as folder, ThreadPoolExecutor(host.cores()) as pool:
 
         def losses(numerics: str, seed: int) -> list:
-            flags = dict(tokens=config.tokens, steps=config.steps, numerics=numerics, seed=seed, dtype="float32", compile="off")
-            flags |= dict(out_dir=folder, name=f"{numerics}-{seed}", eval_every=config.steps // 2, save_every=0, threads=1)
-            machine.run(preset=config.preset, **flags)
+            flags = dict(tokens=config.tokens, steps=STEPS, numerics=numerics, seed=seed, dtype="float32", compile="off")
+            flags |= dict(out_dir=folder, name=f"{numerics}-{seed}", eval_every=STEPS // 2, save_every=0, threads=1)
+            machine.run(preset=PRESET, **flags)
             records = [record for record in machine.metrics(folder / flags["name"]) if "val_loss" in record]
             return [f"{numerics}, seed {seed}", *(record["val_loss"] for record in records)]
 
-        runs = list(itertools.product(reversed(NUMERICS), range(1, config.seeds + 1)))  # the slower ones first
+        runs = list(itertools.product(reversed(NUMERICS), (1, 2, 3)))  # the slower ones first
         rows = sorted(pool.map(lambda run: losses(*run), runs))
-    print(machine.table(["validation loss", *(f"step {step}" for step in (config.steps // 2, config.steps))], rows))
-    print(machine.write("portable_loss", dict(preset=config.preset, steps=config.steps, losses=rows), config.out))
+    print(machine.table(["validation loss", *(f"step {step}" for step in (STEPS // 2, STEPS))], rows))
+    print(machine.write("portable_loss", dict(preset=PRESET, steps=STEPS, losses=rows), config.out))
 
 
 @dataclass(frozen=True)
@@ -127,41 +120,17 @@ def digests_in(python: str, variables: dict[str, str]) -> dict[str, str]:
     """The output of `digests` in a process of this Python with these environment variables."""
     command = [*shlex.split(python), __file__, "digests"]
     env = machine.environment(OMP_WAIT_POLICY="PASSIVE") | variables
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(machine.output(command, env=env).splitlines()[-1])
 
 
-@dataclass(frozen=True)
-class DigestsConfig:
-    """No flags."""
-
-
-def digests(config: DigestsConfig) -> None:
+def digests(_) -> None:
     """Print the digest of each mutation as JSON, and where it was computed."""
     import portable  # noqa: F401  imported once, for all forks
     import same
 
-    print(json.dumps({name: in_fork(name) for name in ["none", *MUTATIONS]} | {"where": same.where()}))
-
-
-def in_fork(mutation: str) -> str:
-    """`digest` in a fork of this process, which has no threads yet."""
-    reader, writer = os.pipe()
-    if not os.fork():
-        try:
-            os.write(writer, digest(mutation).encode())
-        except Exception as error:
-            os.write(writer, f"{type(error).__name__}: {error}"[:500].encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        found = pipe.read()
-    os.wait()
-    if len(found) != 64:
-        raise RunError(f"{mutation}: {found}")
-    return found
+    with machine.workspace() as folder:
+        found = {name: forks.in_forks(digest, name, folder=folder)[0] for name in ["none", *MUTATIONS]}
+    print(json.dumps(found | {"where": same.where()}))
 
 
 def digest(mutation: str) -> str:
@@ -219,16 +188,6 @@ def replace(**functions):
     return change
 
 
-def products(portable, torch) -> None:
-    """Matmuls in float32."""
-    portable.factor = lambda x, dim: x
-
-
-def products_in_float64(portable, torch) -> None:
-    """Matmuls in float64, without rounding to a grid."""
-    portable.factor = lambda x, dim: x.double()
-
-
 def lookups(portable, torch) -> None:
     """The gradient of an embedding in float32."""
     grid = portable.to_grid
@@ -257,13 +216,9 @@ def fused_adamw(portable, torch) -> None:
     portable.adamw = native.adamw
 
 
-def one_by_one(portable, torch) -> None:
-    """Change nothing: `digest` handles the micro-batch size."""
-
-
 MUTATIONS = {
-    "products: float32": products,
-    "products: float64, no grid": products_in_float64,
+    "products: float32": replace(factor=lambda torch: lambda x, dim: x),
+    "products: float64, no grid": replace(factor=lambda torch: lambda x, dim: x.double()),
     "sums: float32": replace(total=lambda torch: lambda x, dim: x.sum(dim, keepdim=True).double()),
     "sums: float64, no grid": replace(total=lambda torch: lambda x, dim: x.double().sum(dim, keepdim=True)),
     "sums: embedding's gradient": lookups,
@@ -287,14 +242,14 @@ MUTATIONS = {
     "Muon: baddbmm": replace(baddbmm=lambda torch: torch.baddbmm),
     "initial weights": replace(normal_=lambda torch: torch.Tensor.normal_),
     "dropout": replace(dropout=lambda torch: torch.nn.functional.dropout),
-    "one sequence at a time": one_by_one,
+    "one sequence at a time": replace(),  # `digest` handles it
 }
 
 if __name__ == "__main__":
     machine.choose(
         __doc__,
         speed=(SpeedConfig, speed),
-        loss=(LossConfig, loss),
+        loss=(machine.Options, loss),
         mutations=(MutationsConfig, mutations),
-        digests=(DigestsConfig, digests),
+        digests=(machine.Out, digests),
     )

@@ -25,12 +25,12 @@ import machine  # puts the project's folder on the path
 # isort: split
 import numpy as np
 
-from audit import text_of
+from audit import text
 from audit_trainers import HuggingFace, Job, LitGPT, NanoChat, NanoGPT, Trainer
 from common.errors import RunError, UserError
 from forks import in_fresh_process
 from hardware import host
-from machine import arguments, in_turns, ratio, run_until, spread, timed
+from machine import arguments, in_turns, ratio, spread, step_ms, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH = 256, 8
@@ -76,8 +76,6 @@ class StepsConfig(Comparison):
     """A checkout of nanochat."""
     nanochat_python: str = sys.executable
     """A Python interpreter with nanochat's dependencies."""
-    trainer: bool = True
-    """Whether to include transformers' Trainer."""
     steps: int = 30
     """Updates per run. The first ten do not count."""
     dtypes: str = "float32,bfloat16"
@@ -99,7 +97,7 @@ def steps(config: StepsConfig) -> int:
     peers = {"nanoGPT": (NanoGPT, config.nanogpt, sys.executable), "litgpt": (LitGPT, config.litgpt, config.litgpt_python)}
     peers |= {"nanochat": (NanoChat, config.nanochat, config.nanochat_python)}
     peers = {name: peer for name, peer in peers.items() if peer[1]}
-    peers |= {"transformers' Trainer": (HuggingFace, str(machine.ROOT), sys.executable)} if config.trainer else {}
+    peers["transformers' Trainer"] = (HuggingFace, str(machine.ROOT), sys.executable)
     for kind, path, _ in peers.values():
         if not Path(path, kind.proof).exists():
             raise UserError(f"{path} is not a checkout of {kind.repository}")
@@ -114,7 +112,7 @@ def steps(config: StepsConfig) -> int:
                     job = Job(**SHAPE, length=SEQ_LEN, micro=BATCH, batch=BATCH, steps=config.steps, save=10**6, dropout=0.0)
                     job, work = replace(job, dtype=dtype, compile=mode == "on"), folder / f"peer{next(places)}"
                     work.mkdir()
-                    peer = kind(Path(path).resolve(), python, work, text_of(""), job)
+                    peer = kind(Path(path).resolve(), python, work, text(), job)
                     contenders[f"{name}, {words}"] = functools.partial(peer_speed, peer)
                     versions[name] = {"commit": peer.commit()} | peer.versions() if kind.repository else peer.versions()
         for dtype in config.dtypes.split(","):
@@ -138,8 +136,7 @@ def our_speed(steps: int, tokens: Path, dtype: str, mode: str) -> float:
     """Our tokens/s."""
     flags = SHAPE | dict(architecture="gpt2", optimizer="adamw", lr=1e-3, vocab_size=256, seq_len=SEQ_LEN, dropout=0.0)
     flags |= dict(tokens_per_update=BATCH * SEQ_LEN, micro_batch_size=BATCH, device="cpu", dtype=dtype, compile=mode)
-    lines = run_until(steps, "config/laptop.toml", tokens=tokens, steps=10 * steps, **flags)
-    return tokens_per_second([line["step_ms"] for line in lines if "step_ms" in line])  # the first step has none
+    return tokens_per_second(step_ms("config/laptop.toml", tokens=tokens, steps=steps, **flags))
 
 
 def peer_speed(peer: Trainer) -> float:
@@ -199,7 +196,7 @@ def loss(config: LossConfig) -> int:
     machine.act_as(config.processor)
     with machine.workspace() as folder:
         peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", Path(config.text).read_text())
-        tokens = prepared(config.text, folder)
+        machine.prepare_tokens(tokens := folder / "tokens", Path(config.text).resolve(), tokenizer="bytes")
         contenders = {
             f"{name}, s": functools.partial(our_seconds, tokens, folder / name, *run) for name, run in RECIPES.items()
         }
@@ -214,12 +211,6 @@ def loss(config: LossConfig) -> int:
     return 0
 
 
-def prepared(text: str, folder: Path) -> Path:
-    """Prepare a text as a dataset of bytes in `folder`."""
-    timed(["prepare_data.py", Path(text).resolve(), f"--out={folder / 'tokens'}", "--tokenizer=bytes"])
-    return folder / "tokens"
-
-
 def our_seconds(tokens: Path, folder: Path, preset: str, *flags: str) -> float:
     """Seconds that our run takes, from the command to its end."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -230,9 +221,6 @@ def our_seconds(tokens: Path, folder: Path, preset: str, *flags: str) -> float:
 class KnownConfig(machine.Out):
     text: str = "input.txt"
     """tiny Shakespeare's input.txt."""
-    seeds: str = "0,1,2"
-    flags: str = ""
-    """More flags for train.py, such as --steps=20 for a trial."""
 
 
 def known(config: KnownConfig) -> int:
@@ -246,14 +234,14 @@ def known(config: KnownConfig) -> int:
 
     rows = []
     with machine.workspace() as folder:
-        tokens = prepared(config.text, folder)
-        for seed in config.seeds.split(","):
+        machine.prepare_tokens(tokens := folder / "tokens", Path(config.text).resolve(), tokenizer="bytes")
+        for seed in range(3):
             began, run = time.time(), folder / f"seed{seed}"
-            seconds = our_seconds(tokens, run, "config/shakespeare_10m.toml", f"--seed={seed}", *shlex.split(config.flags))
+            seconds = our_seconds(tokens, run, "config/shakespeare_10m.toml", f"--seed={seed}")
             found = [record for record in machine.metrics(run / "run") if "val_bpb" in record]
             curve = [[(each["time"] - began) / 60, each["step"], each["val_bpb"] * math.log(2)] for each in found]
             reached = next((minutes for minutes, _, value in curve if value <= KNOWN_LOSS), None)
-            row = {"seed": int(seed), "minutes to 1.4697": reached, "least loss": min(point[2] for point in curve)}
+            row = {"seed": seed, "minutes to 1.4697": reached, "least loss": min(point[2] for point in curve)}
             rows.append(row | {"seconds": seconds, "curve (minutes, step, loss)": curve})
             print(row, flush=True)
     axis = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
