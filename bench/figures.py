@@ -13,7 +13,7 @@ PAGE = machine.ROOT / "docs" / "figures.md"
 # Where to find the measurements of scripts that no longer exist.
 NOW = {"hard_kills": "drill.py kills", "resume": "drill.py resume", "tokens_per_second": "speed.py steps"}
 NOW |= {"time_to_loss": "speed.py loss"}
-OURS = {"out", "runs", "jobs", "save_every"}  # flags that change no figure
+OURS = {"out", "runs", "jobs", "name", "save_every"}  # flags that change no figure
 PREFACE = """# All figures, and where they come from
 
 Each row gives a figure, the machine that it was measured on, and the command that measures it again. Nothing on this page was
@@ -245,7 +245,7 @@ def command(result: dict) -> str:
     shown = []
     for argument in arguments:
         flag, given, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and flag not in OURS:
+        if argument.startswith("--") and (flag not in OURS or (name, flag) == ("grad_sync", "name")):
             shown.append(
                 f"--{flag}={'PATH' if re.search('[./]|nanogpt|litgpt|nanochat|python', value, re.I) else value}"
                 if given
