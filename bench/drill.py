@@ -214,8 +214,7 @@ def resume(config: ResumeConfig) -> int:
                 print(f"{name} on {ranks} ranks: done", flush=True)
     if not rows:
         raise UserError(f"--only={config.only}: no case has this in its name")
-    if not config.only:
-        print(machine.write("resume", {"flags": RESUME, "steps": config.steps, "cases": rows}, config.out))
+    print(machine.write("resume", {"flags": RESUME, "steps": config.steps, "cases": rows}, config.out))
     return report_resume(rows)
 
 
