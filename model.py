@@ -159,9 +159,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """Map `x` [B, T, C] to [B, T, C]."""
         ops, heads = self.ops, (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (
-            y.unflatten(2, heads[2:]) for y in ops.fused_linear(x, [self.q, self.k, self.v])
-        )  # [B, T, H or n_kv_head, D]
+        q, k, v = (y.unflatten(2, heads[2:]) for y in ops.linears(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
         if self.q_norm is not None:
             q = ops.norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
             k = ops.norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
@@ -189,7 +187,7 @@ class MLP(nn.Module):
         """Map `x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
             return self.down(self.gelu(self.up(x)))
-        gate, up = self.ops.fused_linear(x, [self.gate, self.up])
+        gate, up = self.ops.linears(x, [self.gate, self.up])
         return self.down(self.ops.silu(gate) * up)
 
 

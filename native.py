@@ -89,21 +89,9 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return b.new_empty(a.shape[1], b.shape[1])
 
 
-def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
-    """Return the outputs of several linear `layers` for the same `x` [..., C]; on a GPU, from a single matmul."""
-    if not fuses(x, layers):
-        return [layer(x) for layer in layers]
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    together = F.linear(x, torch.cat([layer.weight for layer in layers]), bias)
-    return list(together.split([layer.out_features for layer in layers], dim=-1))
-
-
-def fuses(x: Tensor, layers: list[nn.Linear]) -> bool:
-    """Return whether to fuse the matmuls of `layers`: on CUDA, where narrow ones leave units idle, unless they are in float8.
-
-    On a CPU, fusing gains nothing (bench/LOG.md) and would change the bits, because one matmul would sum the gradient of `x`.
-    """
-    return x.device.type == "cuda" and all(type(layer) is Linear for layer in layers)
+def linears(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
+    """Return the outputs of several linear `layers` for the same `x` [..., C]. In portable.py, they come from one product."""
+    return [layer(x) for layer in layers]
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, part=None, rows: int | None = None) -> Tensor:

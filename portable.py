@@ -169,7 +169,7 @@ def logits(x: Tensor, *weights: Tensor) -> Tensor:
     return Product.apply(x.flatten(0, -2), *weights).unflatten(0, x.shape[:-1])
 
 
-def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
+def linears(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
     """Return the outputs of several linear `layers` for the same `x` [..., C], from one product."""
     together = logits(x, *(layer.weight for layer in layers))
     if layers[0].bias is not None:
@@ -179,7 +179,7 @@ def fused_linear(x: Tensor, layers: list[nn.Linear]) -> list[Tensor]:
 
 class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return fused_linear(x, [self])[0]
+        return linears(x, [self])[0]
 
 
 class Lookup(torch.autograd.Function):

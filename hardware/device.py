@@ -30,11 +30,6 @@ from hardware.host import cores, cpu_name, cpuinfo, memory_bytes, nvidia_driver
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
 NO_LIMIT = ("", "ALL", "DEFAULT")
-# Compiling for a CPU takes COMPILE_SECONDS and saves a fraction COMPILE_SAVES of the time of eager training, which runs at
-# about EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). These are constants because the choice affects the bits.
-COMPILE_SECONDS = 20.0
-COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
-EAGER_FLOPS = {"float32": 65e9, "bfloat16": 200e9}
 MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
@@ -44,6 +39,11 @@ CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/
 # them on Intel's.
 ONEDNN_IS_FASTER = torch.backends.mkldnn.is_available() and cpuinfo("vendor_id") == "AuthenticAMD"
 ONEDNN_IS_WIDE = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+# Compiling for a CPU takes COMPILE_SECONDS and saves a fraction COMPILE_SAVES of the time of eager training, which runs at
+# about EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). These are constants because the choice affects the bits.
+COMPILE_SECONDS = 20.0
+COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
+EAGER_FLOPS = {"float32": 130e9 if ONEDNN_IS_FASTER and ONEDNN_IS_WIDE else 65e9, "bfloat16": 200e9}
 # Words that mark GPUs whose peak is not the datasheet's: slices, virtual GPUs, and variants with other core counts or power.
 GPU_PARTS = {"MIG", "GRID", "Laptop", "Max-Q", "D", "Ti", "SUPER"}
 

@@ -155,16 +155,14 @@ def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool
     """Return the bytes of the weights cast to the matmuls' dtype, at the end of the forward pass and during the backward pass.
 
     Autocast keeps its copies of all blocks until backward, and a recomputed block makes new ones. fsdp gathers two blocks at a
-    time, and the embeddings for the whole update. For a fused matmul, autograd keeps the joined weights until backward, but
-    autocast does not (native.fused_linear).
+    time, and the embeddings for the whole update.
     """
     s, blocks, recomputed = BYTES[train.dtype], block_parameters(model), train.activation_checkpointing
-    joined = s * model.n_layer * joined_parameters(model) if fuses(train, device) else 0.0
     if fsdp:
-        gathered = s * (parameter_count(model) - blocks + 2 * blocks / model.n_layer) + (0.0 if recomputed else joined)
+        gathered = s * (parameter_count(model) - blocks + 2 * blocks / model.n_layer)
         return gathered, gathered
     casts = 2.0 * blocks if s == 2 else 0.0
-    return (casts - joined * (s == 2), casts / model.n_layer) if recomputed else (casts, casts)
+    return casts, casts / model.n_layer if recomputed else casts
 
 
 def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: str) -> tuple[float, float]:
@@ -176,19 +174,16 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     gpt2, compiled = model.architecture == "gpt2", train.compile == "on"
     s = BYTES[train.dtype]
     residual = s if strategy == "fsdp" else 4  # bytes per element of the residual stream
-    fused, gpu = fuses(train, device), device != "cpu" and not compiled  # eager code on a GPU
+    gpu = device != "cpu" and not compiled  # eager code on a GPU
     # The inputs of the two norms. On a GPU, autocast converts LayerNorm's to float32, but not RMSNorm's.
     block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
     block += s * (2 * Q + 2 * K)  # queries, keys, values and the output of attention
     block += s * F * (2 if gpt2 else 3 if compiled else 4)
     # The inputs of matmuls. Autocast converts a norm's float32 output once per matmul that reads it.
-    converts = s == 2 and not fused and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
+    converts = s == 2 and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
     block += s * C * ((4 if gpt2 else 5) if converts else 2)
     if model.architecture == "qwen3":  # queries and keys before their norms; on a CPU, eager code also copies the attention
         block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
-    if fused and (model.architecture == "llama" or (model.architecture == "qwen3" and residual != s)):
-        # The fused matmul's queries and keys, which share a tensor with the values that backward needs.
-        block += s * (Q + K)
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
     if model.dropout:
@@ -200,17 +195,6 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     if gpu:  # the gradients in the MLP while the whole block is in memory, except its input, which is already counted
         block += s * F * (1 if gpt2 else 2) - C * residual
     return N * model.n_layer * C * residual + ends, N * block
-
-
-def fuses(train: TrainConfig, device: str) -> bool:
-    """Return whether eager code computes queries, keys and values in one matmul, and gate and up in another: `native.fuses`."""
-    return device in ("cuda", "rocm") and train.compile != "on"
-
-
-def joined_parameters(model: ModelConfig) -> int:
-    """Return the number of weights in a block's fused matmuls."""
-    C, F, Q, K = widths(model)
-    return C * (Q + 2 * K + (0 if model.architecture == "gpt2" else 2 * F))
 
 
 def uses_flex(config: Config, device: str) -> bool:

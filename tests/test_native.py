@@ -17,7 +17,6 @@ import native
 import settings
 from conftest import ROOT, execute
 from hardware import device, footprint
-from model import GPT, initial_weights
 from watch import Watch
 
 
@@ -148,27 +147,6 @@ def test_the_logits_are_never_whole():
     with Watch("cpu") as watch:
         native.linear_cross_entropy(x, weight, torch.zeros(4096, dtype=torch.int64)).backward()
     assert 4 << 20 <= watch.peak < 4 * 4096 * 2048 / 2  # bytes of a part, and of half the logits
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
-def test_fused_products_give_the_same_losses_and_gradients(monkeypatch, architecture):
-    """As on CUDA: q, k and v in one product, also where there are fewer heads of keys, and gate and up in another."""
-    shape = dict(n_layer=2, n_embd=24, n_head=6, n_kv_head=6 if architecture == "gpt2" else 2, d_ff=40, seq_len=8)
-    config = settings.resolve_model(settings.ModelConfig(architecture, vocab_size=32, **shape), 32)
-    model, fused = GPT(config).double(), []
-    model.load_state_dict(dict(initial_weights(model, seed=1)))
-    tokens = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(1))
-
-    def gradients():
-        model.zero_grad()
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    loss, apart = gradients()
-    monkeypatch.setattr(native, "fuses", lambda x, layers: fused.append(len(layers)) or True)
-    torch.testing.assert_close(gradients(), (loss, apart), rtol=1e-12, atol=1e-14)
-    assert fused == ([3] if architecture == "gpt2" else [3, 2]) * 2
 
 
 @pytest.mark.parametrize(
