@@ -142,6 +142,7 @@ def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: found["name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))  # a build for CUDA asks for it
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found["nccl"])
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     for module in (startup, checkpoint):
