@@ -131,9 +131,9 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
     config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), previous)
     versions = checkpoint.versions(config, world.device)
     notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity, versions)]
-    notes += [*startup.compare(config, world, versions), *startup.check(config, world)]
+    notes += startup.compare(config, world, versions)
     if start.state.step < config.train.steps:
-        notes += startup.check_disk(config)
+        notes += startup.check(config, world)
         log.say(startup.banner(config, dataset, world, start.state.step))
     for note in notes:
         log.say(note)

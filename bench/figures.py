@@ -136,7 +136,7 @@ def batches(result: dict) -> str:
 
 
 def within_documents(result: dict) -> str:
-    found = {name: values for name, values in result["differences"].items() if "packed" not in name}
+    found = {name: values for name, values in result["differences"].items() if "packed" not in name}  # in an older result
     return "; ".join(f"{v['mean']:+.3f} ± {v['standard error']:.3f} ({name.split(',')[0]})" for name, v in found.items())
 
 
@@ -234,7 +234,8 @@ def conditions(result: dict) -> str:
     host = result["machine"]
     cpu = "Xeon (AMX)" if "Xeon" in host["cpu"] else host["cpu"].removeprefix("AMD ")
     cpu = "EPYC as AVX2" if host.get("instructions") == "avx2" else cpu
-    load = ", under load" if result["load"][0] > host["cores"] + 1 else ""
+    others = result["load before"][0] if "load before" in result else result["load"][0] - host["cores"]
+    load = ", under load" if others > 1 else ""
     return f"{host['cores']} cores of {cpu}{load}, torch {result['versions']['torch'].partition('+')[0]}, {result['date']}"
 
 

@@ -121,7 +121,8 @@ def failure(output: Path, statuses: list[int], limit: float = math.inf) -> RunEr
     texts = [Path(f"{output}.{stream}") for stream in ("err", "out")]
     lines = [line for path in texts if path.exists() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     ended = "was not done" if all(status == signal.SIGKILL for status in statuses) else "failed"
-    return RunError(f"{ended} within {limit:.0f} s: {(lines or ['no output'])[-1].strip()[:500]}")
+    within = f" within {limit:.0f} s" if limit < math.inf else ""
+    return RunError(f"{ended}{within}: {(lines or ['no output'])[-1].strip()[:500]}")
 
 
 def in_fresh_process(function: Callable, *arguments):

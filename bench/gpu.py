@@ -351,7 +351,9 @@ def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], str]]) -> int:
 
 def code_digest() -> str:
     """Eight digits that change with the trainer's code."""
-    files = [*machine.ROOT.glob("*.py"), *machine.ROOT.glob("config/*.toml"), *machine.ROOT.glob("[!bt]*/*.py")]
+    folders = ("checkpoints", "common", "dataset", "hardware", "parallel", "planning", "reports")
+    files = [*machine.ROOT.glob("*.py"), *machine.ROOT.glob("config/*.toml")]
+    files += [path for folder in folders for path in (machine.ROOT / folder).glob("*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:8]
 
 

@@ -29,7 +29,7 @@ from common.files import publish_text, sha256
 from hardware.host import cores, cpu_name, memory_bytes
 
 ROOT = Path(__file__).parent.parent
-LOAD = [round(load, 2) for load in os.getloadavg()]  # before the measurement, whose own load does not count
+LOAD = [round(load, 2) for load in os.getloadavg()]  # of other programs, before the measurement
 RESULTS = str(ROOT / "runs" / "bench")  # not bench/results, which is tracked: that needs --out
 # Metrics that differ between equal runs.
 MEASURED = {"time", "tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
@@ -160,7 +160,7 @@ def timed(command: list, cwd: Path = ROOT, **variables: str) -> float:
 
 def step_ms(preset: str = "", **flags) -> list[float]:
     """The milliseconds of each update of a run, without the first. It saves and evaluates only at its end."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=ROOT / "runs") as folder:
         flags |= dict(out_dir=folder, name="run", log_every=1, eval_every=0, eval_tokens=1, save_every=0)
         timed(arguments("train.py", preset, **flags))
         return [record["step_ms"] for record in metrics(Path(folder, "run")) if "step_ms" in record]
@@ -241,7 +241,12 @@ def describe() -> dict:
     host |= {"gpus": output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()}
     versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     versions |= {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
-    return {"machine": host, "versions": versions, "commit": output_of("git", "describe", "--always", "--dirty"), "load": LOAD}
+    return {
+        "machine": host,
+        "versions": versions,
+        "commit": output_of("git", "describe", "--always", "--dirty"),
+        "load before": LOAD,
+    }
 
 
 def output_of(*command: str) -> str:

@@ -58,7 +58,7 @@ def main(config: MachinesConfig) -> int:
     ways = machines([command for command in config.python.split(",") if command])
     with machine.workspace() as folder, ThreadPoolExecutor(cores()) as pool:
         folders = [folder / str(number) for number in range(len(ways))]
-        # All of them first, because a Python may lack a package. Warnings come before the line.
+        # Run these first, because a Python may lack a package. Any warnings precede the last line.
         places = [text.splitlines()[-1] for text in pool.map(lambda one: run(one, ["-c", WHERE]), ways)]
         rows = list(pool.map(measure, ways[::-1], places[::-1], folders))[::-1]  # the last ones, under qemu, take longest
     print(machine.write("machines", {"models": MODELS, "machines": rows}, config.out))

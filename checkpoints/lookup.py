@@ -22,6 +22,7 @@ from settings import Config, ModelConfig
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
 FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # may change without a note
+LINKS = ("best", "latest")  # in a run's checkpoints/
 NO_URL = "for a model on the Hub, use OWNER/NAME; train.py --mirror=URL continues a run from a store"
 
 
@@ -42,10 +43,8 @@ def find(name: str) -> tuple[Path, list[str]]:
 
 
 def behind(path: Path) -> Path:
-    """Return the checkpoint behind a link to it, such as `best`, because the link may move."""
-    while path.is_symlink():
-        path = path.parent / path.readlink()
-    return path
+    """Return the checkpoint that a run's link `best` or `latest` points to now, because the link moves; else `path`."""
+    return path.parent / path.readlink() if path.name in LINKS and path.is_symlink() else path
 
 
 def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> tuple[Path, list[str]]:
@@ -121,13 +120,13 @@ class Start:
             if before.run.resume not in ("auto", "off"):
                 config = settings.replace(config, resume=before.run.resume)
             given = Path(config.model.init_from)
-            if Path(before.model.init_from).is_relative_to(given) or given.is_symlink():
+            if Path(before.model.init_from).is_relative_to(given.parent if given.name in LINKS else given):
                 config = settings.replace(config, init_from=before.model.init_from)
             if self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
                 config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
         elif self.checkpoint:  # name the checkpoint, because its run may train on
             config = settings.replace(config, resume=str(self.checkpoint))
-        elif self.pretrained and (self.pretrained / MANIFEST).exists():
+        elif self.pretrained and (self.pretrained / MANIFEST).exists() and Path(config.model.init_from).exists():
             config = settings.replace(config, init_from=str(self.pretrained))
         return config
 

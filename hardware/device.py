@@ -40,7 +40,7 @@ CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/
 ONEDNN_IS_FASTER = torch.backends.mkldnn.is_available() and cpuinfo("vendor_id") == "AuthenticAMD"
 ONEDNN_IS_WIDE = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 # Compiling for a CPU takes COMPILE_SECONDS and saves a fraction COMPILE_SAVES of the time of eager training, which runs at
-# about EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). These are constants because the choice affects the bits.
+# about EAGER_FLOPS per core (bench/LOG.md, "Classes of processors"). They are constants because the choice affects the bits.
 COMPILE_SECONDS = 20.0
 COMPILE_SAVES = {"float32": 0.05, "bfloat16": 0.17}
 EAGER_FLOPS = {"float32": 130e9 if ONEDNN_IS_FASTER and ONEDNN_IS_WIDE else 65e9, "bfloat16": 200e9}

@@ -116,7 +116,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     # exact and scratch_overlap move each gradient elsewhere as soon as it is complete.
     between = 4.0 * P / (shards if sharded else 1) if accumulating and not exact and strategy != "scratch_overlap" else 0.0
     buckets = 4.0 * P if strategy in ("ddp", "scratch_overlap") else 0.0
-    casts, again = weight_casts(model, train, device, fsdp)
+    casts, again = weight_casts(model, train, fsdp)
     always = {
         "weights": 4.0 * P / (shards if fsdp else 1),
         "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
@@ -151,7 +151,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
 
 
-def weight_casts(model: ModelConfig, train: TrainConfig, device: str, fsdp: bool) -> tuple[float, float]:
+def weight_casts(model: ModelConfig, train: TrainConfig, fsdp: bool) -> tuple[float, float]:
     """Return the bytes of the weights cast to the matmuls' dtype, at the end of the forward pass and during the backward pass.
 
     Autocast keeps its copies of all blocks until backward, and a recomputed block makes new ones. fsdp gathers two blocks at a

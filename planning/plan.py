@@ -116,8 +116,12 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
         return config, {}
     import data  # imported here because it imports numpy, which --help does not need
 
-    batches, found = data.make_batches(config, mixture), re.search(r"step-(\d+)/?$", config.run.resume)
-    done = int(found[1]) if found and decay else 0
+    batches, done = data.make_batches(config, mixture), 0
+    if decay:  # the branch begins at a checkpoint
+        run = config.run.resume if config.run.resume not in ("auto", "off") else Path(config.run.out_dir, config.run.name)
+        latest = Path(run, "checkpoints", "latest")
+        found = re.search(r"step-(\d+)$", os.path.realpath(latest if latest.exists() else run))
+        done = int(found[1]) if found else 0
     times = zip(batches.epochs(done), batches.epochs(done + config.train.steps), strict=True)
     return config, dict(zip(mixture.names, (after - before for before, after in times), strict=True))
 

@@ -51,11 +51,11 @@ def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]
 
 
 def check(config: Config, world: World) -> list[str]:
-    """Raise UserError if this machine lacks memory or packages for the run. Returns warnings and notes."""
+    """Raise UserError if this machine lacks memory, packages or disk space for the run. Returns warnings and notes."""
     check_memory(config, world)
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError("--tensorboard=true needs tensorboard, which is not installed; try: pip install tensorboard")
-    warnings, train, optim = [], config.train, config.optim
+    warnings, train, optim = check_disk(config), config.train, config.optim
     chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
         faster = "--dtype=float32 --muon_dtype=float32 may be faster, but gives different bits"
