@@ -87,9 +87,9 @@ def find_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device(name)
     count = getattr(torch, name).device_count()
-    if name == "cuda" and not count:
-        require_no_gpu()
     if not count:
+        if name == "cuda":
+            require_no_gpu()
         raise UserError(f"--device={name}: torch finds no such device on this machine; use --device=cpu")
     if local_rank >= count:
         raise UserError(

@@ -118,6 +118,7 @@ def test_nothing_else_in_a_pickle_is_read(tmp_path):
     "content, said",
     [
         ({"model": {}, "config": {"dataset": "x"}}, "expected a valid model and model_args"),
+        ({"model": {0: torch.zeros(2)}, "model_args": ARGS}, "expected a valid model and model_args"),
         ({"model": {}, "model_args": ARGS | {"n_layer": 1 << 23}}, "its n_layer must be greater than 0 and at most 4,096"),
     ],
 )

@@ -77,7 +77,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     tensors, args, theirs = (content.get(name) for name in ("model", "model_args", "config"))
     nanogpt = args is not None
     args = vars(theirs) if not nanogpt and isinstance(theirs, GPTConfig) else args
-    if not isinstance(args, dict) or not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    named = isinstance(tensors, dict) and all(isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items())
+    if not isinstance(args, dict) or not named:
         needed = "a valid model and model_args (nanoGPT), or model and config (build-nanogpt)"
         raise UserError(f"{path} is not a nanoGPT or build-nanogpt checkpoint: expected {needed}")
     values, wrong = cli.read_values(ModelConfig, {ours: args.get(name) for name, ours in SIZES.items()}, strict=True)
