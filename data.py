@@ -293,7 +293,7 @@ class Batches:
     def count(self, phase: int, sequence: int) -> np.ndarray:
         """Return what `read` would return if the shares of `phase` had always applied."""
         (block, rest), shares = divmod(sequence, BLOCK), self.phases[phase][1]
-        begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares))
+        begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares)) if rest else 0
         return block * np.array(shares) + begun
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
@@ -314,7 +314,8 @@ class Batches:
         Inputs are [:, :-1], targets [:, 1:]. Micro-batches are numbered over the whole update, not within a rank.
         """
         first = self.first_sequence(step) + micro_batch * self.micro_batch_size
-        places = zip(*self.sequences(first, self.micro_batch_size), strict=True)
+        datasets, windows = (numbers.tolist() for numbers in self.sequences(first, self.micro_batch_size))
+        places = zip(datasets, windows, strict=True)
         return np.stack([self.streams[dataset].read_window(window, self.seq_len) for dataset, window in places])
 
     def batch_number(self, step: int) -> int:
