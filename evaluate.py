@@ -1,7 +1,7 @@
 """Measure a model's validation loss: `python evaluate.py runs/NAME`. For scores on tasks instead, add `--tasks=hellaswag`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -12,7 +12,7 @@ from common.records import Count
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """A run directory (uses its newest checkpoint), a checkpoint, or a Hugging Face model directory or Hub id."""
     tokens: str = ""
     """Dataset directory or mixture (empty: what the run was trained on)."""

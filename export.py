@@ -5,7 +5,7 @@ the run's config.toml, and a model card (README.md). `--push=OWNER/NAME` uploads
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -16,7 +16,7 @@ from common.hub import HubConfig
 
 @dataclass(frozen=True)
 class ExportConfig:
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """A run directory (uses its newest checkpoint) or a checkpoint, such as runs/NAME/checkpoints/best."""
     out: str = ""
     """Directory to create; it must not exist. Optional with --push."""
@@ -51,7 +51,7 @@ def main(config: ExportConfig) -> None:
         out = Path(temporary, "model") if config.hub.push and not config.out else cli.new_directory(config.out)
         source, warnings = lookup.find(config.run)
         for warning in warnings:
-            say(f"warning: {warning}")
+            say(warning)
         state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
         eot_token = files.read_json(source / "generation_config.json")["eos_token_id"]
         with files.publish_directory(out) as directory:

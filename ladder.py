@@ -47,7 +47,7 @@ class LadderConfig:
     minutes: Annotated[float, Meta(ge=0, le=10**7)] = 0.0
     """Total training time for the ladder and the run that it recommends."""
     flops: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
-    """The budget in floating-point operations instead; no time is measured."""
+    """The budget in floating-point operations instead of minutes. The ladder then measures no time."""
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """The fraction of the budget to spend on the ladder itself."""
     ranks: Ranks = 1

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -14,13 +14,13 @@ from common import cli
 
 @dataclass(frozen=True)
 class PlotConfig:
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]]
     """Run directories."""
     out: str = "curves.png"
     """Image file to write, in the format of its suffix: png, svg or pdf."""
     x: Literal["auto", "step", "tokens", "time"] = "auto"
-    """The x-axis. time: training time without evaluations, saves and pauses. auto: tokens if the runs' global batches
-    differ, else step."""
+    """The x-axis. time: training time without evaluations, saves and pauses.
+    auto: tokens if the runs' global batches differ, else step."""
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ from common.records import Auto
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    sources: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")]] = ()
+    sources: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]", help_behavior_hint="")]] = ()
     """Files, folders or URLs (default: the Python standard library). On the Hugging Face Hub:
     hf://datasets/OWNER/NAME[@REVISION], optionally followed by /FOLDER or /PATTERN."""
     out: str = ""
     """Dataset directory (default: tokens/ plus the first source's name, or tokens/python)."""
     tokenizer: str = ""
-    """train:N, train:N:llama3 (supported by llama.cpp), gpt2, cl100k_base, o200k_base, bytes, or the path of a tokenizer.json
-    or .tiktoken file. Default: gpt2, or train:4096 without a source."""
+    """train:N, train:N:llama3 (for llama.cpp), gpt2, cl100k_base, o200k_base, bytes, or a tokenizer.json or .tiktoken file.
+    Default: gpt2, or train:4096 without a source."""
     column: str = "text"
     """Text column of .parquet files, or text key of .jsonl files."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
@@ -43,8 +43,8 @@ class PrepareConfig:
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Encoding threads (0: one per core)."""
     check: str = ""
-    """Instead of preparing anything, read all of this dataset directory (ours or another tool's) and report its contents or
-    the first problem. --tokenizer decodes another tool's tokens."""
+    """Instead of preparing anything, read all of this dataset directory, and report its contents or the first problem.
+    Other tools' tokens work too; --tokenizer decodes them."""
     hub: HubConfig = HubConfig()
 
 
@@ -185,7 +185,7 @@ def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceF
             if min(writer.wanted.values()) == END:
                 break
     if without_text:
-        say(f"left out {errors.plural(without_text, 'row')} without text")
+        say(f"skipped {errors.plural(without_text, 'row')} without text")
     if not_utf8:
         count = errors.plural(len(not_utf8), "file")
         say(f"warning: {count} contained invalid UTF-8, which was replaced by U+FFFD: {files.shortened(not_utf8)}")

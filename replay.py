@@ -18,7 +18,7 @@ from common.records import Auto, Count
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """A run directory."""
     step: Count = 0
     """The step to replay, numbered as in metrics.jsonl (0: the last recorded step)."""

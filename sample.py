@@ -17,7 +17,7 @@ from common.records import Count, Seed, Size
 
 @dataclass(frozen=True)
 class SampleConfig:
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]]
     """A run directory (uses its newest checkpoint), a checkpoint, or any Hugging Face model directory or Hub id."""
     prompt: str = ""
     """Text to continue, or FILE:path to read it from a file. Empty: ask for it in a terminal; otherwise, start a document."""

@@ -50,8 +50,8 @@ class DataConfig:
     tokens: str = "tokens/python"
     """A dataset directory, or a weighted mixture such as tokens/web:0.8,tokens/code:0.2 (a preset may use a list)."""
     phase: str = ""
-    """Switch to another mixture after a step, such as 8000:tokens/web:0.5,tokens/math:0.5. Several phases go in one list,
-    such as 8000:tokens/web,9000:tokens/math. When a run continues, you may add future phases."""
+    """Switch to another mixture after a step, such as 8000:tokens/web:0.5,tokens/math:0.5.
+    Several phases go in one list, such as 8000:tokens/web,9000:tokens/math. A run that continues may add future phases."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows within an epoch."""
     skip_steps: str = ""
@@ -170,8 +170,8 @@ class ParallelConfig:
     replicate: Ranks = 1
     """Copies of the weights under fsdp, each sharded across a group of ranks such as a node (1: one copy across all ranks)."""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
-    """For fsdp and exact. on: send gradients to their shards after every micro-batch. This saves memory, adds traffic
-    and changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
+    """For fsdp and exact. on: send gradients to their shards after every micro-batch: less memory, but more traffic.
+    It changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
     check_replicas_every: Count = 0
     """Steps between comparisons of all ranks' weights (0: never). The run ends if a bit differs."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0
@@ -207,8 +207,8 @@ class CheckpointConfig:
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
     mirror: str = ""
-    """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens). If the disk is empty,
-    the run continues from there."""
+    """Copy each checkpoint to this URL, such as s3://bucket/run (anything that fsspec opens).
+    On an empty disk, the run continues from there."""
 
 
 @dataclass(frozen=True)

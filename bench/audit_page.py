@@ -1,6 +1,7 @@
 """Write docs/audit.md from the rows of audit.json: python bench/audit_page.py --out=bench/results"""
 
 import json
+import textwrap
 from pathlib import Path
 
 import audit_trainers
@@ -107,7 +108,7 @@ def outcome(found: dict) -> str:
     if "error" in found:
         if found["error"].startswith("no update"):
             return f"fails: it makes {found['error'].replace(', ', ' and ends with ')}"
-        return f"fails: `{found['error'][:90].replace('|', ' ')}`"
+        return f"fails: `{textwrap.shorten(found['error'], 90, placeholder=' ...').replace('|', ' ')}`"
     other, difference = found["of"] - found["same"], found["difference"]
     tokens = f"different tokens in {other} of {found['of']} updates" if other else "the same tokens"
     tokens += f" (the first sees the tokens of update {found['again']})" if found["again"] else ""

@@ -13,6 +13,7 @@ PAGE = machine.ROOT / "docs" / "figures.md"
 # Where to find the measurements of scripts that no longer exist.
 NOW = {"hard_kills": "drill.py kills", "resume": "drill.py resume", "tokens_per_second": "speed.py steps"}
 NOW |= {"time_to_loss": "speed.py loss"}
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 OURS = {"out", "runs", "jobs", "name", "save_every"}  # flags that change no figure
 PREFACE = """# All figures, and where they come from
 
@@ -31,9 +32,9 @@ SPEED = """
 
 The rows where Lockstep is slower, with ratios below 1, come first. Contenders took turns, and each ratio is the median over the
 rounds. The rows with tokens/s train a model with 6 layers, a width of 384 and a context of 256 tokens, on 8 sequences per
-update. litgpt and nanochat train their own models with the same blocks. nanochat's costs more, because it has value embeddings
-and trains with Muon. The rows with a loss (per character of tiny Shakespeare) time the whole command, from start to end. One
-result is only in [bench/LOG.md](../bench/LOG.md): with its matrix unit switched off by
+update. litgpt and nanochat train their own models with the same blocks. nanochat's model costs more, because it has value
+embeddings and trains with Muon. The rows with a loss (per character of tiny Shakespeare) time the whole command, from start to
+end. One result is only in [bench/LOG.md](../bench/LOG.md): with its matrix unit switched off by
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`, a Xeon reached **0.79** of nanoGPT's tokens/s (bfloat16 against float32, 22 Nov 2026).
 
 | ratio | what | machine | command | result |
@@ -118,12 +119,13 @@ def same_run(result: dict) -> str:
 
 def factors(result: dict) -> str:
     return "the best rate moves by a factor of " + ", ".join(
-        f"{found['dial']:.2f} ({'AdamW' if name == 'adamw' else 'Muon'})" for name, found in result["factors"].items()
+        f"{found['dial']:.2f} ({OPTIMIZERS[name]})" for name, found in result["factors"].items()
     )
 
 
 def own_length(result: dict) -> str:
-    found = [f"{row['best_rate'] / row['dial']:.2f} ({row['optimizer']}, depth {row['depth']})" for row in result["curves"]]
+    rows = [(row["best_rate"] / row["dial"], OPTIMIZERS[row["optimizer"]], row["depth"]) for row in result["curves"]]
+    found = [f"{ratio:.2f} ({optimizer}, depth {depth})" for ratio, optimizer, depth in rows]
     return "the best rate, divided by the dial's: " + ", ".join(found)
 
 
@@ -131,8 +133,11 @@ def batches(result: dict) -> str:
     rows = {}
     for row in result["curves"]:
         rows.setdefault(row["optimizer"], []).append((row["dial_loss"], row["batch"]))
-    best = [f"{min(found)[1]:,} tokens ({name}, among {sorted(batch for _, batch in found)})" for name, found in rows.items()]
-    return "at the dial's rate, the loss is lowest with batches of " + ", ".join(best)
+    best = []
+    for name, found in rows.items():
+        tried = ", ".join(f"{batch:,}" for batch in sorted(batch for _, batch in found))
+        best.append(f"{min(found)[1]:,} tokens with {OPTIMIZERS[name]} (of {tried})")
+    return "at the dial's rate, the loss is lowest with a batch of " + " and of ".join(best)
 
 
 def within_documents(result: dict) -> str:
@@ -218,7 +223,8 @@ OTHERS = [
     ("dial", "best learning rate relative to the rate of `--depth` (the dial), over a factor of 4 in width and depth", factors),
     ("dial_text", "the same on another text", factors),
     ("dial_length", "the same at the dial's own length, batch and weight decay, one seed", own_length),
-    ("dial_tokens", "best batch for a fixed number of tokens (`--depth=4` sets 4,096 tokens), one seed", batches),
+    ("dial_tokens", "best batch for a fixed number of tokens, one seed (`--depth=4` picks 2,048 with AdamW, 5,120 with Muon)",
+     batches),
     ("phases", "one trunk with three decays ([phases.md](phases.md)), beside a cosine run of each length, one seed", phases),
     ("documents_loss", "attention within documents: change in validation loss, three seeds", within_documents),
     ("documents_time", "the same: time of an update by context length", document_time),
@@ -226,7 +232,7 @@ OTHERS = [
     ("scale", "data of 8 to 16,384 ranks, simulated", lambda r: "[scale.md](scale.md)"),
 ]  # fmt: skip
 SECTIONS = {"Strategies, compared with torch's DDP": STRATEGIES, "The run is the same run": SAME}
-SECTIONS |= {"Memory, time and start": OTHERS}
+SECTIONS |= {"Memory, losses and learning rates": OTHERS}
 
 
 def conditions(result: dict) -> str:

@@ -39,7 +39,7 @@ def find(name: str) -> tuple[Path, list[str]]:
         if (path / "metrics.jsonl").exists() and not damaged:
             raise UserError(f"{path} has no checkpoint yet; the first one is saved at step --save_every, or when the run stops")
         refuse([f"{path} is neither a run with an intact checkpoint nor a checkpoint{cli.similar_runs(name)}", *damaged])
-    return found, damaged
+    return found, [f"warning: {line}" for line in damaged]
 
 
 def behind(path: Path) -> Path:
@@ -79,7 +79,7 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
     """
     directory, warnings = find_model(name)
     for warning in warnings:
-        say(f"warning: {warning}")
+        say(warning)
     if numerics == "auto":
         trained = (directory / "trainer_state.json").exists()
         numerics = load_state(directory).config.numerics.numerics if trained else "native"
@@ -184,9 +184,10 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         path, damaged = newest(run / "checkpoints")
         if path is None:
             refuse([f"{run} has no intact checkpoint; delete the directory to start over", *damaged])
-        continuing = f"continuing from {path}, with the settings from the run's last start unless a flag changes them"
-        unread = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
-        return Start(load_state(path), path, continues=True, notes=[*unread, *damaged, continuing])
+        continuing = f"continuing from {path} with the run's own settings and your flags"
+        notes = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
+        notes += [f"warning: {line}" for line in damaged]
+        return Start(load_state(path), path, continues=True, notes=[*notes, continuing])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
         path = behind(path)
@@ -224,7 +225,7 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
     skips_otherwise = seen_by(done, was.skipped_batches) != seen_by(done, config.skipped_batches)
     skip = f"--skip_steps={config.data.skip_steps} changes the data of one of the {done} finished steps"
     if own and skips_otherwise:
-        refused.append(f"{skip}; start a new run without it from an earlier checkpoint: --name=... --resume=PATH")
+        refused.append(f"{skip}; to leave that batch out, start a new run from an earlier checkpoint: --name=... --resume=PATH")
     least = done if own else done + 1  # a complete run may be started again; a new run must train
     if config.train.steps < least:
         refused.append(f"--steps={config.train.steps}, but {done} steps are done; --steps must be at least {least}")

@@ -92,8 +92,10 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             raise UserError(f"unknown flag --{name}{suggestion(name, flat_fields(cls))} (--help lists all flags)")
         raise UserError(f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value")
     given = flat_values(config)
-    if given.get("run") == "":  # the one argument without --
-        raise UserError(f"name a run, such as runs/NAME{similar_runs('runs')}")
+    for name, item in flat_fields(cls).items():
+        if item.default is dataclasses.MISSING and given[name] == "":  # the argument without --
+            runs = f", such as runs/NAME{similar_runs('runs')}" if name == "run" else "; --help describes it"
+            raise UserError(f"name a {name}{runs}")
     values, wrong = read_values(cls, given, strict=False)
     refuse(f"--{name.rstrip('_')} {mistake}" for name, mistake in wrong.items())  # --from is from_ in Python
     return replace(config, **values)

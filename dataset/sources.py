@@ -115,7 +115,7 @@ def list_files(
     forms = (".jsonl", ".parquet") if documented else SUFFIXES
     texts, others = ([file for file in found if (file.form in forms) == wanted] for wanted in (True, False))
     if not texts:
-        raise UserError(f"{source}: no text files there; expected {' '.join(SUFFIXES)}, optionally with {' '.join(OPENERS)}")
+        raise UserError(f"{source}: no text files there; expected {' '.join(forms)}, optionally with {' '.join(OPENERS)}")
     return texts, others
 
 

@@ -144,6 +144,6 @@ def is_finished(directory: Path, request: dict) -> bool:
         wanted["val_fraction"] = metadata["val_fraction"]
     keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
     if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
-        raise UserError(f"{directory} is a different dataset: {', '.join(names)} changed; choose another --out, or remove it")
+        raise UserError(f"{directory} is a different dataset (changed: {', '.join(names)}); choose another --out, or remove it")
     (directory / "progress.json").unlink(missing_ok=True)  # a kill may have left it behind
     return True

@@ -33,7 +33,8 @@ NO_LIMIT = ("", "ALL", "DEFAULT")
 MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
 # torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
-CUDA_12_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+TORCH_WHEEL = "pip install --force-reinstall torch"
+CUDA_12_WHEEL = f"{TORCH_WHEEL} --index-url https://download.pytorch.org/whl/cu126"
 # MKL ignores AVX512 on AMD's processors, so oneDNN multiplies float32 matrices up to 2.3 times as fast there, and up to 1.17
 # times where only AVX2 is allowed, except for weights' gradients (bench/LOG.md, "Classes of processors"). We have not compared
 # them on Intel's.
@@ -106,7 +107,7 @@ def require_no_gpu() -> None:
     cuda, own = torch.version.cuda or "", int(driver.partition(".")[0] or 0)
     needed = CUDA_DRIVERS.get(cuda.partition(".")[0], 580)
     if not cuda:
-        wheel = CUDA_12_WHEEL if own < CUDA_DRIVERS["13"] else CUDA_12_WHEEL.partition(" --")[0]
+        wheel = CUDA_12_WHEEL if own < CUDA_DRIVERS["13"] else TORCH_WHEEL
         problem = f"is a build without CUDA; try: {wheel}"
     elif own < needed:
         problem = f"needs driver {needed} or newer for CUDA {cuda}; update the driver, or try: {CUDA_12_WHEEL}"

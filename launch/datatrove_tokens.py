@@ -5,10 +5,9 @@
     python launch/datatrove_tokens.py s3://bucket/text --out=/shared/web --executor=slurm --partition=cpu --tasks=1000
 
 TEXT is a folder of .jsonl files (also .gz and .zst), or its fsspec URL. With --format=parquet, it holds .parquet files with a
-column "text". Each task reads its share of the files, so use at least as many files as tasks. If it is killed, the same
-command keeps finished tasks and picks up where it left off. As in prepare_data.py, a hash of a document's text decides whether
-it goes to `val`. End-of-text comes after each document.
-"""
+column "text". Each task reads its share of the files, so use at least as many files as tasks. After a kill, the same command
+keeps finished tasks and picks up where it left off. As in prepare_data.py, a hash of a document's text decides whether it goes
+to `val`. End-of-text comes after each document."""
 
 import argparse
 import hashlib

@@ -170,7 +170,7 @@ class Engine:
         try:
             check_replicas(self.module)
         except ValueError as error:
-            raise RunError(f"{error}; their memory, GPU or a library is faulty; the checkpoints are kept") from None
+            raise RunError(f"{error}; memory, a GPU or a library on one of them is faulty; the checkpoints are kept") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -139,6 +139,8 @@ def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
                 rules.check(changed, world)
                 if size <= usable:
                     flags = flags if strategy == own else {"strategy": strategy} | flags
+                    if config.parallel.shard_gradients == "off" and changed.parallel.shard_gradients == "on":
+                        flags = flags | {"shard_gradients": "on"}
                     words = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
                     found[words + f" on {world} GPUs" * (world > ranks)] = size
                     break

@@ -51,7 +51,7 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
     if strategy == "fsdp" and parallel.check_replicas_every:
-        yield "--check_replicas_every compares copies of the weights, but --strategy=fsdp keeps only one; use 0"
+        yield "--check_replicas_every compares whole copies of the weights, but under --strategy=fsdp, no rank has one; use 0"
 
 
 def portable_problems(config: Config, world_size: int) -> Iterator[str]:

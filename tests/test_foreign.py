@@ -178,7 +178,7 @@ CASES = [
     case("prepare_data.py --out=s3://mine/tokens", None, "must be a local path; --push=OWNER/NAME uploads"),
     case("prepare_data.py nothing.txt", None, "no such file"),
     case("prepare_data.py hf://datasets/x", None, "error: hf://datasets/x"),
-    case("prepare_data.py --out=tokens --tokenizer=bytes", None, "tokens is a different dataset: source"),
+    case("prepare_data.py --out=tokens --tokenizer=bytes", None, "tokens is a different dataset (changed: source"),
     case([*TRAIN, "--out_dir=mine"], put("mine", ""), "error: --out_dir=mine "),
     case([*TRAIN, "--init_from=/nowhere"], None, "/nowhere is neither a run nor a model directory"),
     case(HUGE, None, "--n_layer=4096", "an update needs about", "this machine has"),

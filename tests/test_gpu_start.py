@@ -41,8 +41,8 @@ def test_the_driver_is_read_from_proc(gpu, text, driver):
     "cuda, text, said",
     [
         ("13.0", PROC, "driver 535.104.05, but torch .* needs driver 580 or newer for CUDA 13.0; .* try: .*/whl/cu126;"),
-        (None, PROC, "is a build without CUDA; try: pip install torch --index-url .*/whl/cu126;"),
-        (None, OPEN, "is a build without CUDA; try: pip install torch;"),
+        (None, PROC, "is a build without CUDA; try: pip install --force-reinstall torch --index-url .*/whl/cu126;"),
+        (None, OPEN, "is a build without CUDA; try: pip install --force-reinstall torch;"),
         ("13.0", OPEN, "driver 580.65.06, but torch .* finds none; start a container with its GPUs"),
         ("12.6", PROC, "driver 535.104.05, but torch .* finds none; start a container with its GPUs"),
     ],
@@ -68,7 +68,7 @@ def test_a_gpu_that_the_user_hides_is_none(gpu, monkeypatch):
         ((8, 9), ["sm_75", "sm_80", "sm_90"], None),  # by the kernels for 8.0
         ((10, 3), ["sm_100a", "sm_90"], None),
         ((12, 1), ["sm_90", "compute_90"], None),  # by PTX
-        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], "pip install torch --index-url .*/whl/cu126"),
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], "pip install --force-reinstall torch --index-url .*/whl/cu126"),
         ((12, 0), ["sm_80", "sm_90"], "pip install --upgrade torch"),
         ((7, 0), [], None),  # not known
     ],

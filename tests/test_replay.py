@@ -78,7 +78,10 @@ def test_a_document_of_noise_is_found_and_can_be_left_out(train, tmp_path):
     shutil.copytree(train.runs / "spike", train.runs / "without", symlinks=True)
     shutil.rmtree(train.runs / "without" / "checkpoints" / "step-00000040")
     late = train("without", status=2, **dict(flags, skip_steps="3,37"))
-    assert "--skip_steps=3,37 changes the data of one of the 20 finished steps; start a new run without it" in late.stderr
+    assert (
+        "--skip_steps=3,37 changes the data of one of the 20 finished steps; to leave that batch out, start a new run"
+        in late.stderr
+    )
     start = train.runs / "spike" / "checkpoints" / "step-00000020"
     other = train("other", **dict(flags, skip_steps="3,37", resume=start)).stdout
     assert "warning: --skip_steps=3,37 changes the data of one of the 20 finished steps" in other
