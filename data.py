@@ -182,8 +182,9 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
             known = (i for i, d in enumerate(datasets) if d.directory.samefile(dataset.directory) and i not in numbers)
             numbers.append(next(known, len(datasets)))
             datasets += [dataset] * (numbers[-1] == len(datasets))
-            if dataset is not datasets[0]:
-                check_tokenizers(datasets[0], dataset, flag + text)
+            for other in datasets:
+                if other is not dataset:
+                    check_tokenizers(other, dataset, flag + text)
         found.append((step, dict(zip(numbers, shares, strict=True))))
     every = range(len(datasets))
     return Mixture(tuple(datasets), tuple((step, tuple(shares.get(i, 0) for i in every)) for step, shares in found), rounded)

@@ -43,9 +43,8 @@ import numpy as np
 import torch
 
 import data
-import settings
 import tasks
-from checkpoints import checkpoint, huggingface, lookup
+from checkpoints import huggingface, lookup
 from common.errors import UserError, say
 from dataset.tokens import Stream
 from hardware import device, host
@@ -107,7 +106,7 @@ def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, aut
 
 def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
     """Return the validation loss on each dataset, with the same attention as in training."""
-    trained = trained_on(directory)
+    trained = lookup.settings_of(directory).data
     if not (config.tokens or trained.tokens):
         raise UserError(f"{directory} does not say what it was trained on; choose a dataset with --tokens=DIRECTORY")
     mixture = data.open_mixture(DataConfig(config.tokens) if config.tokens else trained, model.config.vocab_size)
@@ -128,15 +127,6 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
     if len(losses) > 1:
         lines += [f"{directory} on {mixture}", describe(*list(mixture.validation(losses).values())[:2])]
     return lines
-
-
-def trained_on(directory: Path) -> DataConfig:
-    """Return the data settings of a checkpoint or an export. For any other model, `tokens` is empty. Raises UserError."""
-    if (directory / "config.toml").exists():
-        return settings.read_preset(directory / "config.toml").data
-    if (directory / "trainer_state.json").exists():
-        return checkpoint.load_state(directory).config.data
-    return DataConfig(tokens="")
 
 
 def describe(loss: float, bits: float | None) -> str:

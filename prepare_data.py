@@ -83,16 +83,17 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
     by_path, records, known = {}, [], {}  # known: what an earlier run recorded
     for path in (directory / "progress.json", directory / "dataset.json"):
         known = files.read_json(path) if path.exists() else known
-    earlier = {record["path"]: record for record in known.get("request", known).get("source", [])}
+    earlier = {record["path"].rstrip("/"): record for record in known.get("request", known).get("source", [])}
     form = config.column, config.max_document_bytes
     roots = [os.path.realpath(source) for source in config.sources if "://" not in source]
     for source in sorted(set(config.sources)) or [EMBEDDED]:
-        record, url = {"path": source}, source
+        before = earlier.get(source.rstrip("/"), {})
+        record, url = {"path": before.get("path", source)}, source
         if "://" in source and "shards" in known:
-            records.append(earlier.get(source, record))
+            records.append(before or record)
             continue
         if source.startswith("hf://"):
-            url, record["revision"] = at_commit(source, earlier.get(source, {}).get("revision", ""))
+            url, record["revision"] = at_commit(source, before.get("revision", ""))
         found, others = (embedded_corpus(), []) if source == EMBEDDED else list_files(source, url, *form)
         size, held_out = sum(file.size for file in found), [file.name for file in found if HELD_OUT.search(file.name)]
         for link in filter(os.path.isdir, map(str, others)):
@@ -196,6 +197,8 @@ def main(config: PrepareConfig) -> int:
     try:
         if config.check:
             cli.require_local("check", config.check, "copy the dataset here first")
+            also = [*config.sources, *(["--push"] if config.hub.push else [])]
+            errors.refuse(f"--check only reads {config.check}; leave out {word}" for word in also)
             check(Path(config.check), config.tokenizer)
         else:
             prepare(config)

@@ -140,11 +140,11 @@ def compare(found: dict[int, tuple], records: dict[int, tuple]) -> tuple[bool, s
 
 
 def anywhere(config: settings.Config) -> settings.Config:
-    """Return settings that let any machine recompute a portable run. A native run's settings stay unchanged."""
+    """Return settings that let this machine recompute the run: on the CPU if it has no accelerator."""
+    device = config.train.device if torch.accelerator.is_available() else "cpu"
     if config.numerics.numerics == "native":
-        return config
-    gpu = config.train.device != "cpu" and torch.cuda.is_available()
-    return settings.replace(config, threads="auto", device="cuda" if gpu else "cpu")
+        return settings.replace(config, device=device)
+    return settings.replace(config, threads="auto", device=device if torch.cuda.is_available() else "cpu")
 
 
 def conditions(era: Era) -> tuple:

@@ -54,29 +54,28 @@ from data import Mixture
 from dataset import tokenizer
 from hardware import device, host
 from model import generate
-from parallel.world import connect
 
 PROMPT_TOKENS, NEW_TOKENS = 8, 64  # lengths of the prompt and of a sample during training
 
 
 def main(config: SampleConfig) -> None:
     """Print the prompt, then each token as it is sampled. A line of dashes ends each sample. Raises UserError."""
+    rank, _, local_rank, _ = host.read_ranks()
+    if rank > 0:  # one rank is enough
+        return
     directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json; pass the model's tokenizer with --tokenizer=FILE")
     text = tokenizer.resolve(config.tokenizer) if config.tokenizer else tokenizer.load(directory / "tokenizer.json")
     is_file = config.prompt.startswith("FILE:")
     prompt = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
-    rank, world_size, local_rank, _ = host.read_ranks()
     portable = model.numerics == "portable"
-    world = connect(rank, world_size, device.prepare_device(config.device, local_rank, integers_only=portable))
-    if not world.is_master:
-        return
-    model.to(world.device)
+    target = device.prepare_device(config.device, local_rank, integers_only=portable)
+    model.to(target)
     # On a CPU, float32 is as fast for a single token.
-    dtype = "float32" if portable or (config.dtype == "auto" and world.device.type == "cpu") else config.dtype
+    dtype = "float32" if portable or (config.dtype == "auto" and target.type == "cpu") else config.dtype
     options = (config.max_new_tokens, config.temperature, config.top_k, torch.Generator().manual_seed(config.seed))
-    with device.autocast(world.device, device.choose_dtype(dtype, world.device)):
+    with device.autocast(target, device.choose_dtype(dtype, target)):
         if not prompt and config.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty():
             return converse(model, text, options)
         for _ in range(config.num_samples):

@@ -90,6 +90,7 @@ def main(config: Config) -> int:
                 run = prepare(asked, config, *settled)
                 try:
                     log.status = train(run)
+                    run.checkpoints.finish_copying()  # last, because a scheduler may not wait for it
                 finally:  # if training fails during a save, finish the save
                     run.checkpoints.wait(failed=log.status == 1)
             world.leave()
@@ -232,7 +233,7 @@ def train(run: Run) -> int:
     config, world, engine, state, log = run.config, run.world, run.engine, run.state, run.log
     steps, loss = config.train.steps, 0.0
     if state.step == steps == run.evaluated_at == run.scored_at:
-        run.checkpoints.finish(state, final=True)  # the mirror may lack a checkpoint
+        run.checkpoints.finish(state, final=True)  # tells the mirror, which may lack a checkpoint
         run.progress.done(state, run.dataset, run.val_loss)
         return 0
     mine = world.share(config.micro_batches)
@@ -274,7 +275,7 @@ def train(run: Run) -> int:
     run.checkpoints.finish(state, final=True)
     if stopping:
         log.say(f"stopped at step {state.step} ({stop.reason}), saved; run the same command to continue")
-        log.set_status(step=state.step, reason=stop.reason)
+        log.set_status(state="stopped", status=EX_TEMPFAIL, step=state.step, reason=stop.reason)
         return EX_TEMPFAIL
     run.progress.done(state, run.dataset, run.val_loss, loss)
     return 0

@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -45,9 +44,7 @@ def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> 
     Returns their process ids. The forks get the environment variables that torchrun would set.
     new_group: put the forks in a new process group.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = 12000 + os.getpid() % 20000  # outside the range from which the system takes ports for connections
     pids = []
     for rank in range(ranks):
         pid = os.fork()

@@ -279,7 +279,10 @@ class Checkpoints:
                 raise RunError(f"{message}; free some space and run the same command again")
             self.log.warn(f"{message}; training continues until the next save")
         self.prune(state)
-        if final and self._mirror:
+
+    def finish_copying(self) -> None:
+        """Wait for the last copy to the mirror, if there is one."""
+        if self._mirror:
             self._mirror.finish()
 
     def evaluated(self, state: TrainState, val_loss: float) -> None:

@@ -18,7 +18,7 @@ from checkpoints import tensor_files
 from checkpoints.tensor_files import LazyTensor
 from common import cli, files
 from common.errors import UserError, refuse
-from dataset.tokenizer import token_ids
+from dataset.tokenizer import end_of_text, token_ids
 from model import on_meta
 from settings import ModelConfig, resolve_model
 
@@ -134,7 +134,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
         if found.architecture == "gpt2":
             raise UserError(f"{longest} learned positions, and no weights for more; use --seq_len={found.seq_len} or less")
         if model.rope_factors:
-            rope["rope_scaling"] = model.rope_scaling
+            rope["rope_scaling"] = ",".join(str(factor).removesuffix(".0") for factor in model.rope_factors)
         if model.rope_theta > found.rope_theta:
             rope["rope_theta"] = model.rope_theta
         if not rope:
@@ -291,13 +291,13 @@ def token_text(tokenizer: Path, token: int) -> str:
 
 
 def first_token(directory: Path) -> tuple[Path | None, int | None]:
-    """Return the tokenizer.json of a model directory, and the token that starts a text: bos_token, or else eos_token."""
+    """Return the tokenizer.json of a model directory, and the token that starts a text: bos_token, eos_token or end-of-text."""
     path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    if not (path.exists() and settings.exists()):
+    if not path.exists():
         return None, None
-    named = files.read_json(settings)
+    named, ids = files.read_json(settings) if settings.exists() else {}, token_ids(path)
     texts = [token.get("content") if isinstance(token, dict) else token for token in map(named.get, ("bos_token", "eos_token"))]
-    return path, next((ids[text] for ids in [token_ids(path)] for text in texts if text in ids), None)
+    return path, next((ids[text] for text in texts if text in ids), end_of_text(ids))
 
 
 def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:

@@ -11,6 +11,7 @@ from checkpoints.mirror import Mirror
 from checkpoints.retention import MANIFEST, find_damage, newest, published, step_of
 from common import cli
 from common.errors import UserError, refuse, say
+from common.steps import read_phases
 from data import Mixture, mixtures_seen, step_of_phase
 from model import GPT, on_meta
 from optim import learning_rate
@@ -29,7 +30,7 @@ NO_URL = "for a model on the Hub, use OWNER/NAME; train.py --mirror=URL continue
 def find(name: str) -> tuple[Path, list[str]]:
     """Return the checkpoint at a path, or the newest intact one of the run at that path, with warnings. Raises UserError."""
     cli.require_local("", name, NO_URL)
-    path = Path(name)
+    path = behind(Path(name))
     if (path / MANIFEST).exists():
         if reason := find_damage(path):
             raise UserError(f"{path} is damaged: {reason}")
@@ -81,14 +82,25 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
     for warning in warnings:
         say(warning)
     if numerics == "auto":
-        trained = (directory / "trainer_state.json").exists()
-        numerics = load_state(directory).config.numerics.numerics if trained else "native"
+        numerics = settings_of(directory).numerics.numerics
     if numerics == "portable" and dtype not in ("auto", "float32"):
         raise UserError(f"--numerics=portable computes in float32; leave out --dtype={dtype}, or use --numerics=native")
     config, weights = huggingface.read_model(directory)
     model = on_meta(config, numerics=numerics).eval()
     model.load_state_dict(weights, assign=True)
     return directory, model
+
+
+def settings_of(directory: Path) -> Config:
+    """Return the settings that a checkpoint or an export was trained with. For any other model, `tokens` is empty.
+
+    Raises UserError.
+    """
+    if (directory / "config.toml").exists():
+        return settings.read_preset(directory / "config.toml")
+    if (directory / "trainer_state.json").exists():
+        return load_state(directory).config
+    return settings.replace(Config(), tokens="")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,7 +137,7 @@ class Start:
             if self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
                 config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
         elif self.checkpoint:  # name the checkpoint, because its run may train on
-            config = settings.replace(config, resume=str(self.checkpoint))
+            config = settings.replace(config, resume=str(self.checkpoint), init_from=self.state.config.model.init_from)
         elif self.pretrained and (self.pretrained / MANIFEST).exists() and Path(config.model.init_from).exists():
             config = settings.replace(config, init_from=str(self.pretrained))
         return config
@@ -145,6 +157,8 @@ class Start:
                 problem = f"at {self.checkpoint}, the learning rate is {rate:.3g}, already below its peak of {peak.lr:.3g}"
                 raise UserError(f"--decay_steps={decay}: {problem}; use a checkpoint from the stable part of the schedule")
             steps = done + decay
+            late = [step for step, _ in read_phases(config.data.phase) if step >= steps]
+            refuse(f"--phase={step}:... begins after the last step, {steps}" for step in late)
         return settings.replace(config, schedule="wsd", steps=steps)
 
 
@@ -180,22 +194,21 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
     if published(run / "checkpoints"):
         if resume == "off":
-            raise UserError(f"--resume=off: {run} already has checkpoints; choose another --name, or delete the directory")
+            way_out = "leave out --resume=off to continue it, or choose another --name"
+            raise UserError(f"--resume=off: {run} already has checkpoints; {way_out}")
         path, damaged = newest(run / "checkpoints")
         if path is None:
             refuse([f"{run} has no intact checkpoint; delete the directory to start over", *damaged])
-        continuing = f"continuing from {path} with the run's own settings and your flags"
+        kept = " with the run's own settings and your flags" * (run / "config.toml").exists()
         notes = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         notes += [f"warning: {line}" for line in damaged]
-        return Start(load_state(path), path, continues=True, notes=[*notes, continuing])
+        return Start(load_state(path), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
-        path = behind(path)
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
-        path = behind(path)
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])

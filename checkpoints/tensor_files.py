@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common import files
-from common.errors import UserError
+from common.errors import RunError, UserError
 from common.records import FileName
 
 Layout = dict[str, dict[str, int]]  # for each file of a stem, the size in bytes of each tensor in it
@@ -58,11 +58,17 @@ def lay_out(stem: str, sizes: dict[str, int], limit: float) -> Layout:
 
 
 def write(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, about: dict[str, str] | None = None) -> None:
-    """Write `tensors` to a file as `dtype`, with `about` as metadata in its header. Equal input gives equal bytes."""
+    """Write `tensors` to a file as `dtype`, with `about` as metadata in its header. Equal input gives equal bytes.
+
+    Raises RunError.
+    """
     path.touch()
     mode = path.stat().st_mode  # follows the umask; save_file would make the file readable only by its owner
     metadata = {"format": "pt"} | (about or {}) if path.name.startswith("model") else None  # transformers requires `format`
-    save_file({name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata)
+    try:
+        save_file({name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # such as a full disk
+        raise RunError(f"{path}: {error}") from None
     if about:
         sort_metadata(path)
     path.chmod(mode)
@@ -90,10 +96,10 @@ def write_index(directory: Path, stem: str, layout: Layout) -> None:
 def files_of(directory: Path, stem: str) -> list[Path]:
     """Return the files of the tensors called `stem`. Raises UserError if there are none."""
     index, single = directory / f"{stem}{INDEX}", directory / f"{stem}.safetensors"
+    if single.exists():  # first, as in transformers, which may leave an old index beside it
+        return [single]
     if index.exists():
         return [directory / name for name in sorted(set(files.read_json(index, Index)["weight_map"].values()))]
-    if single.exists():
-        return [single]
     there = files.shortened(sorted(path.name for path in directory.iterdir()))
     raise UserError(f"{directory} has no {single.name}, only {there}")
 

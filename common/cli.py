@@ -72,6 +72,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     """
     import tyro
 
+    refuse(f"{word!a} is not UTF-8; rename the file or folder" for word in args if not is_utf8(word))
     if "--version" in args:
         print(f"Lockstep {version()}")
         raise SystemExit(0)
@@ -92,12 +93,12 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
             raise UserError(f"unknown flag --{name}{suggestion(name, flat_fields(cls))} (--help lists all flags)")
         raise UserError(f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value")
     given = flat_values(config)
+    values, wrong = read_values(cls, given, strict=False)
+    refuse(f"--{name.rstrip('_')} {mistake}" for name, mistake in wrong.items())  # --from is from_ in Python
     for name, item in flat_fields(cls).items():
         if item.default is dataclasses.MISSING and given[name] == "":  # the argument without --
             runs = f", such as runs/NAME{similar_runs('runs')}" if name == "run" else "; --help describes it"
             raise UserError(f"name a {name}{runs}")
-    values, wrong = read_values(cls, given, strict=False)
-    refuse(f"--{name.rstrip('_')} {mistake}" for name, mistake in wrong.items())  # --from is from_ in Python
     return replace(config, **values)
 
 
@@ -127,7 +128,7 @@ def values_as_text():
             return PrimitiveConstructorSpec(
                 nargs=(0, 1),  # 0 for a flag without a value, such as --plan
                 metavar=syntax(info.type),
-                instance_from_str="".join,
+                instance_from_str=" ".join,
                 is_instance=lambda value: True,
                 str_from_instance=lambda value: [str(value).lower() if isinstance(value, bool) else str(value)],
             )
@@ -175,10 +176,18 @@ def read_quantity(text: str, units: dict[str, int]) -> int:
     return round(float(match[1]) * units[match[2]]) if match else 0
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether `text`, an argument or a file name, was valid UTF-8. Python keeps other bytes as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def require_local(flag: str, path: str, instead: str) -> None:
-    """Raise UserError if `path` is a URL. flag: the flag that it comes from, or "". instead: what to use for a URL."""
+    """Raise UserError if `path` is a URL or begins with `~`. flag: its flag, or "". instead: what to use for a URL."""
+    named = f"{f'--{flag}=' if flag else ''}{path}"
     if "://" in path:
-        raise UserError(f"{f'--{flag}=' if flag else ''}{path} must be a local path; {instead}")
+        raise UserError(f"{named} must be a local path; {instead}")
+    if path.startswith("~"):
+        raise UserError(f"{named}: the shell does not replace ~ there; write $HOME{path[1:]}")
 
 
 def new_directory(out: str) -> Path:

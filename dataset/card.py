@@ -83,7 +83,7 @@ def dataset_card(directory: Path, options: HubConfig) -> str:
     return CARD.format(
         head=head.to_yaml() + "\n",
         name=directory.resolve().name,
-        repository=options.push.partition("@")[0],
+        repository=" --revision=".join(filter(None, options.push.split("@"))),
         sources=files.shortened(row["path"] for row in metadata["source"]),
         rows="\n".join(row.strip() for row in rows),
         tokenizer=metadata["tokenizer"]["name"],

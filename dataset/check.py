@@ -8,10 +8,9 @@ from tqdm import tqdm
 
 from common import files
 from common.errors import UserError, plural, say
-from dataset.tokenizer import load, resolve
-from dataset.tokens import open_dataset, read_metadata
+from dataset.tokenizer import is_readable, load, resolve
+from dataset.tokens import SCAN_TOKENS, open_dataset, read_metadata
 
-SCANNED_TOKENS = 1 << 22  # tokens to read at a time
 SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # how much of the beginning of each split to show
 
 
@@ -23,7 +22,8 @@ def check(directory: Path, spec: str = "") -> None:
     if not directory.is_dir():
         raise UserError(f"--check={directory}: no such directory")
     own, beside = (directory / "dataset.json").exists(), directory / "tokenizer.json"
-    tokenizer = resolve(spec) if spec and not own else load(beside) if own or beside.exists() else None
+    readable = own or is_readable(beside)
+    tokenizer = resolve(spec) if spec and not own else load(beside) if readable else None
     dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
     known, origin = {}, "tokens from another tool"
     if own:
@@ -39,8 +39,8 @@ def check(directory: Path, spec: str = "") -> None:
             records.append(known.get(shard.path.name, {}) | {"tokens": len(shard), "documents": 0})
             if own:
                 check_sha256(shard.path, records[-1])
-            for start in range(0, len(shard), SCANNED_TOKENS):
-                part = shard[start : start + SCANNED_TOKENS]
+            for start in range(0, len(shard), SCAN_TOKENS):
+                part = shard[start : start + SCAN_TOKENS]
                 stream.check(part, str(shard.path))
                 records[-1]["documents"] += int(np.count_nonzero(part == dataset.eot_token))
         beginning = stream.read(0, SHOWN_TOKENS) if len(stream) else np.empty(0, np.int64)

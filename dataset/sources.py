@@ -27,6 +27,7 @@ PARQUET_ROWS = 16  # rows to decode at a time; each may be as long as the longes
 # How to view each type of text column as bytes. A view is free; a cast copies, and imports pyarrow.compute (0.1 s).
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 AS_BYTES[pyarrow.string_view()] = pyarrow.binary_view()
+AS_BYTES[pyarrow.null()] = pyarrow.null()  # the type of a column in which no row has text
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 OPENERS = {
     ".gz": lambda raw: pyarrow.CompressedInputStream(raw, "gzip"),
@@ -115,7 +116,9 @@ def list_files(
     forms = (".jsonl", ".parquet") if documented else SUFFIXES
     texts, others = ([file for file in found if (file.form in forms) == wanted] for wanted in (True, False))
     if not texts:
-        raise UserError(f"{source}: no text files there; expected {' '.join(forms)}, optionally with {' '.join(OPENERS)}")
+        expected = f"expected {' '.join(forms)}, optionally with {' '.join(OPENERS)}"
+        pattern = "; for plain text, name a pattern such as */*.txt" * documented
+        raise UserError(f"{source}: no text files there; {expected}{pattern}")
     return texts, others
 
 

@@ -106,6 +106,14 @@ def load(path: str | Path) -> Tokenizer:
     return from_json(files.read_text(Path(path)), str(path))
 
 
+def is_readable(path: Path | None) -> bool:
+    """Return whether `load` accepts the tokenizer.json at `path`. Those of other tools may be of another type."""
+    try:
+        return bool(path and load(path))
+    except (UserError, FileNotFoundError):
+        return False
+
+
 def token_ids(path: Path) -> dict[str, int]:
     """Return the ids in a tokenizer.json of any type, by token. Raises UserError."""
     text = files.read_text(path)
@@ -118,9 +126,11 @@ def end_of_text(ids: dict[str, int]) -> int | None:
     return next((ids[token] for token in ENDS_OF_TEXT if token in ids), None)
 
 
-def resolve(spec: str, sample: Callable[[], Iterable[str]] = tuple) -> Tokenizer:
+def resolve(spec: str, sample: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
     """Make the tokenizer for `--tokenizer=spec`. `sample` provides the text that train:N learns from. Raises UserError."""
     trained = re.fullmatch(r"train:(\d{3,6})(:llama3)?", spec)
+    if trained and not sample:
+        raise UserError(f"--tokenizer={spec} learns from text; pass the path of a tokenizer.json")
     if trained and int(trained[1]) >= 257:  # at least the bytes and end-of-text
         return train(sample(), int(trained[1]), spec, LLAMA3_PATTERN if trained[2] else TRAINED_PATTERN)
     if spec == "bytes":

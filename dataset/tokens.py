@@ -204,7 +204,8 @@ class Stream:
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self.vocab_size:
             outside = f"{where}: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self.vocab_size}"
-            raise UserError(f"{outside}; prepare the tokens again or, if another tool made them, set a larger --vocab_size")
+            way_out = "give train.py a larger --vocab_size, or prepare_data.py --check their --tokenizer"
+            raise UserError(f"{outside}; prepare the tokens again or, if another tool made them, {way_out}")
         return highest
 
 
@@ -289,7 +290,8 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     elif characters:
         source, vocab_size = "meta.pkl", characters
     elif datatrove and not ids:
-        raise UserError(f"{directory}: put its tokenizer there (the tokenizer.json of {datatrove}), or set --vocab_size=N")
+        put = f"put its tokenizer there (the tokenizer.json of {datatrove})"
+        raise UserError(f"{directory}: {put}, or give train.py --vocab_size=N")
     elif datatrove:
         source, vocab_size = str(tokenizer), max(ids.values()) + 1
     else:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from common import files
 from common.errors import UserError, plural, say
 from dataset.encode import Position
-from dataset.tokenizer import Tokenizer
+from dataset.tokenizer import Tokenizer, resolve
 from dataset.tokens import read_metadata, token_dtype, write_shard
 
 START: Position = (0, -1)  # before the first unit
@@ -145,5 +145,7 @@ def is_finished(directory: Path, request: dict) -> bool:
     keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
     if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
         raise UserError(f"{directory} is a different dataset (changed: {', '.join(names)}); choose another --out, or remove it")
+    if Path(request["tokenizer"]).is_file() and resolve(request["tokenizer"]).sha256 != metadata["tokenizer"]["sha256"]:
+        raise UserError(f"{directory} was made before {request['tokenizer']} changed; choose another --out, or remove it")
     (directory / "progress.json").unlink(missing_ok=True)  # a kill may have left it behind
     return True

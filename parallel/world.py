@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -141,14 +142,7 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's store outlives the ranks; else rank 0 holds it
     # A longer timeout here, because an unreachable store prints a stack trace when it expires.
     store = dist.TCPStore(*place, size, rank == 0 and not held, 2 * timeout, wait_for_workers=False, multi_tenant=True)
-    # After a restart, torchrun's store still contains the addresses of ranks that are gone.
-    store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
-    store.set(f"here/{rank}", address_towards(place[0]))
-    missing = list(range(size)) if rank == 0 else []
-    while missing := [other for other in missing if not store.check([f"here/{other}"])]:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{len(missing)} of {size} ranks are missing, such as {missing[:16]}")
-        time.sleep(0.1)
+    store = join_round(store, rank, size, address_towards(place[0]), deadline)
     if size > local_world_size() and (interface := gloo_interface(store, size, place[0])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Data about the run is in CPU tensors and goes through gloo, so that it never waits for a GPU.
@@ -157,6 +151,29 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
         torch.cuda.set_device(device)  # for this thread, which is a new one
     options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if nccl else None)
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, **options)
+
+
+def join_round(store: dist.Store, rank: int, size: int, address: str, deadline: float) -> dist.Store:
+    """Wait for all ranks. Returns a part of the store that no earlier round has used, with the `address` of each rank.
+
+    After a restart, torchrun's store still contains the keys of ranks that are gone. torchrun's count of restarts doesn't tell
+    the rounds apart, because each node counts only its own failures. So rank 0 gives the round a new name. Each rank registers
+    under that name, with a name of its own, and goes on once rank 0 has answered to it. Raises RuntimeError at the `deadline`.
+    """
+    me, missing = uuid.uuid4().hex, list(range(size))
+    if rank == 0:
+        store.set("round", me)
+    while not store.check([me]):
+        if time.monotonic() > deadline:
+            found = f"{len(missing)} of {size} ranks are missing, such as {missing[:16]}"
+            raise RuntimeError(found if rank == 0 else "rank 0 does not answer")
+        if store.check(["round"]):  # perhaps still that of an earlier round
+            store.set(f"{store.get('round').decode()}/{rank}", f"{address} {me}")
+        if rank == 0 and not (missing := [other for other in missing if not store.check([f"{me}/{other}"])]):
+            for other in range(size):
+                store.set(store.get(f"{me}/{other}").decode().split()[-1], me)
+        time.sleep(0.1 + size / 10_000)  # thousands of ranks ask less often
+    return dist.PrefixStore(store.get(me).decode(), store)
 
 
 def address_towards(host: str) -> str:
@@ -175,7 +192,7 @@ def gloo_interface(store: dist.Store, size: int, host: str) -> str:
     """
     own = address_towards(host)
     if own.startswith("127."):
-        others = (store.get(f"here/{rank}").decode() for rank in reversed(range(size)))
+        others = (store.get(str(rank)).decode().rpartition(" ")[0] for rank in reversed(range(size)))
         own = address_towards(next((address for address in others if address and not address.startswith("127.")), host))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

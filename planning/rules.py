@@ -41,7 +41,7 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     if config.eval.tasks_every and not config.eval.tasks:
         yield f"--tasks_every={config.eval.tasks_every} needs --tasks, such as --tasks=hellaswag,arc_easy"
     if strategy == "exact" and train.dtype == "float16":
-        yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; leave it out"
+        yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use --dtype=float32"
     if train.fp8 and train.compile == "off":
         yield "--fp8=true needs --compile=on: eager float8 is slower than bfloat16 (0.3 to 0.9 times in pytorch/ao#685)"
     if strategy != "fsdp" and parallel.replicate != 1:

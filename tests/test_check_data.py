@@ -83,7 +83,7 @@ def test_tokens_of_another_tool_are_described(tmp_path, kind):
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": ranks, "merges": []}}))
         assert open_dataset(folder).eot_token == 50256
         (folder / "tokenizer.json").unlink()
-        with pytest.raises(UserError, match="put its tokenizer there .the tokenizer.json of gpt2., or set --vocab_size=N"):
+        with pytest.raises(UserError, match="put its tokenizer there .the tokenizer.json of gpt2., or give train.py --vo"):
             open_dataset(folder)
         return
     out = run("--check", folder)

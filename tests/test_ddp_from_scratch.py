@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import functools
-import multiprocessing
 from concurrent import futures
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import warm
 from parallel.exact import Exact
 from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 
@@ -37,8 +37,9 @@ def join(rank: int, world_size: int, store: str) -> None:
 
 class Ranks:
     def __init__(self, world_size: int, store: str):
-        spawn = multiprocessing.get_context("spawn")
-        self.pools = [futures.ProcessPoolExecutor(1, spawn, join, (rank, world_size, store)) for rank in range(world_size)]
+        self.pools = [
+            futures.ProcessPoolExecutor(1, warm.SERVER, join, (rank, world_size, store)) for rank in range(world_size)
+        ]
 
     def run(self, function, *args) -> list:
         """What `function(*args)` returned on each rank. Raises what it raised on one."""

@@ -139,7 +139,7 @@ def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 48 * GIB))
     assert precision(settings.load(["--compile=off"], ""), "cuda") == ("float16", "float32")
     assert precision(settings.load(["--compile=off", "--strategy=exact"], ""), "cuda") == ("float32", "float32")
-    with pytest.raises(UserError, match="exact does not support --dtype=float16, .*; leave it out"):
+    with pytest.raises(UserError, match="exact does not support --dtype=float16, .*; use --dtype=float32"):
         precision(settings.load(["--compile=off", "--strategy=exact", "--dtype=float16"], ""), "cuda")
 
 

@@ -154,6 +154,11 @@ def in_model(damage):
     return both(lambda folder: shutil.copytree(folder / CHECKPOINT, folder / "model", ignore=training), damage)
 
 
+def only_index(folder):
+    (folder / "model/model.safetensors").unlink()
+    put("model/model.safetensors.index.json", {"weight_map": {"x": "../x"}})(folder)
+
+
 def config(**values):
     return in_model(change("model/config.json", lambda config: config.update(values)))
 
@@ -170,6 +175,12 @@ CASES = [
     case("train.py --steps=20 --skip_steps=812", None, "includes 812, but the last step of this run is 20"),
     case("train.py --tokens=a:1,b:1e999999999", None, "weight greater than 0"),
     case("train.py --seed=x --debug", None, "Traceback", "error: --seed must be INTEGER"),
+    case([*TRAIN, "--out_dir=~/runs"], None, "--out_dir=~/runs: the shell does not replace ~ there; write $HOME/runs"),
+    case([*TRAIN, "--name=caf\udce9"], None, "is not UTF-8; rename the file or folder"),
+    case("replay.py --verify runs/run", None, "--verify must be true|false, not 'runs/run'"),
+    case("sample.py runs/run --tokenizer=train:300", None, "--tokenizer=train:300 learns from text"),
+    case("prepare_data.py --check=tokens --push=me/x", None, "--check only reads tokens; leave out --push"),
+    case([*RESUME, "--resume=off"], None, "--resume=off: runs/run already has checkpoints; leave out --resume=off"),
     case("evaluate.py runs/run --seq_len=17", None, "exceeds the model's context of 16"),
     case("replay.py runs/run --step=99", None, "has only steps 1 to 2"),
     case("replay.py runs/nothing", None, "neither a run"),
@@ -229,7 +240,7 @@ CASES = [
     case(SAMPLE_MODEL, config(hidden_size="32"), "hidden_size must be INTEGER"),
     case(SAMPLE_MODEL, config(num_hidden_layers=10**9), "num_hidden_layers must be"),
     case(SAMPLE_MODEL, in_model(put("model/model.safetensors", struct.pack("<Q", 1 << 62) + b"{}")), "model"),
-    case(SAMPLE_MODEL, in_model(put("model/model.safetensors.index.json", {"weight_map": {"x": "../x"}})), "weight_map"),
+    case(SAMPLE_MODEL, in_model(only_index), "weight_map"),
     case(SAMPLE_MODEL, in_model(lambda folder: (folder / "model/tokenizer.json").unlink()), "has no tokenizer.json"),
     # Runs
     case(END, rewrite(METRICS, lambda old: old + b'{"step": 2, "lo'), "dropped 1 unreadable line from ", status=0, **GONE_ON),

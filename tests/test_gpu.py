@@ -49,7 +49,6 @@ engine.Engine.staging = property(lambda engine: buffer, lambda engine, value: No
 """
 
 
-def test_checkpoints_are_the_same_through_staging_memory(train):
-    train("plain")
+def test_checkpoints_are_the_same_through_staging_memory(train, shared):
     train.changed(STAGED, "staged")
-    assert train.files("staged") == train.files("plain")
+    assert train.files("staged") == shared.files("plain")

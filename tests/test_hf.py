@@ -141,6 +141,9 @@ def test_we_read_what_transformers_saves(architecture, tmp_path):
     model = GPT(config).eval()
     model.load_state_dict(state)
     torch.testing.assert_close(model(TOKENS), other(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    other.save_pretrained(tmp_path)  # leaves the index of the files that it removes
+    (tmp_path / "model.safetensors.index.json").touch()
+    assert huggingface.read_model(tmp_path)[1].keys() == state.keys()
 
 
 def test_scaled_positions_are_read_as_transformers_4_wrote_them_and_5_reads_them(tmp_path):
@@ -235,6 +238,8 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     (saved / "trainer_state.json").write_text('{"step": 1}')
     write_manifest(saved)
     assert find_model(str(tmp_path / "run")) == find_model(str(saved)) == (saved, [])
+    (saved.parent / "latest").symlink_to(saved.name)  # which moves while the run trains
+    assert find_model(str(saved.parent / "latest")) == (saved, [])
     with pytest.raises(UserError, match="neither a run nor a model directory with a config.json"):
         find_model(str(tmp_path))
     with pytest.raises(UserError, match="absent is neither a run nor a model directory"):

@@ -190,6 +190,23 @@ def test_the_same_command_again_copies_what_the_store_lacks(train, tmp_path):
     assert "is complete" in done.stdout and stored(str(tmp_path / "store")) == ["step-00000006"]
 
 
+WAITING = """
+import json
+from checkpoints.mirror import Mirror
+def finish(self, original=Mirror.finish):
+    found = json.loads((self.run / "status.json").read_text())
+    print("waiting", found["state"], found.get("status"), flush=True)
+    original(self)
+Mirror.finish = finish
+"""
+
+
+def test_a_stopped_run_says_so_before_it_waits_for_the_store(train, tmp_path):
+    flags = dict(steps=100, mirror=tmp_path / "store", max_minutes=0.001)
+    done = train.changed(WAITING, "stopped", status=75, **RUN | flags).stdout
+    assert done.index("saved; run the same command to continue") < done.index("waiting stopped 75")
+
+
 MISSING = """
 from checkpoints import mirror
 def put_file(self, *args):

@@ -7,7 +7,10 @@ import sys
 import numpy as np
 import pytest
 
+import data
 import machine
+import settings
+from common.errors import UserError
 from conftest import ROOT, execute
 
 CPU = ["--device=cpu", "--dtype=float32"]
@@ -21,17 +24,6 @@ def mixture(tokens, tmp_path_factory):
     sources = [str(ROOT / "tests" / name) for name in ("conftest.py", "test_data.py", "warm.py")]
     execute([sys.executable, "prepare_data.py", *sources, f"--out={other}", "--tokenizer=bytes"])
     return f"{tokens}:0.75,{other}:0.25"
-
-
-def test_a_mixture_gives_the_same_bits_on_any_number_of_ranks_killed_or_not(train, mixture):
-    flags = dict(FLAGS, tokens=mixture, save_every=1)
-    train("w1", **flags)
-    train("w3", ranks=3, **flags)
-    train.assert_same("w3", "w1")
-    for ranks, stop_at in ((3, " 7"), (1, "13")):
-        train.kill("killed", f"step     {stop_at}/20  loss", ranks, **flags)
-    train("killed", ranks=2, **flags)
-    train.assert_same("killed", "w1")
 
 
 def test_the_losses_of_each_dataset_and_of_the_mixture_are_recorded(train, mixture):
@@ -48,7 +40,18 @@ def test_the_losses_of_each_dataset_and_of_the_mixture_are_recorded(train, mixtu
     out = execute([sys.executable, "evaluate.py", train.latest("mixed"), "--eval_tokens=640", *CPU]).stdout
     losses = re.findall(r"loss (\d+\.\d+)", out)
     assert len(losses) == 3 and f"{mixture}\nloss" in out
-    assert losses[:2] == [f"{records[-1][f'val_loss/{name}']:.4f}" for name in ("tiny", "tests")]
+    assert [*map(float, losses[:2])] == pytest.approx([records[-1][f"val_loss/{name}"] for name in ("tiny", "tests")], abs=6e-5)
+
+
+def test_all_datasets_must_have_the_same_tokenizer(tokens, mixture, tmp_path):
+    for split in ("train", "val"):  # these do not say which
+        (np.arange(3000) % 60).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 500)
+    execute([sys.executable, "prepare_data.py", text, f"--out={tmp_path / 'other'}", "--tokenizer=train:257"])
+    for directories in ((tokens, tmp_path / "other"), (tmp_path, tokens, tmp_path / "other")):
+        with pytest.raises(UserError, match="were made with different tokenizers"):
+            data.open_mixture(settings.DataConfig(",".join(f"{directory}:1" for directory in directories)), 257)
 
 
 def test_a_preset_names_a_mixture_as_a_list(train, mixture, tmp_path):
@@ -68,14 +71,14 @@ def phase(mixture):
 
 
 def test_a_phase_gives_the_same_bits_on_any_number_of_ranks_killed_right_before_and_after_it_begins(train, mixture, phase):
-    flags = dict(FLAGS, tokens=mixture, save_every=1, keep_last=0, phase=phase)
+    flags = dict(FLAGS, tokens=mixture, steps=14, save_every=1, keep_last=0, phase=phase)
     for ranks in (1, 2, 3):
         train(f"w{ranks}", ranks, **flags)
         train.assert_same(f"w{ranks}", "w1")
-    for order in ((3, 1, 2), (2, 3, 1), (1, 2, 3)):
+    for order in ((3, 1, 2), (2, 3, 1)):
         name = f"killed{order[0]}"
         for ranks, step in zip(order, (10, 11), strict=False):  # the last step before the phase, and its first
-            train.kill(name, f"step     {step}/20  loss", ranks, **flags)
+            train.kill(name, f"step     {step}/14  loss", ranks, **flags)
         train(name, ranks=order[2], **flags)
         train.assert_same(name, "w1")
     train("one mixture", **flags | dict(phase=""))
@@ -104,7 +107,7 @@ def test_a_phase_may_be_added_for_steps_to_come_and_no_done_step_sees_another_mi
 
     epochs = [[record[f"epochs/{name}"] for name in ("tiny", "tests")] for record in train.metrics("run", "loss")]
     speeds = np.diff(np.array(epochs), axis=0)  # of a step
-    assert (speeds[8] * [1, 3] < speeds[18] * [3, 1]).any() and speeds[:9, 0].sum() > 1.5 * speeds[10:, 0].sum()
+    assert speeds[:9, 0].sum() > 1.5 * speeds[10:, 0].sum()
 
     done = "but 20 steps are done; a new phase can begin after step 20 at the earliest"
     for other in ("", phase.replace("10:", "12:", 1), f"5:{train.tokens},{phase}", phase.replace(":0.75", ":0.5")):
@@ -145,7 +148,7 @@ def test_a_dataset_of_a_phase_alone_is_evaluated_beside_the_mean(train, mixture)
     assert "val_loss/tests" not in alone
     out = execute([sys.executable, "evaluate.py", train.latest("phases"), "--eval_tokens=1280", *CPU]).stdout
     losses = re.findall(r"loss (\d+\.\d+)", out)
-    assert losses == [f"{both[f'val_loss/{name}']:.4f}" for name in ("tiny", "tests", "tiny")]
+    assert [*map(float, losses)] == pytest.approx([both[f"val_loss/{name}"] for name in ("tiny", "tests", "tiny")], abs=6e-5)
 
 
 def test_weights_change_with_a_new_run_not_within_one(train, mixture):

@@ -64,7 +64,7 @@ import time
 from common import files
 def slow(path, hashed=[], sha256=files.sha256):
     if os.environ["RANK"] == "0" and not hashed:
-        hashed.append(time.sleep(8))
+        hashed.append(time.sleep(5))
     return sha256(path)
 files.sha256 = slow
 """
@@ -79,7 +79,7 @@ def test_verifying_a_checkpoint_for_longer_than_the_timeout_does_not_end_the_oth
 @pytest.mark.parametrize("save_every, async_save", [(0, "true"), (2, "true"), (2, "false")])
 def test_a_save_longer_than_the_timeout_does_not_end_the_other_ranks(train, save_every, async_save):
     slow = "import time\nfrom checkpoints.checkpoint import Checkpoints\nwrite = Checkpoints.write\n"
-    slow += "Checkpoints.write = lambda *args: (time.sleep(6), write(*args))"
+    slow += "Checkpoints.write = lambda *args, pauses=[4]: (time.sleep(pauses.pop() if pauses else 0), write(*args))"
     flags = dict(save_every=save_every, async_save=async_save, eval_every=0, timeout_minutes=0.05)
     train.changed(slow, "slow", 2, steps=3, **flags)
     assert os.path.exists(train.latest("slow") / "manifest.json")
@@ -90,9 +90,9 @@ def test_a_decay_from_a_stable_checkpoint_has_the_bits_of_the_straight_run(train
     trunk = train.runs / "trunk"
     train("trunk", schedule="constant", steps=14, **flags)
 
-    def finish(step, name, ranks=1, status=0):
+    def finish(step, name, ranks=1, status=0, *more):
         start = trunk / "checkpoints" / f"step-{step:08d}"
-        flags = [f"--name={name}", f"--resume={start}", "--decay_steps=3", "--save_every=1"]
+        flags = [f"--name={name}", f"--resume={start}", "--decay_steps=3", "--save_every=1", *more]
         return execute([*machine.launcher(ranks), "train.py", trunk / "config.toml", *flags], status)
 
     for step in (6, 9):
@@ -115,6 +115,8 @@ def test_a_decay_from_a_stable_checkpoint_has_the_bits_of_the_straight_run(train
     execute([sys.executable, "train.py", trunk / "config.toml", "--decay_steps=2"])  # in its own place
     train("straight", schedule="wsd", cooldown_fraction=2 / 16, steps=16, **flags)
     assert train.files("trunk") == train.files("straight")
+    assert "phase" in (said := finish(6, "mistyped", 1, 2, "--phase=99:" + str(train.tokens)).stderr)
+    assert said.startswith("error: --phase=99:... begins after the last step, 9")
     falls = finish(15, "late", status=2).stderr
     assert re.match(r"error: --decay_steps=3: at \S+15, the learning rate is 0.005, already below its peak of 0.01; use", falls)
     new = execute([sys.executable, "train.py", trunk / "config.toml", "--name=new", "--decay_steps=3"], status=2).stderr

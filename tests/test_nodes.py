@@ -154,25 +154,30 @@ def lose_a_host(processes, outputs):
     machine.kill(processes.pop("b"))
 
 
+@pytest.fixture(scope="module")
+def whole(shared):
+    """The run on one host, which nothing disturbs."""
+    shared("on one host", **EXACT)
+    return shared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "happens, nodes, ranks",
     [(cut_until_both_sides_give_up, "2", [2, 2]), (lose_a_host, "1:2", [2, 1])],
 )
-def test_a_run_goes_on_and_ends_with_the_same_bits(train, happens, nodes, ranks):
-    train("whole", **EXACT)
+def test_a_run_goes_on_and_ends_with_the_same_bits(train, whole, happens, nodes, ranks):
     processes, outputs = torchruns(train, "nodes", nodes)
     wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3, 120)
     happens(processes, outputs)
     for host, process in processes.items():
         assert process.wait(timeout=400) == 0, outputs[host].read_text()
     assert [int(number) for number in re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M)] == ranks
-    train.assert_same("nodes", "whole")
+    train.assert_same("nodes", "on one host", of=whole)
 
 
 @pytest.mark.slow
-def test_a_host_that_returns_joins_a_run_whose_hosts_repeat_the_command(train):
-    train("whole", **EXACT)
+def test_a_host_that_returns_joins_a_run_whose_hosts_repeat_the_command(train, whole):
     repeat = ["sh", "-c", 'until "$@"; do sleep 2; done', "-"]
     processes, outputs = torchruns(train, "nodes", restarts=0, before=repeat)
     wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3, 120)
@@ -182,4 +187,4 @@ def test_a_host_that_returns_joins_a_run_whose_hosts_repeat_the_command(train):
     for host, process in processes.items():
         assert process.wait(timeout=400) == 0, outputs[host].read_text()
     assert [int(number) for number in re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M)] == [2, 2]
-    train.assert_same("nodes", "whole")
+    train.assert_same("nodes", "on one host", of=whole)

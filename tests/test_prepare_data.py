@@ -229,15 +229,15 @@ def test_shards_are_one_stream_cut_anywhere(here):
 
 
 def test_a_killed_run_goes_on_behind_its_finished_shards(here):
-    source = (ROOT / "prepare_data.py").read_text()
-    write_lines(here / "a.jsonl", [f"{i} {source}" for i in range(300)])
+    text = "".join(DOCUMENTS)
+    write_lines(here / "a.jsonl", [f"{i} {text}" for i in range(300)])
     flags = ["a.jsonl", "--tokenizer=train:300", "--shard_tokens=150000", "--workers=2"]
     run(*flags, "--out=whole")
     shards = len(list((here / "whole").glob("*.bin")))
     assert shards > 10
 
     kept = {}
-    for target in (2, 5, shards - 5):  # far enough from the end to be killed before it
+    for target in (2, 5, shards // 2):  # far enough from the end to be killed before it
         process = command(*flags, "--out=killed")
         while len(list((here / "killed").glob("train_*.bin"))) < target:
             assert process.poll() is None, process.communicate()
@@ -335,6 +335,11 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     with pytest.raises(errors.UserError, match=r"source.*another --out"):
         make("a.jsonl")
     assert content("out") == before
+    tokenizer.resolve("bytes").save("t.json")
+    make("a.jsonl", out="own", tokenizer="t.json")
+    shutil.copy(make("a.jsonl", out="learned", tokenizer="train:300").directory / "tokenizer.json", "t.json")
+    with pytest.raises(errors.UserError, match=r"own was made before t.json changed; choose another --out"):
+        make("a.jsonl", out="own", tokenizer="t.json")
 
 
 def test_the_command_says_what_it_left_out_and_what_each_split_got(here, capsys):
@@ -398,6 +403,10 @@ def test_an_unfinished_dataset_of_another_request_or_version_is_begun_again(here
     made = make("a.jsonl", shard_tokens=1000)
     said = "starting out over: the unfinished dataset there has different sources or settings\n"
     assert said in capsys.readouterr().out
+    os.mkdir("folder")
+    write_lines(here / "folder" / "a.jsonl")
+    one, two = (make(source, out="slash").metadata for source in ("folder/", "folder"))
+    assert one == two and one["source"][0]["path"] == "folder/"
     make("a.jsonl", out="clean", shard_tokens=1000)
     assert content(made.directory) == content("clean")
 

@@ -47,6 +47,13 @@ def kept(shared):
     return shared.runs / "kept"
 
 
+def test_a_run_of_a_gpu_is_replayed_on_the_cpu_of_a_machine_without_one(monkeypatch):
+    config = settings.replace(settings.Config(), device="cuda", numerics="native")
+    for available, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
+        assert replay_py.anywhere(config).train.device == device
+
+
 def test_a_step_is_recomputed_bit_for_bit_and_nothing_is_written(kept):
     before = content(kept)
     out = replay(kept, "--step=13")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -16,7 +17,7 @@ import machines
 import same
 from checkpoints import retention
 from common.files import sha256
-from conftest import ROOT, Trainer, execute, wait_for
+from conftest import ROOT, Trainer, environment, execute, wait_for
 from settings import DataConfig
 
 SAME = same.FLAGS | dict(warmup_steps="auto", micro_batch_size="auto")  # without what a Trainer sets
@@ -50,7 +51,8 @@ def test_this_machine_gets_the_expected_digits(sums):
 )
 def test_other_machines_get_the_digits_of_the_first_checkpoint(sums, name, ranks, threads, env):
     first = sums.runs / name / "checkpoints" / "step-00000012"
-    process = sums.start(name, ranks, env, **SAME | dict(threads=threads))
+    command = sums.command(name, ranks, **SAME | dict(threads=threads))  # a fork would keep this process's instructions
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(**env), start_new_session=True)
     wait_for(first.exists)
     machine.kill(process)
     assert sha256(first / "model.safetensors") == same.expected()[f"runs/same-1/checkpoints/{first.name}/model.safetensors"]
@@ -88,7 +90,7 @@ def test_the_readme_shows_the_expected_digits():
 
 def verify(run, *flags, status=0, env=None):
     """What replay.py prints of a run, or, for bad input, its error."""
-    done = execute([sys.executable, "replay.py", run, "--verify", *flags], status, env)
+    done = execute([sys.executable, "replay.py", run, "--verify", *flags], status, env, fork=not env)
     return done.stderr if status == 2 else done.stdout
 
 
@@ -101,7 +103,7 @@ def reseal(checkpoint):
 @pytest.fixture(scope="module")
 def portable(shared):
     """A portable run on three ranks held to AVX2."""
-    shared("portable", ranks=3, env=machine.AVX2, **PORTABLE)
+    execute(shared.command("portable", 3, **PORTABLE), env=machine.AVX2, fork=False)
     return shared.runs / "portable"
 
 

@@ -1,18 +1,17 @@
 """The same run: bit for bit under `exact` whatever the number of ranks, and for every strategy however often it is killed."""
 
-import functools
 import os
 import random
 import re
 import signal
 import subprocess
-import time
+import sys
 
 import pytest
 import torch
 
-from checkpoints import checkpoint, retention
-from conftest import STRATEGIES, before_update, damage, wait_for
+from checkpoints import retention
+from conftest import ROOT, STRATEGIES, before_update, damage, environment, free_port, wait_for
 from parallel.exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point, raise_largest
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
@@ -121,28 +120,6 @@ def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
     assert re.search(r"error: a gradient of [a-z0-9_.]+weight has reached .* --strategy=exact", done.stderr), done.stderr
 
 
-def test_hard_kills_at_random_instants_leave_a_whole_checkpoint(train):
-    flags = dict(save_every=1, eval_every=10, async_save="false", steps=30)  # in the background: tests/test_bench.py
-    train("whole", **flags)
-    chance, kills = random.Random(1), 0
-
-    def saved():
-        return train.log("killed").count("checkpoint;")
-
-    def soon_after_a_save(before):
-        if saved() > before:
-            time.sleep(chance.random() * 0.3)
-        return saved() > before
-
-    while kills < 4 and train.kill("killed", functools.partial(soon_after_a_save, saved()), **flags):
-        kills += 1
-        assert not retention.newest(train.runs / "killed" / "checkpoints")[1]  # nothing that was published is broken
-    train("killed", **flags)
-    assert kills >= 2
-    train.assert_same("killed", "whole")
-    assert not list((train.runs / "killed" / "checkpoints").glob(".*"))
-
-
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(train, shared):
     train("damaged", steps=10)
     damage(train.latest("damaged") / "model.safetensors")
@@ -171,29 +148,13 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
     assert train.files("full") == train.files("whole")
 
 
-@pytest.mark.parametrize(
-    "number, flags",
-    [
-        (signal.SIGTERM, dict(dropout=0.1, optimizer="muon", dtype="bfloat16", architecture="gpt2")),
-        (signal.SIGUSR1, {}),
-    ],
-)
-def test_a_signal_saves_and_exits_75(train, number, flags):
-    flags = dict(save_every=0, eval_every=0) | flags
+def test_a_signal_saves_and_exits_75(train):  # SIGUSR1: tests/test_slurm.py
+    flags = dict(dropout=0.1, optimizer="muon", dtype="bfloat16", architecture="gpt2", save_every=0, eval_every=0)
     train("whole", **flags)
-    assert train.kill("asked", "step      3/", number=number, **flags) == 75
-    assert number.name in train.log("asked")
+    assert train.kill("asked", "step      3/", number=signal.SIGTERM, **flags) == 75
+    assert "SIGTERM" in train.log("asked")
     train("asked", **flags)
     train.assert_same("asked", "whole")
-
-
-def test_sigterm_to_torchrun_saves_on_all_ranks(train):
-    process = train.torchrun("asked", ranks=2, steps=400, save_every=0, eval_every=0)
-    wait_for(lambda: "step      3/" in train.log("asked"))
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    state = checkpoint.load_state(train.latest("asked"))
-    assert 3 <= state.step < 400 and "saved; run the same command to continue" in train.log("asked")
 
 
 def test_a_second_sigint_ends_at_once(train):
@@ -207,15 +168,33 @@ def workers(process):
 
 @pytest.mark.slow
 def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
-    flags = dict(ranks=2, steps=30, save_every=1, eval_every=10)
+    flags = dict(ranks=2, steps=14, save_every=1, eval_every=10)
     train("whole", **flags)
     process = train.torchrun("restarted", launcher=["--max-restarts=2"], **flags)
-    wait_for(lambda: "step      8/30" in train.log("restarted"))
+    wait_for(lambda: "step      4/14" in train.log("restarted"))
     os.kill(workers(process)[-1], signal.SIGKILL)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     assert train.log("restarted").count("continuing from") == 1
     train.assert_same("restarted", "whole")
+
+
+@pytest.mark.slow
+def test_workers_killed_on_three_nodes_restart_though_each_node_counts_its_own_restarts(train):
+    flags = dict(steps=60, save_every=1, eval_every=0, timeout_minutes=0.5)
+    train("three", ranks=3, **flags)
+    torchrun = ["--nnodes=3", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    node = [sys.executable, "-m", "torch.distributed.run", *torchrun, *train.arguments("nodes", **flags)]
+    options = dict(cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    each = [subprocess.Popen(node, start_new_session=True, **options) for _ in range(3)]
+    for reached in (8, 20):
+        wait_for(lambda reached=reached: f"step     {reached:2}/60" in train.log("nodes"))
+        os.kill(workers(each[reached % 3])[-1], signal.SIGKILL)
+    for process in each:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+    assert train.log("nodes").count("continuing from") == 2
+    train.assert_same("nodes", "three")
 
 
 POISONED = """

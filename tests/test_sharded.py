@@ -9,6 +9,7 @@ import torch
 
 import machine
 import settings
+from checkpoints import retention
 from common.errors import UserError
 from conftest import TINY, execute, largest_difference
 from planning import rules
@@ -117,7 +118,7 @@ train.build = measured
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
 def test_a_rank_holds_its_share_and_one_tensor_from_the_first_byte(train, tmp_path, architecture):
     flags = dict(ADAMW, architecture=architecture, strategy="fsdp", n_layer=6, n_embd=64, schedule="constant", eval_every=0)
-    for steps, copies in ((5, 1), (10, 3)):  # weights from the seed; weights and two states of AdamW from a checkpoint
+    for steps, copies in ((1, 1), (2, 3)):  # weights from the seed; weights and two states of AdamW from a checkpoint
         train.changed(STARTED.format(folder=tmp_path), "run", 4, **dict(flags, steps=steps))
         for rank in range(4):
             held = json.loads((tmp_path / str(rank)).read_text())
@@ -221,12 +222,6 @@ def test_training_in_float8_leaves_small_layers_out_and_evaluates_without_it(tra
     assert losses["float8"][-1] == pytest.approx(float(evaluated), abs=6e-5)
 
 
-def test_float8_is_refused_without_the_compiler():
-    config = settings.load(["--fp8=true"], "")  # which may still turn out to be compiled
-    with pytest.raises(UserError, match="--fp8=true needs --compile=on.*ao#685"):
-        rules.check(settings.replace(config, compile="off"), 1)
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -255,5 +250,4 @@ def test_ranks_that_write_no_checkpoint_have_no_part_in_the_writers_group(train)
     )
     flags = dict(strategy="fsdp", replicate=2, optimizer="adamw", eval_every=0, steps=6, save_every=3)
     train.changed(members_only, "hybrid", 4, **flags)
-    train("undisturbed", ranks=4, **flags)
-    assert train.files("hybrid") == train.files("undisturbed")
+    assert retention.find_damage(train.latest("hybrid")) is None

@@ -30,7 +30,7 @@ def submit(train, tmp_path):
         path = tmp_path / name
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
-    variables = dict(SLURM_NNODES="1", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="localhost", RANKS_PER_NODE=str(RANKS))
+    variables = dict(SLURM_NNODES="1", SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NODELIST="localhost", RANKS_PER_NODE=str(RANKS))
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     env = environment(**variables, PATH=path, REQUEUED=str(tmp_path / "requeued"), OMP_NUM_THREADS="1")
 
@@ -50,14 +50,14 @@ def torchrun_of(job):
 
 
 def test_a_job_that_is_told_its_time_limit_goes_back_into_the_queue_and_ends_with_the_same_bits(train, submit):
-    flags = dict(steps=200, save_every=0, eval_every=0)
+    flags = dict(steps=300, tokens_per_update=64, save_every=0, eval_every=0)
     train("whole", RANKS, **flags)
     job = submit("job", **flags)
     wait_for(lambda: "step      3/" in train.log("job"))
     os.kill(torchrun_of(job), signal.SIGUSR1)
     assert job.wait(timeout=120) == REQUEUED and submit.requeued()
     assert "(SIGUSR1), saved; run the same command to continue" in train.log("job")
-    assert machine.last_step(train.runs / "job") < 200
+    assert machine.last_step(train.runs / "job") < 300
     assert submit("job", **flags).wait(timeout=120) == 0
     assert train.log("job").count("continuing from") == 1
     train.assert_same("job", "whole")

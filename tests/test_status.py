@@ -41,6 +41,7 @@ def test_a_stopped_run_gives_the_command_that_continues_it(train):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 1  # torchrun makes 1 of 75
+    assert "saved; run the same command to continue" in train.log("asked")
     found = status(train.runs / "asked")
     assert (found["state"], found["status"], found["reason"]) == ("stopped", 75, "SIGTERM")
     assert 3 <= found["step"] == train.state("asked")["step"] < 400 == found["steps"]
@@ -79,7 +80,7 @@ def test_a_killed_run_is_running_by_a_process_that_is_gone_and_a_second_start_ch
     process = train.start("killed", steps=100000, save_every=0, eval_every=0)
     wait_for(lambda: "step      5/" in train.log("killed"))
     assert is_alive(status(train.runs / "killed")["pid"])
-    train("killed", status=2)  # in use
+    assert "in use by another training process" in train("killed", status=2).stderr
     assert status(train.runs / "killed")["state"] == "running"
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)

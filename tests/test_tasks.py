@@ -33,7 +33,7 @@ def write_task(folder, kind, name="", options="", rows=24):
     with open(folder / f"{name}.jsonl", "w") as file:
         for i in range(rows):
             at = 1 + i % 12  # the first contexts are longer than the model's, the later ones come twice
-            choices = [lines[i % 12][at + 8 : at + 8 + n] for n in (6, 9, 12)] + ["x", "y"]
+            choices = [lines[i % 12][at + 8 : at + 8 + n] for n in (6, 9, 12)] + [" ", " " * 7]
             row = {
                 "text": lines[i][: 5 * at],
                 "choices": choices,

@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import CHANGED, before_update, wait_for
+from conftest import CHANGED, before_update, free_port, wait_for
 from hardware import device
 from parallel import world
 
@@ -35,6 +34,7 @@ def gpu_node(monkeypatch):
     monkeypatch.setattr(device, "require_kernels", lambda _: None)  # a build for CUDA would look for a driver
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.update(current=device))
     monkeypatch.setattr(dist, "TCPStore", lambda *place, **options: dist.HashStore())
+    monkeypatch.setattr(world, "join_round", lambda store, *others: store)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     threads = torch.get_num_threads()
     yield seen
@@ -83,9 +83,7 @@ def test_ranks_that_were_started_differently_are_refused(train):
 )
 def test_a_rank_that_waits_for_others_ends_in_time_and_says_for_whom_it_waited(train, rank, port, status, said):
     if port == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
     env = dict(RANK=rank, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     done = train("alone", env={name: str(value) for name, value in env.items()}, timeout_minutes=1 / 60, status=status)
     assert said.format(port=port) in done.stderr and "Traceback" not in done.stderr
