@@ -101,7 +101,7 @@ def exact_cost(result: dict) -> str:
 
 def synced(result: dict) -> str:
     rows = {(row["strategy"], row["ranks"]): row["update_ms"] for row in result["rows"]}
-    cells = [f"`{name}` {rows[name, 2] / rows['ddp', 2]:.2f}" for name in ("exact", "fsdp", "scratch_overlap")]
+    cells = [f"`{name}` {rows[name, 2] / rows['ddp', 2]:.2f}" for name in ("fsdp", "scratch_overlap")]
     return f"relative to `ddp` ({rows['ddp', 2]:.0f} ms): " + ", ".join(cells)
 
 

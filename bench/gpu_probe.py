@@ -28,7 +28,7 @@ def import_trainer() -> list[str]:
     missing = [name for name in ("tyro", "wandb") if importlib.util.find_spec(name) is None]
     if "tyro" in missing:  # it parses command lines, which we do not; but two modules use this name when imported
         sys.modules["tyro"] = types.ModuleType("tyro")
-        sys.modules["tyro"].conf = types.SimpleNamespace(Positional=list)
+        sys.modules["tyro"].conf = types.SimpleNamespace(Positional=list, arg=lambda **options: None)
     forks.prepare_to_fork()
     return missing
 

@@ -145,7 +145,8 @@ def is_finished(directory: Path, request: dict) -> bool:
     keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
     if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
         raise UserError(f"{directory} is a different dataset (changed: {', '.join(names)}); choose another --out, or remove it")
-    if Path(request["tokenizer"]).is_file() and resolve(request["tokenizer"]).sha256 != metadata["tokenizer"]["sha256"]:
-        raise UserError(f"{directory} was made before {request['tokenizer']} changed; choose another --out, or remove it")
+    spec = request["tokenizer"]
+    if Path(spec).suffix and Path(spec).is_file() and resolve(spec).sha256 != metadata["tokenizer"]["sha256"]:
+        raise UserError(f"{directory} was made before {spec} changed; choose another --out, or remove it")
     (directory / "progress.json").unlink(missing_ok=True)  # a kill may have left it behind
     return True

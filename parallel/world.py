@@ -166,7 +166,7 @@ def join_round(store: dist.Store, rank: int, size: int, address: str, deadline: 
     while not store.check([me]):
         if time.monotonic() > deadline:
             found = f"{len(missing)} of {size} ranks are missing, such as {missing[:16]}"
-            raise RuntimeError(found if rank == 0 else "rank 0 does not answer")
+            raise RuntimeError(found if rank == 0 else "ranks are missing; rank 0 names them")
         if store.check(["round"]):  # perhaps still that of an earlier round
             store.set(f"{store.get('round').decode()}/{rank}", f"{address} {me}")
         if rank == 0 and not (missing := [other for other in missing if not store.check([f"{me}/{other}"])]):
