@@ -185,7 +185,7 @@ def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
     name = while_others_wait(world, find_newest)
     if world.size > world.local_size:
         missing = name and world.rank % world.local_size == 0 and not (checkpoints / name).exists()
-        while_others_wait(world, lambda: mirror.fetch(-1, [name]), mine=bool(missing))
+        while_others_wait(world, lambda: mirror.fetch(-1, name), mine=bool(missing))
 
 
 def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:

@@ -6,7 +6,7 @@ failure, any checkpoint whose files match its manifest is complete. Training nev
 
 import contextlib
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,8 @@ class Mirror:
     # -----------------------------------------------------------------------------------------------------------------
     # From the store
 
-    def fetch(self, newer_than: int, names: Container[str] | None = None) -> str:
-        """Download the newest intact checkpoint after step `newer_than`, among `names` if given. Returns its name, or "".
+    def fetch(self, newer_than: int, only: str = "") -> str:
+        """Download the newest intact checkpoint after step `newer_than`, or the one called `only`. Returns its name, or "".
 
         Raises RunError if the store contains a different run, does not answer, or has only damaged checkpoints, so that the run
         does not start over.
@@ -88,14 +88,14 @@ class Mirror:
         for name, manifest in reversed(self.retried(self.manifests).items()):
             if step_in(name) <= newer_than:
                 break
-            if not manifest or (names is not None and name not in names):
+            if not manifest or (only and name != only):
                 continue
             self.log.say(f"downloading {name} from {self.url}")
             if not (problem := self.retried(lambda name=name: self.download(name))):
                 return name
             self.log.warn(f"skipped {self.url}/{name}: {problem}")
             self.damaged.add(name)
-        if self.damaged and newer_than < 0 and names is None:
+        if self.damaged and newer_than < 0 and not only:
             raise RunError(f"--mirror={self.url} has no intact checkpoint; to start over, use another URL")
         return ""
 
