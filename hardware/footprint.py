@@ -177,7 +177,8 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     gpu = device != "cpu" and not compiled  # eager code on a GPU
     # The inputs of the two norms. On a GPU, autocast converts LayerNorm's to float32, but not RMSNorm's.
     block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
-    block += s * (2 * Q + 2 * K)  # queries, keys, values and the output of attention
+    # Queries, keys, values and the output of attention. Without FlashAttention, keys and values are repeated for every query.
+    block += s * (2 * Q + 2 * (Q if device != "cpu" and train.dtype != "bfloat16" else K))
     block += s * F * (2 if gpt2 else 3 if compiled else 4)
     # The inputs of matmuls. Autocast converts a norm's float32 output once per matmul that reads it.
     converts = s == 2 and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))

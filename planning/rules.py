@@ -42,6 +42,8 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
         yield f"--tasks_every={config.eval.tasks_every} needs --tasks, such as --tasks=hellaswag,arc_easy"
     if strategy == "exact" and train.dtype == "float16":
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use --dtype=float32"
+    if train.fp8 and train.micro_batch_size != "auto" and train.micro_batch_size * config.model.seq_len % 16:
+        yield f"--fp8=true needs a multiple of 16 tokens per micro-batch, not {train.micro_batch_size} x {config.model.seq_len}"
     if train.fp8 and train.compile == "off":
         yield "--fp8=true needs --compile=on: eager float8 is slower than bfloat16 (0.3 to 0.9 times in pytorch/ao#685)"
     if strategy != "fsdp" and parallel.replicate != 1:

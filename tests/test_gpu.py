@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from attention import attention
 from hardware import device
 from parallel import engine
 
@@ -40,6 +42,22 @@ def test_a_copy_through_staging_memory_is_whole_and_stays(shape, dtype):
         assert copy.dtype == dtype and torch.equal(copy, expected) and copy.is_contiguous()
     tensor.zero_()
     assert torch.equal(copy, expected)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that claims to be on a GPU."""
+
+    device = property(lambda tensor: torch.device("cuda"))
+
+
+def test_grouped_queries_without_flash_attention_are_given_a_key_each(monkeypatch):
+    seen = []
+    keep = lambda q, k, v, *_, enable_gqa, **__: seen.append((k.shape[1], v.shape[1], enable_gqa)) or q  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", keep)
+    for dtype, mask in [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.zeros(1, 1, 32, 32))]:
+        q = torch.zeros(1, 6, 32, 16, dtype=dtype)
+        attention(q.as_subclass(OnGpu), q[:, :2], q[:, :2], mask=mask)
+    assert seen == [(2, 2, True), (6, 6, False), (6, 6, False)]
 
 
 STAGED = """

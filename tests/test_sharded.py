@@ -229,6 +229,7 @@ def test_training_in_float8_leaves_small_layers_out_and_evaluates_without_it(tra
         (dict(strategy="ddp", replicate=3), "--replicate=3 needs --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),
         (dict(replicate=0), "--replicate must be greater than 0"),
+        (dict(fp8="true", compile="on", micro_batch_size=1, seq_len=8), "a multiple of 16 tokens per micro-batch, not 1 x 8"),
         (dict(strategy="ddp", shard_gradients="on"), "--shard_gradients=on is for --strategy=fsdp and exact"),
     ],
 )
