@@ -86,7 +86,7 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
     earlier = {record["path"].rstrip("/"): record for record in known.get("request", known).get("source", [])}
     form = config.column, config.max_document_bytes
     roots = [os.path.realpath(source) for source in config.sources if "://" not in source]
-    for source in sorted(set(config.sources)) or [EMBEDDED]:
+    for source in sorted({source.rstrip("/"): source for source in config.sources}.values()) or [EMBEDDED]:
         before = earlier.get(source.rstrip("/"), {})
         record, url = {"path": before.get("path", source)}, source
         if "://" in source and "shards" in known:

@@ -140,11 +140,11 @@ def compare(found: dict[int, tuple], records: dict[int, tuple]) -> tuple[bool, s
 
 
 def anywhere(config: settings.Config) -> settings.Config:
-    """Return settings that let this machine recompute the run: on the CPU if it has no accelerator."""
-    device = config.train.device if torch.accelerator.is_available() else "cpu"
-    if config.numerics.numerics == "native":
-        return settings.replace(config, device=device)
-    return settings.replace(config, threads="auto", device=device if torch.cuda.is_available() else "cpu")
+    """Return settings that let this machine recompute the run: on the CPU if it lacks the run's kind of accelerator."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    device = config.train.device if available.get(config.train.device) else "cpu"
+    threads = config.train.threads if config.numerics.numerics == "native" else "auto"
+    return settings.replace(config, threads=threads, device=device)
 
 
 def conditions(era: Era) -> tuple:

@@ -1,5 +1,6 @@
 """Which checkpoint or model a command starts from, and which settings may change when a run continues."""
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,9 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
     for warning in warnings:
         say(warning)
     if numerics == "auto":
-        numerics = settings_of(directory).numerics.numerics
+        numerics = "native"
+        with contextlib.suppress(UserError):  # a model of another tool may have another kind of config.toml
+            numerics = settings_of(directory).numerics.numerics
     if numerics == "portable" and dtype not in ("auto", "float32"):
         raise UserError(f"--numerics=portable computes in float32; leave out --dtype={dtype}, or use --numerics=native")
     config, weights = huggingface.read_model(directory)
@@ -127,17 +130,17 @@ class Start:
         if config.model.init_from != "scratch":
             config = dataclasses.replace(config, model=huggingface.shape_of(self.weights, config.model))
         config = self.settle_decay(config)
+        if self.checkpoint:
+            init_from = origin(config.model.init_from, self.state.config.model.init_from)
+            config = settings.replace(config, init_from=init_from)
         if self.continues:
             before = self.state.config
             if before.run.resume not in ("auto", "off"):
                 config = settings.replace(config, resume=before.run.resume)
-            given = Path(config.model.init_from)
-            if Path(before.model.init_from).is_relative_to(given.parent if given.name in LINKS else given):
-                config = settings.replace(config, init_from=before.model.init_from)
             if self.state.step >= config.train.steps:  # a complete run keeps its checkpoints
                 config = settings.replace(config, keep_last=before.checkpoint.keep_last, keep_best=before.checkpoint.keep_best)
         elif self.checkpoint:  # name the checkpoint, because its run may train on
-            config = settings.replace(config, resume=str(self.checkpoint), init_from=self.state.config.model.init_from)
+            config = settings.replace(config, resume=str(self.checkpoint))
         elif self.pretrained and (self.pretrained / MANIFEST).exists() and Path(config.model.init_from).exists():
             config = settings.replace(config, init_from=str(self.pretrained))
         return config
@@ -160,6 +163,13 @@ class Start:
             late = [step for step, _ in read_phases(config.data.phase) if step >= steps]
             refuse(f"--phase={step}:... begins after the last step, {steps}" for step in late)
         return settings.replace(config, schedule="wsd", steps=steps)
+
+
+def origin(given: str, recorded: str) -> str:
+    """Return where a checkpoint's first weights came from: the `recorded` --init_from, unless the `given` one contradicts it."""
+    path = Path(given).absolute()
+    parent = path.parent if path.name in LINKS else path
+    return recorded if given == "scratch" or Path(recorded).absolute().is_relative_to(parent) else given
 
 
 def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror: Mirror | None) -> Start:
@@ -199,7 +209,7 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         path, damaged = newest(run / "checkpoints")
         if path is None:
             refuse([f"{run} has no intact checkpoint; delete the directory to start over", *damaged])
-        kept = " with the run's own settings and your flags" * (run / "config.toml").exists()
+        kept = " with the run's own settings, except for your flags" * (run / "config.toml").exists()
         notes = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         notes += [f"warning: {line}" for line in damaged]
         return Start(load_state(path), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])

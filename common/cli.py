@@ -72,7 +72,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     """
     import tyro
 
-    refuse(f"{word!a} is not UTF-8; rename the file or folder" for word in args if not is_utf8(word))
+    refuse(f"{word!a} is not UTF-8; rename it, if it is a file or folder" for word in args if not is_utf8(word))
     if "--version" in args:
         print(f"Lockstep {version()}")
         raise SystemExit(0)
@@ -186,7 +186,7 @@ def require_local(flag: str, path: str, instead: str) -> None:
     named = f"{f'--{flag}=' if flag else ''}{path}"
     if "://" in path:
         raise UserError(f"{named} must be a local path; {instead}")
-    if path.startswith("~"):
+    if path == "~" or path.startswith("~/"):
         raise UserError(f"{named}: the shell does not replace ~ there; write $HOME{path[1:]}")
 
 

@@ -142,7 +142,8 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's store outlives the ranks; else rank 0 holds it
     # A longer timeout here, because an unreachable store prints a stack trace when it expires.
     store = dist.TCPStore(*place, size, rank == 0 and not held, 2 * timeout, wait_for_workers=False, multi_tenant=True)
-    store = join_round(store, rank, size, address_towards(place[0]), deadline)
+    more = 0.05 * timeout.total_seconds() * (rank > 0)  # rank 0 gives up first, because it can name the missing ranks
+    store = join_round(store, rank, size, address_towards(place[0]), deadline + more)
     if size > local_world_size() and (interface := gloo_interface(store, size, place[0])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Data about the run is in CPU tensors and goes through gloo, so that it never waits for a GPU.
@@ -160,19 +161,20 @@ def join_round(store: dist.Store, rank: int, size: int, address: str, deadline: 
     the rounds apart, because each node counts only its own failures. So rank 0 gives the round a new name. Each rank registers
     under that name, with a name of its own, and goes on once rank 0 has answered to it. Raises RuntimeError at the `deadline`.
     """
-    me, missing = uuid.uuid4().hex, list(range(size))
+    me, missing, registered = uuid.uuid4().hex, list(range(size)), b""
     if rank == 0:
         store.set("round", me)
     while not store.check([me]):
         if time.monotonic() > deadline:
             found = f"{len(missing)} of {size} ranks are missing, such as {missing[:16]}"
-            raise RuntimeError(found if rank == 0 else "ranks are missing; rank 0 names them")
-        if store.check(["round"]):  # perhaps still that of an earlier round
-            store.set(f"{store.get('round').decode()}/{rank}", f"{address} {me}")
+            raise RuntimeError(found if rank == 0 else "ranks are missing; rank 0 names them, unless it is missing")
+        if store.check(["round"]) and (name := store.get("round")) != registered:  # perhaps still an earlier round's
+            store.set(f"{name.decode()}/{rank}", f"{address} {me}")
+            registered = name
         if rank == 0 and not (missing := [other for other in missing if not store.check([f"{me}/{other}"])]):
             for other in range(size):
                 store.set(store.get(f"{me}/{other}").decode().split()[-1], me)
-        time.sleep(0.1 + size / 10_000)  # thousands of ranks ask less often
+        time.sleep(0.1 + size / 5_000)  # thousands of ranks ask less often
     return dist.PrefixStore(store.get(me).decode(), store)
 
 

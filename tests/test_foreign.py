@@ -176,7 +176,7 @@ CASES = [
     case("train.py --tokens=a:1,b:1e999999999", None, "weight greater than 0"),
     case("train.py --seed=x --debug", None, "Traceback", "error: --seed must be INTEGER"),
     case([*TRAIN, "--out_dir=~/runs"], None, "--out_dir=~/runs: the shell does not replace ~ there; write $HOME/runs"),
-    case([*TRAIN, "--name=caf\udce9"], None, "is not UTF-8; rename the file or folder"),
+    case([*TRAIN, "--name=caf\udce9"], None, "is not UTF-8; rename it"),
     case("replay.py --verify runs/run", None, "--verify must be true|false, not 'runs/run'"),
     case("sample.py runs/run --tokenizer=train:300", None, "--tokenizer=train:300 learns from text"),
     case("prepare_data.py --check=tokens --push=me/x", None, "--check only reads tokens; leave out --push"),

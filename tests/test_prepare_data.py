@@ -405,8 +405,8 @@ def test_an_unfinished_dataset_of_another_request_or_version_is_begun_again(here
     assert said in capsys.readouterr().out
     os.mkdir("folder")
     write_lines(here / "folder" / "a.jsonl")
-    one, two = (make(source, out="slash").metadata for source in ("folder/", "folder"))
-    assert one == two and one["source"][0]["path"] == "folder/"
+    one, two, both = (make(*sources, out="slash").metadata for sources in (["folder/"], ["folder"], ["folder/", "folder"]))
+    assert one == two == both and one["source"][0]["path"] == "folder/"
     make("a.jsonl", out="clean", shard_tokens=1000)
     assert content(made.directory) == content("clean")
 

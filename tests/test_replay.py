@@ -50,7 +50,7 @@ def kept(shared):
 def test_a_run_of_a_gpu_is_replayed_on_the_cpu_of_a_machine_without_one(monkeypatch):
     config = settings.replace(settings.Config(), device="cuda", numerics="native")
     for available, device in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert replay_py.anywhere(config).train.device == device
 
 

@@ -286,6 +286,10 @@ def test_a_run_says_where_its_weights_came_from(train, shared):
     train("tuned", steps=2, init_from=train.runs / "more", optimizer="adamw")  # continues
     other = train("tuned", steps=3, init_from=shared.runs / "plain", optimizer="adamw", status=2).stderr
     assert f"--init_from={shared.runs}/plain, but the checkpoint used {train.runs}/more" in other
+    for steps in (4, 5):  # a new run from a checkpoint of a tuned one, and the same command again
+        train("third", steps=steps, resume=train.runs / "tuned", optimizer="adamw")
+    wrong = train("fourth", steps=4, resume=train.runs / "tuned", init_from=shared.runs / "plain", optimizer="adamw", status=2)
+    assert "but the checkpoint used" in wrong.stderr
     one, two = (train.state(name)["settings"] for name in ("more", "tuned"))
     assert one["resume"] == str(first) and two["init_from"] == f"{train.runs}/more/checkpoints/step-00000021"
 

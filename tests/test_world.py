@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,19 @@ def test_ranks_that_were_started_differently_are_refused(train):
     assert "--lr is 0.5 on rank 2 and 0.01 on rank 0" in done.stderr
     assert "all ranks need the same command" in done.stderr and "Traceback" not in done.stderr.split("error:")[0]
     assert not train.runs.exists()
+
+
+def test_ranks_meet_in_a_new_round_whatever_an_earlier_one_left_in_the_store():
+    store, deadline = dist.HashStore(), time.monotonic() + 60
+    for start in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            join = lambda rank, start=start: world.join_round(store, rank, 3, f"10.0.{start}.{rank}", deadline)  # noqa: E731
+            others = [pool.submit(join, rank) for rank in (1, 2)]
+            time.sleep(0.3)  # they see only the earlier round
+            parts = [join(0), *(other.result() for other in others)]
+        for part in parts:
+            found = [part.get(str(rank)).decode().split()[0] for rank in range(3)]
+            assert found == [f"10.0.{start}.{rank}" for rank in range(3)]
 
 
 @pytest.mark.parametrize(
