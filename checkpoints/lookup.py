@@ -166,7 +166,7 @@ class Start:
 
 
 def origin(given: str, recorded: str) -> str:
-    """Return where a checkpoint's first weights came from: the `recorded` --init_from, unless the `given` one contradicts it."""
+    """Return where a checkpoint's first weights came from: the `recorded` --init_from, unless the `given` one differs."""
     path = Path(given).absolute()
     parent = path.parent if path.name in LINKS else path
     return recorded if given == "scratch" or Path(recorded).absolute().is_relative_to(parent) else given
