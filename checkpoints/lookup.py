@@ -184,18 +184,23 @@ def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: 
 
 def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
     """Download the newest checkpoint from the `mirror` to every node that lacks it. All ranks must call this."""
+    several_nodes = world.size > world.local_size
 
-    def find_newest() -> str:
+    def find_newest() -> tuple[str, bytes]:
         here, _ = newest(checkpoints)
         name = mirror.fetch(step_of(here) if here else -1) or (here.name if here else "")
-        if name and world.size > world.local_size:  # other nodes may need it
+        if name and several_nodes:  # other nodes may need it
             mirror.retried(lambda: mirror.copy([checkpoints / name], 0, []))
-        return name
+        return name, (checkpoints / name / MANIFEST).read_bytes() if name else b""
 
-    name = while_others_wait(world, find_newest)
-    if world.size > world.local_size:
-        missing = name and world.rank % world.local_size == 0 and not (checkpoints / name).exists()
-        while_others_wait(world, lambda: mirror.fetch(-1, name), mine=bool(missing))
+    def fetch() -> None:
+        own = checkpoints / name  # a damaged or different one may have this name if the nodes share no disk
+        if find_damage(own) or (own / MANIFEST).read_bytes() != manifest:
+            mirror.fetch(-1, name)
+
+    name, manifest = while_others_wait(world, find_newest)
+    if name and several_nodes:
+        while_others_wait(world, fetch, mine=world.rank > 0 and world.rank % world.local_size == 0)
 
 
 def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 
 import machine
-from checkpoints import retention
+from checkpoints import lookup, retention
 from checkpoints.mirror import MANIFEST, Mirror
 from common.errors import RunError
 from conftest import damage
+from parallel.world import World
 from power_cut import Miniature
 from reports.log import Log
 from test_remote import s3  # noqa: F401 (a fixture)
@@ -188,6 +190,26 @@ def test_the_same_command_again_copies_what_the_store_lacks(train, tmp_path):
     train("late", steps=6, **RUN)
     done = train.changed(LATE, "late", steps=6, **RUN, mirror=tmp_path / "store")
     assert "is complete" in done.stdout and stored(str(tmp_path / "store")) == ["step-00000006"]
+
+
+def test_a_node_that_shares_no_disk_does_not_trust_its_own_copy_unseen(train, tmp_path, monkeypatch):
+    train("spot", steps=3, **RUN, mirror=tmp_path / "store")
+    newest = {}
+
+    def on_its_node(world, work, mine=None):  # where the other node has been before
+        if world.rank == 0 and mine is None:
+            newest["found"] = work()
+        return newest["found"] if mine is None else mine and work()
+
+    monkeypatch.setattr(lookup, "while_others_wait", on_its_node)
+    for rank in range(2):
+        run = shutil.copytree(train.runs / "spot", tmp_path / f"node{rank}" / "spot", symlinks=True)
+        if rank == 1:
+            damage(run / "checkpoints" / "step-00000003" / "optimizer.safetensors")
+        with Log(run, True) as log:
+            node = World(rank, 2, 1, torch.device("cpu"))
+            lookup.restore(run / "checkpoints", node, Mirror(str(tmp_path / "store"), log))
+        assert retention.find_damage(run / "checkpoints" / "step-00000003") is None
 
 
 WAITING = """

@@ -197,6 +197,25 @@ def test_workers_killed_on_three_nodes_restart_though_each_node_counts_its_own_r
     train.assert_same("nodes", "three")
 
 
+@pytest.mark.slow
+def test_a_node_that_joins_an_elastic_run_changes_no_bit(train):
+    flags = dict(strategy="exact", steps=60, save_every=1, eval_every=0, timeout_minutes=0.5)
+    train("one", **flags)
+    torchrun = ["--nnodes=2:3", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    torchrun += ["--rdzv-conf=last_call_timeout=1"]  # seconds to wait for a third node
+    node = [sys.executable, "-m", "torch.distributed.run", *torchrun, *train.arguments("nodes", **flags)]
+    options = dict(cwd=ROOT, env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"), stdout=subprocess.PIPE, text=True)
+    start = lambda: subprocess.Popen(node, start_new_session=True, stderr=subprocess.STDOUT, **options)  # noqa: E731
+    each = [start(), start()]
+    wait_for(lambda: "step      5/60" in train.log("nodes"))
+    each.append(start())
+    for process in each:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+    assert re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M) == ["2", "3"]
+    train.assert_same("nodes", "one")
+
+
 POISONED = """
 calls = []
 def poisoned(loss, *args, backward=torch.Tensor.backward, **more):
