@@ -35,7 +35,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Te
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     if q.device.type == "cpu" and q.dtype is torch.bfloat16 and T == S <= SHORT:
         return short_attention(q, k, v, dropout_p, mask)
-    within_documents = mask is not None
+    free = q.device.type == "cuda" and mask is None and not torch.are_deterministic_algorithms_enabled()
     if T not in (1, S):
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     # On CUDA, only FlashAttention accepts fewer keys than queries, and it needs 16 bits, no mask, and a GPU with bfloat16.
@@ -43,12 +43,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: "Te
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype is not torch.bfloat16):
         k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).flatten(1, 2) for x in (k, v))
         grouped = False
-    if within_documents:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, enable_gqa=grouped)
-    free = q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
     order = FLASH_FIRST if has_flash_attention_3() else CUDNN_FIRST
     with sdpa_kernel(order, set_priority=True) if free else contextlib.nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=T == S, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None and T == S, enable_gqa=grouped)
 
 
 def has_flash_attention_3() -> bool:

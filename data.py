@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from common import files
 from common.errors import UserError
 from common.records import Auto
 from common.steps import read_phases
@@ -192,7 +191,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
 
 def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:
     """Raise UserError if two datasets were clearly made with different tokenizers."""
-    hashes = {files.sha256(d.tokenizer) for d in (first, other) if d.tokenizer}
+    hashes = {d.tokenizer_sha256 for d in (first, other)} - {None}
     ends = {d.eot_token for d in (first, other)} - {None}
     if other.vocab_size != first.vocab_size or len(ends) > 1 or len(hashes) > 1:
         raise UserError(f"{flag}: {first.directory} and {other.directory} were made with different tokenizers")

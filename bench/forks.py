@@ -38,13 +38,18 @@ def prepare_to_fork() -> None:
     gc.freeze()  # otherwise a collection in a fork would touch, and so copy, the pages of everything imported
 
 
+def free_port() -> int:
+    """Return a port of this process's own, outside the range from which the system takes ports for connections."""
+    return 12000 + os.getpid() % 20000
+
+
 def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:
     """Fork this process once per rank. A fork calls `work` and exits with the status that it returns.
 
     Returns their process ids. The forks get the environment variables that torchrun would set.
     new_group: put the forks in a new process group.
     """
-    port = 12000 + os.getpid() % 20000  # outside the range from which the system takes ports for connections
+    port = free_port()
     pids = []
     for rank in range(ranks):
         pid = os.fork()

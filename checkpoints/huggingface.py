@@ -114,12 +114,17 @@ def read_config(directory: Path) -> ModelConfig:
         values["gelu"] = "erf" if found.get("activation_function") == "gelu" else "tanh"
     elif (rope_type := found.get("rope_type", found.get("type", "default"))) == "llama3":
         factors = {"original_max_position_embeddings": values["seq_len"]} | found
-        values["rope_scaling"] = ",".join(str(factors.get(key)).removesuffix(".0") for key in LLAMA3_ROPE)
+        values["rope_scaling"] = rope_text(map(factors.get, LLAMA3_ROPE))
     elif rope_type != "default":
         raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
     model = resolve_model(ModelConfig(architecture, **values), 0)
     _ = model.rope_factors  # may raise UserError
     return model
+
+
+def rope_text(factors: Iterable[float | None]) -> str:
+    """Return Llama 3's factors as a checkpoint records --rope_scaling: 8,1,4,8192, not 8.0,1.0,4.0,8192.0."""
+    return ",".join(str(factor).removesuffix(".0") for factor in factors)
 
 
 def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
@@ -134,7 +139,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
         if found.architecture == "gpt2":
             raise UserError(f"{longest} learned positions, and no weights for more; use --seq_len={found.seq_len} or less")
         if model.rope_factors:
-            rope["rope_scaling"] = ",".join(str(factor).removesuffix(".0") for factor in model.rope_factors)
+            rope["rope_scaling"] = rope_text(model.rope_factors)
         if model.rope_theta > found.rope_theta:
             rope["rope_theta"] = model.rope_theta
         if not rope:

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from common import files
 from common.errors import UserError, plural, say
-from dataset.tokenizer import is_readable, load, resolve
+from dataset.tokenizer import load, load_if_readable, resolve
 from dataset.tokens import SCAN_TOKENS, open_dataset, read_metadata
 
 SHOWN_TOKENS, SHOWN_CHARACTERS = 64, 160  # how much of the beginning of each split to show
@@ -22,8 +22,7 @@ def check(directory: Path, spec: str = "") -> None:
     if not directory.is_dir():
         raise UserError(f"--check={directory}: no such directory")
     own, beside = (directory / "dataset.json").exists(), directory / "tokenizer.json"
-    readable = own or is_readable(beside)
-    tokenizer = resolve(spec) if spec and not own else load(beside) if readable else None
+    tokenizer = load(beside) if own else resolve(spec) if spec else load_if_readable(beside)
     dataset = open_dataset(directory, tokenizer.vocab_size if tokenizer else 0)
     known, origin = {}, "tokens from another tool"
     if own:

@@ -106,12 +106,12 @@ def load(path: str | Path) -> Tokenizer:
     return from_json(files.read_text(Path(path)), str(path))
 
 
-def is_readable(path: Path | None) -> bool:
-    """Return whether `load` accepts the tokenizer.json at `path`. Those of other tools may be of another type."""
+def load_if_readable(path: Path | None) -> Tokenizer | None:
+    """Load a tokenizer.json, or return None if `load` does not accept it. Those of other tools may be of another type."""
     try:
-        return bool(path and load(path))
+        return load(path) if path else None
     except (UserError, FileNotFoundError):
-        return False
+        return None
 
 
 def token_ids(path: Path) -> dict[str, int]:

@@ -234,6 +234,11 @@ class Dataset:
     bytes_of_text: dict[str, int] = field(default_factory=dict)  # size of each split's text, if known
     remark: str = ""  # assumptions about foreign files
 
+    @functools.cached_property
+    def tokenizer_sha256(self) -> str | None:
+        """The sha256 of the tokenizer.json, if it exists."""
+        return files.sha256(self.tokenizer) if self.tokenizer else None
+
     @property
     def bytes_per_token(self) -> float:
         """Average bytes of text per validation token, or 0 if unknown."""

@@ -7,7 +7,8 @@
 TEXT is a folder of .jsonl files (also .gz and .zst), or its fsspec URL. With --format=parquet, it holds .parquet files with a
 column "text". Each task reads its share of the files, so use at least as many files as tasks. After a kill, the same command
 keeps finished tasks and picks up where it left off. As in prepare_data.py, a hash of a document's text decides whether it goes
-to `val`. End-of-text comes after each document."""
+to `val`. End-of-text comes after each document.
+"""
 
 import argparse
 import hashlib

@@ -9,7 +9,7 @@ import torch
 
 from common.errors import RunError, plural
 from data import Batches
-from dataset.tokenizer import is_readable
+from dataset.tokenizer import load_if_readable
 from hardware import device
 from reports import curves
 from reports.log import Log, duration
@@ -133,7 +133,7 @@ class Progress:
             self.log.say(f"done: {plural(state.step, 'step')}, {state.tokens:,} tokens{best}; {run}")
         if self.is_high:
             self.log.warn(f"the last losses, around {median(self.losses):.4g}, are far above the lowest, {self.lowest:.4g}")
-        readable = is_readable(dataset.tokenizer)
+        readable = load_if_readable(dataset.tokenizer)
         command = f"sample.py {run}" if readable else f"evaluate.py {run}"
         if readable and dataset.eot_token is None:  # the model cannot start a document
             command += ' --prompt="..."'

@@ -27,6 +27,7 @@ from checkpoints import retention
 from common import cli
 from common.files import publish_directory
 from dataset.tokens import write_shard
+from forks import free_port
 from machine import ROOT, damage  # noqa: F401  for tests
 from model import initial_weights
 
@@ -107,11 +108,6 @@ def wait_for(condition, seconds=60):
         time.sleep(0.02)
 
 
-def free_port():
-    """A port that no other worker uses, outside the range from which the system takes ports for connections."""
-    return 12000 + os.getpid() % 20000
-
-
 class Trainer:
     """Runs train.py on the tiny dataset with its runs in one folder."""
 
@@ -153,10 +149,20 @@ class Trainer:
 
     def torchrun(self, name, ranks, launcher=(), **flags):
         """Start in the background under a real torchrun, in a new process group."""
+        return self.background(self.command(name, ranks, launcher, **flags))
+
+    def node(self, name, options, env=None, **flags):
+        """Start one of several torchruns on this machine, with one rank. options: torchrun's."""
+        place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *place, *options]
+        return self.background([*torchrun, *self.arguments(name, **flags)], env)
+
+    def background(self, command, env=None):
+        """Start a command in a new process group, with all its output in one pipe."""
         return subprocess.Popen(
-            self.command(name, ranks, launcher, **flags),
+            command,
             cwd=ROOT,
-            env=environment(),
+            env=environment(**(env or {})),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

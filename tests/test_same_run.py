@@ -1,17 +1,17 @@
 """The same run: bit for bit under `exact` whatever the number of ranks, and for every strategy however often it is killed."""
 
+import functools
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from checkpoints import retention
-from conftest import ROOT, STRATEGIES, before_update, damage, environment, free_port, wait_for
+from conftest import STRATEGIES, before_update, damage, wait_for
 from parallel.exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point, raise_largest
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
@@ -166,6 +166,13 @@ def workers(process):
     return list(map(int, subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()))
 
 
+def end_well(*processes):
+    """Wait for the ends of torchruns, whose statuses must be 0."""
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+
+
 @pytest.mark.slow
 def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
     flags = dict(ranks=2, steps=14, save_every=1, eval_every=10)
@@ -173,8 +180,7 @@ def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
     process = train.torchrun("restarted", launcher=["--max-restarts=2"], **flags)
     wait_for(lambda: "step      4/14" in train.log("restarted"))
     os.kill(workers(process)[-1], signal.SIGKILL)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, out
+    end_well(process)
     assert train.log("restarted").count("continuing from") == 1
     train.assert_same("restarted", "whole")
 
@@ -183,16 +189,11 @@ def test_a_worker_killed_under_max_restarts_ends_bit_identical(train):
 def test_workers_killed_on_three_nodes_restart_though_each_node_counts_its_own_restarts(train):
     flags = dict(steps=60, save_every=1, eval_every=0, timeout_minutes=0.5)
     train("three", ranks=3, **flags)
-    torchrun = ["--nnodes=3", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    node = [sys.executable, "-m", "torch.distributed.run", *torchrun, *train.arguments("nodes", **flags)]
-    options = dict(cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    each = [subprocess.Popen(node, start_new_session=True, **options) for _ in range(3)]
+    each = [train.node("nodes", ["--nnodes=3", "--max-restarts=3"], **flags) for _ in range(3)]
     for reached in (8, 20):
         wait_for(lambda reached=reached: f"step     {reached:2}/60" in train.log("nodes"))
         os.kill(workers(each[reached % 3])[-1], signal.SIGKILL)
-    for process in each:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, out
+    end_well(*each)
     assert train.log("nodes").count("continuing from") == 2
     train.assert_same("nodes", "three")
 
@@ -201,17 +202,11 @@ def test_workers_killed_on_three_nodes_restart_though_each_node_counts_its_own_r
 def test_a_node_that_joins_an_elastic_run_changes_no_bit(train):
     flags = dict(strategy="exact", steps=60, save_every=1, eval_every=0, timeout_minutes=0.5)
     train("one", **flags)
-    torchrun = ["--nnodes=2:3", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    torchrun += ["--rdzv-conf=last_call_timeout=1"]  # seconds to wait for a third node
-    node = [sys.executable, "-m", "torch.distributed.run", *torchrun, *train.arguments("nodes", **flags)]
-    options = dict(cwd=ROOT, env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"), stdout=subprocess.PIPE, text=True)
-    start = lambda: subprocess.Popen(node, start_new_session=True, stderr=subprocess.STDOUT, **options)  # noqa: E731
-    each = [start(), start()]
+    options = ["--nnodes=2:3", "--max-restarts=3", "--rdzv-conf=last_call_timeout=1"]  # seconds to wait for a third node
+    node = functools.partial(train.node, "nodes", options, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, **flags)
+    each = [node(), node()]
     wait_for(lambda: "step      5/60" in train.log("nodes"))
-    each.append(start())
-    for process in each:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, out
+    end_well(*each, node())
     assert re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M) == ["2", "3"]
     train.assert_same("nodes", "one")
 
