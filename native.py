@@ -189,7 +189,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     In eager mode on a CPU, the result is in autocast's dtype, and the backward pass is hand-written: PyTorch's own needs a
     dozen passes over memory.
     """
-    return RMSNormFunction.apply(x, weight, eps) if on_eager_cpu(x) else F.rms_norm(x, weight.shape, weight, eps)
+    if on_eager_cpu(x):
+        return RMSNormFunction.apply(x, weight, eps)
+    # Since torch 2.12, autocast on a GPU converts the inputs to float32 (pytorch/pytorch#188955). Under fsdp they are bfloat16,
+    # and the kernel adds in float32 anyway.
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class RMSNorm(nn.RMSNorm):

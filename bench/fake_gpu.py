@@ -227,7 +227,11 @@ def fused_rms_norm(composite):
         def backward(ctx, grad):
             return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
 
+    converts = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")  # to float32, since torch 2.12
+
     def rms_norm(x, shape, weight, eps):
+        if converts and torch.is_autocast_enabled("cuda"):
+            x, weight = x.float(), weight.float()
         return Fused.apply(x, weight) if x.dtype == weight.dtype else composite(x, shape, weight, eps)
 
     return rms_norm
