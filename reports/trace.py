@@ -14,13 +14,15 @@ from reports.log import Log, duration
 
 # The kind of a torch operator or GPU kernel, by parts of its name. The first match wins.
 KINDS = {
+    # Inductor names a kernel after everything it fuses, such as triton_poi_fused_addmm_gelu. Only its templates, triton_tem,
+    # are matmuls or attention.
+    "compiled code": "^triton_(?!tem)|compiled|cpp_fused|dynamo",
     "communication": "nccl|gloo|c10d|xccl|comms|all_reduce|all_gather|reduce_scatter|broadcast",
-    "attention": "attention|flash|fmha",
-    "matmuls": "mm|linear|cutlass",
+    "attention": "attention|flash|fmha|sdpa|cudnn",  # cuDNN computes nothing else here
+    "matmuls": "mm(?!a)|gemv|linear|nvjet|cublas|cutlass",  # nvjet: cuBLAS's own on Hopper and later; mma: LayerNorm's gamma
     "optimizer": "adam|foreach|multi_tensor|lerp",
-    "compiled code": "triton|compiled|cpp_fused|dynamo",
     "loss": "softmax|nll|logsumexp|gather|scatter",
-    "norms": "norm|rsqrt",
+    "norms": "norm|rsqrt|gammabeta",
     "embedding": "embedding|index",
     "copies": "copy|memcpy|memset|cat|fill|zero|empty|clone",
     "other": "",

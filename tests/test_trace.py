@@ -4,6 +4,7 @@ import gzip
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.autograd import DeviceType
 
@@ -72,3 +73,36 @@ def test_on_a_gpu_the_time_of_the_kernels_counts():
         ["30.0%", "communication"],
         ["10.0%", "copies"],
     ]
+
+
+@pytest.mark.parametrize(
+    "kind, kernels",
+    {
+        "compiled code": [
+            "triton_poi_fused_addmm_gelu_2",
+            "triton_per_fused_add_addmm_native_layer_norm_5",
+            "triton_red_fused__scaled_dot_product_flash_attention__to_copy_add_9",
+            "triton_poi_fused_all_gather_into_tensor_1",
+        ],
+        "communication": ["ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "gloo:all_reduce"],
+        "attention": [
+            "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd_kernel_traits<64>>",
+            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90>>>",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+            "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(cudnn::fusion::Dot_do_o_params)",
+            "triton_tem_fused_flex_attention_3",
+        ],
+        "matmuls": [
+            "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN",
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+            "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x32_stage4",
+            "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8",
+            "triton_tem_fused_mm_1",
+        ],
+        "norms": ["void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 64u>"],
+        "optimizer": ["void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"],
+    }.items(),
+)
+def test_kernels_of_a_gpu_count_as_what_they_compute(kind, kernels):
+    for name in kernels:
+        assert table("cuda:0", [event(name, DeviceType.CUDA, 0, 60)])[0].split(": ")[0] == f"100.0%  {kind}", name
