@@ -82,9 +82,16 @@ class Run:
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
     is_master = int(os.environ.get("RANK", 0)) == 0
+    run = None
     with Log(Path(config.run.out_dir, config.run.name), is_master) as log:
+
+        def end(error: RunError) -> None:  # in a thread, because this one is stuck
+            log.end(error)
+            if run:
+                run.checkpoints.wait(failed=True)
+
         world = join(config)
-        with world.reporting_lost_ranks():
+        with world.reporting_lost_ranks(end):
             asked, config, *settled = settle(config, world, log)
             with startup.explaining_out_of_memory(config, world):
                 run = prepare(asked, config, *settled)

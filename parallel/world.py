@@ -7,9 +7,11 @@ import re
 import signal
 import socket
 import struct
+import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +23,7 @@ from common.errors import RunError, UserError, within
 from hardware.device import local_world_size
 
 LONGEST_END = timedelta(days=1)  # how long a finished rank waits for the master, which may be copying to a mirror
+STUCK_SECONDS = 5.0  # how long the main thread may run no Python code after a rank is lost
 SAME_COMMAND = "run the same command again on all nodes"
 
 
@@ -89,14 +92,74 @@ class World:
             dist.group.WORLD.allreduce([torch.zeros(1)], options).wait()
 
     @contextlib.contextmanager
-    def reporting_lost_ranks(self) -> Iterator[None]:
-        """Turn the error of a collective that failed because another rank is gone into a one-line RunError."""
+    def reporting_lost_ranks(self, end: Callable[[RunError], None] = lambda error: None) -> Iterator[None]:
+        """Turn the error of a collective that failed because another rank is gone into a one-line RunError.
+
+        If this rank is stuck in a collective that never fails, `Watch` calls `end` with the error, and ends the process.
+        """
+        with Watch(self, end) if self.size > 1 else contextlib.nullcontext():
+            try:
+                yield
+            except RuntimeError as error:
+                if self.size == 1 or not is_communication(error):
+                    raise
+                lost = f"rank {self.rank} lost the other ranks: {reason(error)}; {SAME_COMMAND}"
+                raise RunError(lack(self.rank, error) or lost) from None
+
+
+class Watch(threading.Thread):
+    """Ends this process if a rank is lost while the main thread is stuck in C code.
+
+    If a rank is lost, NCCL's kernels on the others wait forever. Whoever waits for such a kernel runs no Python code, not even
+    a signal handler. So each rank receives, in a thread, from the rank before it, which sends nothing until it leaves. If that
+    rank is killed, its connection closes, which ends the wait. The number of the lost rank then travels from rank to rank.
+    """
+
+    TAG, NONE = 1, -1  # of the message; its content if no rank is lost
+
+    def __init__(self, world: World, end: Callable[[RunError], None]):
+        super().__init__(daemon=True)
+        self.world, self.end, self.left, self.awake = world, end, threading.Event(), threading.Event()
+        self.before, self.after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+
+    def __enter__(self) -> None:
+        self.lost = torch.tensor([self.NONE])
+        self.work = dist.irecv(self.lost, self.before, tag=self.TAG)
+        signal.signal(signal.SIGURG, lambda number, frame: self.awake.set())  # by default, this signal does nothing
+        self.start()
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        self.left.set()
+        self.send(self.world.rank if error else self.NONE)
+        self.join(1)  # a thread that waits in C code could crash the interpreter's teardown
+
+    def send(self, lost: int) -> None:
+        """Tell the next rank which rank is lost. It may be gone itself."""
+        with contextlib.suppress(RuntimeError):
+            self.sent = torch.tensor([lost])
+            self.sending = dist.isend(self.sent, self.after, tag=self.TAG)
+
+    def run(self) -> None:
         try:
-            yield
-        except RuntimeError as error:
-            if self.size == 1 or not is_communication(error):
-                raise
-            raise RunError(f"rank {self.rank} lost the other ranks: {reason(error)}; {SAME_COMMAND}") from None
+            self.work.wait(timedelta(days=10_000))
+            lost = self.lost.item()
+        except RuntimeError:
+            lost = self.before
+        if lost == self.NONE:
+            return
+        if not self.left.is_set():
+            self.send(lost)
+        self.awake.set()
+        while self.awake.is_set():  # the main thread will notice by itself, unless it waits forever
+            self.awake.clear()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGURG)
+            if self.left.wait(STUCK_SECONDS):
+                return
+        error = RunError(f"rank {self.world.rank} lost rank {lost}, for which it was waiting; {SAME_COMMAND}")
+        self.end(error)
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def is_communication(error: RuntimeError) -> bool:
@@ -106,8 +169,20 @@ def is_communication(error: RuntimeError) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return the first sentence of torch's message, without the location in torch's source."""
+    """Return NCCL's last error, or the first sentence of torch's message, without the location in torch's source."""
+    if last := str(error).partition("Last error:")[2].strip():
+        return last.splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] ", "", str(error)).splitlines()[0].partition(". ")[0]
+
+
+def lack(rank: int, error: Exception) -> str:
+    """Return a message if NCCL failed for lack of memory on this machine, not because of another rank; else an empty string."""
+    cause = reason(error)
+    if "/dev/shm" in cause or "shared memory" in cause:
+        return f"rank {rank}: NCCL has too little shared memory: {cause}; start the container with --ipc=host or --shm-size=1g"
+    if "out of memory" in cause or "CUDA calloc" in cause:
+        return f"rank {rank}: NCCL has too little GPU memory: {cause}; lower --micro_batch_size"
+    return ""
 
 
 def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: float = 10.0) -> World:
@@ -128,6 +203,8 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
         try:  # `within`, because torch's own timeouts add up, and NCCL's initialization has none
             within(1.1 * timeout.total_seconds(), lambda: rendezvous(rank, world_size, device, (host, int(port)), timeout))
         except (RuntimeError, TimeoutError) as error:
+            if problem := lack(rank, error):
+                raise RunError(problem) from None
             found = f"within {timeout} (--timeout_minutes): {reason(error) if str(error) else 'no answer'}"
             if world_size > local_world_size() and "missing" not in found:
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
@@ -150,6 +227,8 @@ def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int
     nccl = device.type == "cuda"
     if nccl:
         torch.cuda.set_device(device)  # for this thread, which is a new one
+    # With device_id, NCCL splits the communicators of subgroups from the first one. If a run with --replicate hangs, suspect
+    # this first (pytorch/pytorch#153960).
     options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if nccl else None)
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, **options)
 

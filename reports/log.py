@@ -66,10 +66,14 @@ class Log:
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Record how the run ends: with `error`, or with the exit status `self.status`."""
         reason = {}
         if error:
             message, self.status = outcome(error)
-            reason["reason"] = message.removeprefix("error: ") if message else f"{kind.__name__}: {error}"
+            reason["reason"] = message.removeprefix("error: ") if message else f"{type(error).__name__}: {error}"
         self.set_status(state=STATES.get(self.status, "failed"), status=self.status, **reason)
         self.close(self.status)
 

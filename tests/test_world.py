@@ -1,5 +1,7 @@
 """What is decided before the ranks meet: NCCL and cuBLAS read their variables when they start."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.errors import RunError
 from conftest import CHANGED, before_update, free_port, wait_for
 from hardware import device
 from parallel import world
@@ -117,6 +120,56 @@ def test_a_rank_that_hangs_ends_the_others_in_time_with_one_line(train, ranks, f
     saying = range(1, ranks if ranks == 3 else 2)  # of four the first to end may end the others
     wait_for(lambda: errors.exists() and all(re.search(line.format(rank), errors.read_text()) for rank in saying))
     assert "Traceback" not in errors.read_text()
+
+
+STUCK = """if os.environ['RANK'] == '1':
+            import time
+            time.sleep(1)  # until the others are stuck
+            os._exit(9)
+        import ctypes, signal  # as in a wait for a kernel of NCCL: no Python code runs, whatever the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+        ctypes.CDLL(None).sleep(600)"""
+
+
+def test_ranks_that_are_stuck_end_once_another_is_lost(train):
+    script = train.runs.parent / "stuck.py"
+    script.write_text(CHANGED.format(change=before_update(2, STUCK)))
+    process = train.start("stuck", 3, script=script, steps=100)
+    _, errors = process.communicate(timeout=60)
+    for rank in (0, 2):
+        assert f"error: rank {rank} lost rank 1, for which it was waiting; run the same command again on all nodes" in errors
+    status = json.loads((train.runs / "stuck" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 2) and status["reason"].startswith("rank 0 lost rank 1")
+
+
+NCCL = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:94, unhandled system error (run with NCCL_DEBUG=INFO)
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+{}
+Exception raised from checkForNCCLErrors"""
+
+
+@pytest.mark.parametrize(
+    "last, expected",
+    [
+        (
+            "Error while creating shared memory segment /dev/shm/nccl-NzwJ7O (size 9637888), error: No space left on device",
+            "rank 0: NCCL has too little shared memory: {}; start the container with --ipc=host or --shm-size=1g",
+        ),
+        ("Cuda failure 2 'out of memory'", "rank 0: NCCL has too little GPU memory: {}; lower --micro_batch_size"),
+        ("Failed to CUDA calloc 6291456 bytes", "rank 0: NCCL has too little GPU memory: {}; lower --micro_batch_size"),
+        (
+            "socketProgress: Connection closed by remote peer node1<51159>",
+            "rank 0 lost the other ranks: {}; run the same command again on all nodes",
+        ),
+    ],
+)
+def test_the_last_error_of_nccl_says_whether_ranks_or_memory_are_missing(monkeypatch, last, expected):
+    monkeypatch.setattr(world, "Watch", lambda *_: contextlib.nullcontext())
+    ours = world.World(0, 2, 2, torch.device("cpu"))
+    with pytest.raises(RunError) as found, ours.reporting_lost_ranks():
+        raise dist.DistBackendError(NCCL.format(last))
+    assert str(found.value) == expected.format(last)
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks(train):
