@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from hardware.device import kind
 from hardware.footprint import FLEX_BLOCK, SHORT
 from settings import ModelConfig
 
@@ -56,12 +57,13 @@ def has_flash_attention_3() -> bool:
 def document_mask(document_starts: Tensor, dtype: torch.dtype, dropout_p: float, flexible=True) -> "Tensor | BlockMask":
     """Return the mask that keeps `attention` within documents. document_starts [B, T]: where each token's document starts.
 
-    If `flexible`, the mask on CUDA is for FlexAttention (Dong et al. 2024), which skips the blocks between documents but does
+    If `flexible`, the mask on a GPU is for FlexAttention (Dong et al. 2024), which skips the blocks between documents but does
     not support dropout. With dropout, and on other devices, the mask is additive: 0 or -inf, [B, 1, T, T] in `dtype`.
     """
-    # On AMD GPUs, FlexAttention's gradients differ from run to run (pytorch/torchtitan#3960).
-    flexible = flexible and not (torch.version.hip and torch.are_deterministic_algorithms_enabled())
-    if document_starts.device.type == "cuda" and flexible and not dropout_p:
+    # On AMD GPUs, FlexAttention's gradients differ from run to run (pytorch/torchtitan#3960). Before Ampere, it has no kernel.
+    own = kind(document_starts.device)
+    works = own == "cuda" or (own == "rocm" and not torch.are_deterministic_algorithms_enabled())
+    if works and flexible and not dropout_p:
         return document_blocks(document_starts)
     T = document_starts.shape[1]
     positions = torch.arange(T, device=document_starts.device)

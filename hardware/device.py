@@ -229,8 +229,12 @@ def has_float8(device: torch.device) -> bool:
 
 
 def kind(device: torch.device) -> str:
-    """Return cpu, cuda, mps, or rocm for AMD GPUs, which torch calls cuda."""
-    return "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    """Return cpu, mps, cuda, or for GPUs that torch calls cuda as well, rocm (AMD's) or volta (NVIDIA's before Ampere)."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        return "rocm"
+    return "cuda" if torch.cuda.get_device_capability(device) >= (8, 0) else "volta"
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:

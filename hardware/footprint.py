@@ -199,7 +199,7 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
 
 
 def uses_flex(config: Config, device: str) -> bool:
-    """Return whether `attention.document_mask` makes a mask for FlexAttention. device: rocm for AMD GPUs."""
+    """Return whether `attention.document_mask` makes a mask for FlexAttention. device: from `device.kind`."""
     repeats = config.train.deterministic or config.parallel.strategy == "exact"
     fit = device == "cuda" or (device == "rocm" and not repeats)
     return fit and not config.model.dropout and config.numerics.numerics == "native"

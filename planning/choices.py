@@ -17,7 +17,7 @@ class Machines:
 
     ranks: int
     device: str  # cpu, cuda or mps
-    kind: str  # like `device`, but rocm for AMD GPUs
+    kind: str  # from `hardware.device.kind`
     dtype: str  # the fastest precision
     muon_dtype: str
     free: float  # bytes of memory: the GPU's, or on a CPU, the machine's

@@ -28,6 +28,7 @@ def resolved(*args):
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_auto_fits_the_micro_batch_to_the_memory_of_the_gpu(monkeypatch, kind):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 48 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 48 * GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 8 * GIB)
     config = resolved()
@@ -137,6 +138,7 @@ def test_a_gpu_that_emulates_bfloat16_takes_float16_and_muon_in_float32(monkeypa
     """As a T4 does, which says that it supports bfloat16 if emulation counts."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 48 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert precision(settings.load(["--compile=off"], ""), "cuda") == ("float16", "float32")
     assert precision(settings.load(["--compile=off", "--strategy=exact"], ""), "cuda") == ("float32", "float32")
     with pytest.raises(UserError, match="exact does not support --dtype=float16, .*; use --dtype=float32"):

@@ -213,17 +213,27 @@ def test_blocks_of_a_long_context_take_the_memory_that_is_planned():
     assert held == pytest.approx(footprint.document_mask(config, "cuda"), rel=0.01) and watch.peak < 10 * held
 
 
-@pytest.mark.parametrize("hip, deterministic, flexible", [(None, True, True), ("7.2", True, False), ("7.2", False, True)])
-def test_amd_s_gpus_take_a_mask_where_bits_must_repeat(monkeypatch, hip, deterministic, flexible):
+@pytest.mark.parametrize(
+    "hip, capability, deterministic, flexible",
+    [
+        (None, (8, 0), True, True),
+        ("7.2", (9, 4), True, False),
+        ("7.2", (9, 4), False, True),
+        (None, (7, 5), False, False),
+    ],
+)
+def test_gpus_take_a_mask_where_flexattention_does_not_work_or_repeat(monkeypatch, hip, capability, deterministic, flexible):
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     blocks = []
     monkeypatch.setattr(attention, "document_blocks", blocks.append)
     with FakeTensorMode(), contextlib.suppress(RuntimeError):  # where torch has no CUDA it makes no mask there
         attention.document_mask(torch.zeros(2, 256, dtype=torch.int64, device="cuda"), torch.bfloat16, 0.0)
     assert bool(blocks) == flexible
-    config = settings.replace(settings.Config(), attend="document", deterministic=deterministic)
+    config = settings.replace(settings.Config(), attend="document", deterministic=deterministic, dtype="float16")
     assert footprint.uses_flex(config, device.kind(torch.device("cuda"))) == flexible
+    assert (footprint.document_mask(config, device.kind(torch.device("cuda"))) < config.model.seq_len**2) == flexible
 
 
 def test_the_documented_file_gives_pytorch_the_kernels_of_the_hub(tmp_path):
