@@ -36,6 +36,7 @@ setup: .venv/ready
 
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed; try make PYTHON=python3.11")'
+	$(PYTHON) -c 'import importlib.util, sys; importlib.util.find_spec("ensurepip") or sys.exit("error: this Python cannot create environments; on Debian, Ubuntu and Colab, run: apt install python3-venv")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(REQUIREMENTS)
 	@touch $@

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 
 from checkpoints.checkpoint import while_others_wait
-from common.errors import RunError, UserError, explain
+from common.errors import PIP, RunError, UserError, explain
 from model import GPT, generate
 from parallel.world import World
 
@@ -197,7 +197,7 @@ def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, wo
     kind = Tasks
     if world.is_master:
         if find_spec("lm_eval") is None:
-            raise UserError('--tasks needs lm_eval, which is not installed; try: pip install "lm_eval>=0.4.12"')
+            raise UserError(f"--tasks needs lm_eval, which is not installed; try: {PIP} 'lm_eval>=0.4.12'")
         from lm_eval.api.model import TemplateLM
 
         kind = type("Tasks", (Tasks, TemplateLM), {})

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 EX_TEMPFAIL = 75  # exit status of a stopped run, which the same command continues
+PIP = f"{shlex.quote(sys.executable)} -m pip install"  # into this Python's environment
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

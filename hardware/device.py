@@ -14,6 +14,7 @@ import re
 import resource
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 import warnings
@@ -22,18 +23,19 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from common.errors import UserError
+from common.errors import PIP, UserError
 from common.records import Auto
 from hardware.gpus import GPU_PEAK_FLOPS
-from hardware.host import cores, cpu_name, cpuinfo, memory_bytes, nvidia_driver
+from hardware.host import cores, cpu_name, cpuinfo, has_blackwell, memory_bytes, nvidia_driver
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
 NO_LIMIT = ("", "ALL", "DEFAULT")
 MOST_RANKS = 4  # limit for `make train` on a CPU; more were not measured
 CUDA_DRIVERS = {"12": 525, "13": 580}  # the oldest driver for each major version of CUDA
-# torch 2.13's wheel for older drivers, and for GPUs from Maxwell to Volta. pip's default needs CUDA 13 (pytorch's RELEASE.md).
-TORCH_WHEEL = "pip install --force-reinstall torch"
+# pip's default wheel of torch 2.13 needs CUDA 13. The one below is for older drivers, and for GPUs from Maxwell to Hopper
+# (pytorch's RELEASE.md).
+TORCH_WHEEL = f"{PIP} --force-reinstall torch"
 CUDA_12_WHEEL = f"{TORCH_WHEEL} --index-url https://download.pytorch.org/whl/cu126"
 # MKL ignores AVX512 on AMD's processors, so oneDNN multiplies float32 matrices up to 2.3 times as fast there, and up to 1.17
 # times where only AVX2 is allowed, except for weights' gradients (bench/LOG.md, "Classes of processors"). We have not compared
@@ -105,10 +107,12 @@ def require_no_gpu() -> None:
     if (driver := nvidia_driver()) is None:
         return
     cuda, own = torch.version.cuda or "", int(driver.partition(".")[0] or 0)
-    needed = CUDA_DRIVERS.get(cuda.partition(".")[0], 580)
-    if not cuda:
-        wheel = CUDA_12_WHEEL if own < CUDA_DRIVERS["13"] else TORCH_WHEEL
-        problem = f"is a build without CUDA; try: {wheel}"
+    newest = CUDA_DRIVERS["13"]
+    needed = CUDA_DRIVERS.get(cuda.partition(".")[0], newest)
+    if own < newest and has_blackwell():  # the other wheel has no kernels for it
+        problem = f"needs driver {newest} or newer for this GPU; update the driver, then run: {TORCH_WHEEL}"
+    elif not cuda:
+        problem = f"is a build without CUDA; try: {CUDA_12_WHEEL if own < newest else TORCH_WHEEL}"
     elif own < needed:
         problem = f"needs driver {needed} or newer for CUDA {cuda}; update the driver, or try: {CUDA_12_WHEEL}"
     else:
@@ -129,8 +133,10 @@ def require_kernels(device: torch.device) -> None:
     if not any(version <= own and (kind == "compute" or version[0] == own[0]) for kind, version in versions):
         gpu = f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}"
         known = ", ".join(f"{major}.{minor}" for _, (major, minor) in versions)
-        other = CUDA_12_WHEEL if own < min(version for _, version in versions) else "pip install --upgrade torch"
-        raise UserError(f"{gpu}, but torch {torch.__version__} has kernels only for {known}; try: {other}")
+        fix = f"with driver {CUDA_DRIVERS['13']} or newer, try: {TORCH_WHEEL}"
+        if own < min(version for _, version in versions):
+            fix = f"try: {CUDA_12_WHEEL}"
+        raise UserError(f"{gpu}, but torch {torch.__version__} has kernels only for {known}; {fix}")
 
 
 def local_world_size() -> int:
@@ -189,16 +195,32 @@ def choose_compile(name: str, device: torch.device, dtype: str, run_flops: float
         return "off"
     prepare_compiler(device)
     try:
-        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):  # the cache could hide this
-            raise RuntimeError("no C++ compiler on the PATH; install g++ or clang++")
+        if device.type == "cpu" and not compilers(device):  # the cache could hide this
+            raise RuntimeError
         x, weight = torch.ones(2, 16, 16, device=device)
         with torch.no_grad(), autocast(device, dtype):  # without backward, which takes two more seconds to compile
             block = torch.compile(lambda x, weight: F.gelu(F.layer_norm(x @ weight, weight.shape[:1])).sum())
             block(x, weight)  # a matmul, a norm and an elementwise function, as in a model's block
         return "on"
     except Exception as error:  # inductor raises many kinds
-        warnings.warn(f"torch.compile does not work here; continuing without it: {error}", stacklevel=2)
+        problem = missing_for_compiler(device) or str(error).strip().partition("\n")[0]
+        warnings.warn(f"torch.compile does not work here, so the run will be slower: {problem}", stacklevel=2)
         return "off"
+
+
+def compilers(device: torch.device) -> list[str]:
+    """Return the compilers on the PATH that torch.compile can use for `device`: of C++, or of C for Triton on a GPU."""
+    return [*filter(shutil.which, ("g++", "clang++", "c++") if device.type == "cpu" else ("gcc", "clang", "cc"))]
+
+
+def missing_for_compiler(device: torch.device) -> str:
+    """Return what torch.compile lacks on this machine to build code for `device`; empty if nothing obvious."""
+    if not compilers(device):
+        return f"there is no compiler; install {'g++ or clang++' if device.type == 'cpu' else 'gcc or clang'}"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's own scheme has no headers
+    if not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
+        return "Python.h is missing; install python3-dev"
+    return ""
 
 
 def prepare_compiler(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError
 
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 NVIDIA_DEVICE, NVIDIA_VERSION = Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version")
 WSL_GPU = Path("/dev/dxg")  # WSL's GPU device, present whatever the kernel's name
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container's CPU time per period, both in microseconds, or "max"
@@ -92,3 +93,12 @@ def nvidia_driver() -> str | None:
         found = re.search(r"Kernel Module.*?  (\d+\.[\d.]+)", NVIDIA_VERSION.read_text())
         return found[1] if found else ""
     return "" if NVIDIA_DEVICE.exists() else None
+
+
+def has_blackwell() -> bool:
+    """Return whether this machine has an NVIDIA GPU of the Blackwell generation or later, by its number on the PCI bus."""
+    for folder in PCI_DEVICES.glob("*"):
+        vendor, number, kind = (int((folder / name).read_text(), 16) for name in ("vendor", "device", "class"))
+        if vendor == 0x10DE and kind >> 16 == 3 and number >= 0x2900:  # class 3: display controllers
+            return True
+    return False

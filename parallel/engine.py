@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import optim
-from common.errors import RunError, UserError
+from common.errors import PIP, RunError, UserError
 from hardware import device
 from model import GPT
 from optim import Optimizers, load_rows, local
@@ -195,7 +195,7 @@ def use_float8(module: GPT, own_device: torch.device) -> None:
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
-        raise UserError("--fp8=true needs torchao, which is not installed: pip install torchao") from None
+        raise UserError(f"--fp8=true needs torchao, which is not installed; try: {PIP} torchao") from None
     convert_to_float8_training(module.blocks, module_filter_fn=fits)
 
 

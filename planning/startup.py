@@ -11,7 +11,7 @@ import torch
 import data
 from attention import activate_attention_kernel
 from common.cli import flat_values
-from common.errors import RunError, UserError, plural
+from common.errors import PIP, RunError, UserError, plural
 from hardware import device, footprint, host
 from parallel.world import World
 from planning.choices import Machines
@@ -54,7 +54,7 @@ def check(config: Config, world: World) -> list[str]:
     """Raise UserError if this machine lacks memory, packages or disk space for the run. Returns warnings and notes."""
     check_memory(config, world)
     if config.log.tensorboard and find_spec("tensorboard") is None:
-        raise UserError("--tensorboard=true needs tensorboard, which is not installed; try: pip install tensorboard")
+        raise UserError(f"--tensorboard=true needs tensorboard, which is not installed; try: {PIP} tensorboard")
     warnings, train, optim = check_disk(config), config.train, config.optim
     chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):

@@ -1,7 +1,9 @@
 """What hardware/ and evaluate.py do on GPUs, checked on a CPU: torch's answers about a device are replaced."""
 
+import contextlib
 import os
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -56,6 +58,44 @@ def test_a_user_without_a_name_may_compile(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     assert device.choose_compile("on", torch.device("cpu"), "bfloat16", 0) == "on"
     assert os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "compilers, headers, said",
+    [
+        ([], True, r"there is no compiler; install (g\+\+ or clang\+\+|gcc or clang)"),
+        (["gcc", "g++"], False, "Python.h is missing; install python3-dev"),
+        (["gcc", "g++"], True, "backend='inductor' raised:"),
+    ],
+)
+def test_what_the_compiler_lacks_is_named(monkeypatch, tmp_path, kind, compilers, headers, said):
+    def fail(function):
+        raise RuntimeError("backend='inductor' raised:\nCalledProcessError: Command '['gcc', ...]'\nand more")
+
+    if headers:
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    monkeypatch.setattr(device.shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(size))
+    monkeypatch.setattr(device, "autocast", lambda *_: contextlib.nullcontext())
+    with pytest.warns(UserWarning) as found:
+        assert device.choose_compile("on", torch.device(kind), "bfloat16", 0) == "off"
+    assert re.fullmatch(f"torch.compile does not work here, so the run will be slower: {said}", str(found[0].message))
+
+
+def test_make_names_the_package_that_creates_environments(tmp_path):
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ensurepip'] = None")  # as in Debian's own Python
+    command = ["make", "setup", f"PYTHON={sys.executable}"]
+    done = execute(command, status=2, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    assert (
+        "error: this Python cannot create environments; on Debian, Ubuntu and Colab, run: apt install python3-venv"
+        in done.stderr
+    )
+    assert not (tmp_path / ".venv").exists()
 
 
 @pytest.mark.parametrize("limit, cores", [("150000 100000", 2), ("max 100000", 64), ("9900000 100000", 64), (None, 64)])

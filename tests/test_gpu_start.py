@@ -10,7 +10,7 @@ import torch
 
 import settings
 from checkpoints import checkpoint
-from common.errors import UserError
+from common.errors import PIP, UserError
 from conftest import before_update
 from hardware import device, host
 from parallel.world import World
@@ -27,6 +27,7 @@ def gpu(monkeypatch, tmp_path):
         path = tmp_path / name
         path.write_text(text)
         monkeypatch.setattr(host, name, path)
+    monkeypatch.setattr(host, "PCI_DEVICES", tmp_path / "pci")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -41,8 +42,8 @@ def test_the_driver_is_read_from_proc(gpu, text, driver):
     "cuda, text, said",
     [
         ("13.0", PROC, "driver 535.104.05, but torch .* needs driver 580 or newer for CUDA 13.0; .* try: .*/whl/cu126;"),
-        (None, PROC, "is a build without CUDA; try: pip install --force-reinstall torch --index-url .*/whl/cu126;"),
-        (None, OPEN, "is a build without CUDA; try: pip install --force-reinstall torch;"),
+        (None, PROC, f"is a build without CUDA; try: {PIP} --force-reinstall torch --index-url .*/whl/cu126;"),
+        (None, OPEN, f"is a build without CUDA; try: {PIP} --force-reinstall torch;"),
         ("13.0", OPEN, "driver 580.65.06, but torch .* finds none; start a container with its GPUs"),
         ("12.6", PROC, "driver 535.104.05, but torch .* finds none; start a container with its GPUs"),
     ],
@@ -54,6 +55,20 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(gpu, monkeypa
         with pytest.raises(UserError, match=said + ".*--device=cpu trains on the CPU"):
             device.prepare_device(name)
     assert device.prepare_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("number, blackwell", [("2b85", True), ("2684", False)])  # RTX 5090 and 4090
+@pytest.mark.parametrize("cuda", ["13.0", "12.6", None])
+def test_an_old_driver_under_a_new_gpu_is_to_be_updated(gpu, monkeypatch, number, blackwell, cuda):
+    for function, one in enumerate((number, "22e8")):  # the second is its sound
+        (gpu / f"pci/0000:01:00.{function}").mkdir(parents=True)
+        for name, value in dict(vendor="10de", device=one, **{"class": "040300" if function else "030000"}).items():
+            (gpu / f"pci/0000:01:00.{function}" / name).write_text(f"0x{value}\n")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(UserError) as found:
+        device.prepare_device("auto")
+    wanted = f"needs driver 580 or newer for this GPU; update the driver, then run: {PIP} --force-reinstall torch; --device"
+    assert (wanted in str(found.value)) == blackwell and not (blackwell and "cu126" in str(found.value))
 
 
 def test_a_gpu_that_the_user_hides_is_none(gpu, monkeypatch):
@@ -68,8 +83,8 @@ def test_a_gpu_that_the_user_hides_is_none(gpu, monkeypatch):
         ((8, 9), ["sm_75", "sm_80", "sm_90"], None),  # by the kernels for 8.0
         ((10, 3), ["sm_100a", "sm_90"], None),
         ((12, 1), ["sm_90", "compute_90"], None),  # by PTX
-        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], "pip install --force-reinstall torch --index-url .*/whl/cu126"),
-        ((12, 0), ["sm_80", "sm_90"], "pip install --upgrade torch"),
+        ((7, 0), ["sm_75", "sm_80", "compute_120"], "try: .* -m pip install --force-reinstall torch --index-url .*/whl/cu126"),
+        ((12, 0), ["sm_80", "sm_90"], f"with driver 580 or newer, try: {PIP} --force-reinstall torch"),
         ((7, 0), [], None),  # not known
     ],
 )
@@ -80,9 +95,7 @@ def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, capability, archi
     if wheel is None:
         device.require_kernels(torch.device("cuda"))
     else:
-        with pytest.raises(
-            UserError, match=rf"Tesla V100 has compute capability \d+\.\d.* only for (7\.5|8\.0), .*; try: {wheel}$"
-        ):
+        with pytest.raises(UserError, match=rf"Tesla V100 has compute capability \d+\.\d.* only for (7\.5|8\.0), .*; {wheel}$"):
             device.require_kernels(torch.device("cuda"))
 
 
@@ -104,6 +117,7 @@ def test_wsl_keeps_cuda_s_own_allocator(monkeypatch, tmp_path, release, system, 
 
 def test_a_gpu_that_is_too_small_is_refused_before_the_model_is_built(monkeypatch):
     monkeypatch.setattr(device, "memory", lambda _: (23 << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     config = settings.load(["config/llama_1.3b.toml", "--vocab_size=50304", "--micro_batch_size=1", "--dtype=bfloat16"], "")
     config = dataclasses.replace(config, model=settings.resolve_model(config.model, 0))
     with pytest.raises(UserError, match=r"this GPU has only 25\.8 GB of memory.*several GPUs with --strategy=fsdp$"):

@@ -144,4 +144,4 @@ def test_what_cannot_be_measured_is_refused_before_training(train, tmp_path, tas
     assert f"--tasks={tmp_path}/broken.yaml" in refused(tasks=tmp_path / "broken.yaml")
     assert "perhaps you meant hellaswag" in refused(tasks="helaswag")
     done = train.changed("train.tasks.find_spec = lambda name: None", "refused", ranks=2, status=1, tasks=tasks)
-    assert 'try: pip install "lm_eval>=0.4.12"' in done.stderr and not (train.runs / "refused").exists()
+    assert "-m pip install 'lm_eval>=0.4.12'" in done.stderr and not (train.runs / "refused").exists()

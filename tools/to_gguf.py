@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tyro
 
 from common import cli, errors, files
-from common.errors import UserError
+from common.errors import PIP, UserError
 from dataset.tokenizer import LLAMA3_PATTERN
 
 
@@ -48,7 +48,7 @@ def main(config: GgufConfig) -> None:
         importlib.import_module("conversion.base").TextModel.get_vocab_base_pre = lambda *_: "llama-bpe"
         converter = importlib.import_module("convert_hf_to_gguf")
     except ModuleNotFoundError as error:
-        raise UserError(f"llama.cpp's converter needs {error.name}: pip install gguf sentencepiece transformers") from None
+        raise UserError(f"llama.cpp's converter needs {error.name}; try: {PIP} gguf sentencepiece transformers") from None
     sys.argv = [
         "convert_hf_to_gguf.py",
         str(model),
