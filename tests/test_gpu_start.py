@@ -212,7 +212,24 @@ def test_one_rank_on_other_hardware_ends_a_run_under_exact_and_a_resume_names_wh
     (8, 8, None),
 ])  # fmt: skip
 def test_gpus_that_no_rank_uses_are_named(h100, monkeypatch, gpus, local, said):
+    h100["kernel"] = "FlashAttention 3"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(device, "memory", lambda _: (80 << 30, 80 << 30))
     notes = startup.check(settled(), World(0, local, local, torch.device("cuda")))
     assert notes == [said] * bool(said)
+
+
+@pytest.mark.parametrize("flags, changed, noted", [
+    ([], {}, True),
+    ([], {"kernel": "FlashAttention 3"}, False),
+    ([], {"kernel": "cuDNN's attention"}, False),
+    (["--attend=document"], {}, False),
+])  # fmt: skip
+def test_a_hopper_without_flash_attention_3_is_told_of_it(h100, monkeypatch, flags, changed, noted):
+    h100.update(changed)
+    monkeypatch.setattr(device, "memory", lambda _: (80 << 30, 80 << 30))
+    notes = startup.check(settled(*flags), World(0, 8, 8, torch.device("cuda")))
+    said = (
+        "note: attention runs by FlashAttention 2; FlashAttention 3 is about three times as fast on this GPU; docs/platforms.md"
+    )
+    assert [note.startswith(said) for note in notes] == [True] * noted
