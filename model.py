@@ -313,7 +313,7 @@ def generate(
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None, ops=native) -> Tensor:
     """Sample one token id from each row of `logits` [B, V]."""
-    if temperature == 0:
+    if temperature < 1e-20:  # the most likely token has all of the probability; dividing could overflow
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:

@@ -32,8 +32,10 @@ class PrepareConfig:
     Default: gpt2, or train:4096 without a source."""
     column: str = "text"
     """Text column of .parquet files, or text key of .jsonl files."""
+    separator: str = ""
+    """What separates the documents of a text file, such as '<|endoftext|>' (empty: each file is one document)."""
     max_document_bytes: Annotated[int, Meta(gt=0, le=1 << 31)] = 1 << 25
-    """Longest line of a .jsonl file, or row of a .parquet file, to accept. Memory use grows with it."""
+    """Longest line of a .jsonl file, row of a .parquet file, or document between separators. Memory use grows with it."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] | Auto = "auto"
     """Fraction of documents for validation (auto: 0.05; with fewer than 100 documents, the last tenth of the text)."""
     max_tokens: str = ""
@@ -53,6 +55,7 @@ if __name__ == "__main__":
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +66,7 @@ from common.errors import UserError, say
 from dataset.card import dataset_card
 from dataset.check import check, describe
 from dataset.encode import Split, choose_split, encode_all, read_units
-from dataset.sources import HUB, SourceFile, at_commit, embedded_corpus, list_files, read_pieces
+from dataset.sources import HUB, ICONV, SourceFile, at_commit, embedded_corpus, list_files, read_pieces, require_utf8
 from dataset.tokenizer import resolve
 from dataset.tokens import digest
 from dataset.writer import END, DatasetWriter, is_finished
@@ -84,7 +87,7 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
     for path in (directory / "progress.json", directory / "dataset.json"):
         known = files.read_json(path) if path.exists() else known
     earlier = {record["path"].rstrip("/"): record for record in known.get("request", known).get("source", [])}
-    form = config.column, config.max_document_bytes
+    form = config.column, config.max_document_bytes, config.separator
     roots = [os.path.realpath(source) for source in config.sources if "://" not in source]
     for source in sorted({source.rstrip("/"): source for source in config.sources}.values()) or [EMBEDDED]:
         before = earlier.get(source.rstrip("/"), {})
@@ -133,6 +136,8 @@ def prepare(config: PrepareConfig) -> None:
     began, directory, options = time.perf_counter(), out_directory(config), {}  # options: recorded in dataset.json
     if config.column != "text":
         options["column"] = config.column
+    if config.separator:
+        options["separator"] = config.separator
     if config.max_tokens:
         options["max_tokens"] = cli.read_quantity(config.max_tokens, MULTIPLES)
         if not 2 <= options["max_tokens"] < 1 << 62:
@@ -144,13 +149,17 @@ def prepare(config: PrepareConfig) -> None:
         if is_finished(directory, request):
             say(f"{directory} already holds this dataset")
             return
+        if config.sources and not (directory / "progress.json").exists():
+            require_utf8(source_files)
         split = choose_split(source_files, config.val_fraction)
         tokenizer = resolve(request["tokenizer"], lambda: sample(source_files))
+        for note in tokenizer.check_text():
+            say(f"note: {note}")
         if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
-            say(f"the vocabulary has only {tokenizer.vocab_size} tokens because the text is too short")
+            say(f"the vocabulary has only {tokenizer.vocab_size:,} tokens because the text has too few different words")
         # A restart continues only if the files, the tokenizer and the division into units (version `units`) are the same.
         listing = digest([(file.name, file.size) for file in source_files])
-        request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 4}
+        request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 5}
         writer = DatasetWriter(directory, request, tokenizer, split.val_fraction)
         encode_files(writer, split, source_files, config.workers or cores())
         writer.finish()
@@ -174,22 +183,29 @@ def out_directory(config: PrepareConfig) -> Path:
 
 def encode_files(writer: DatasetWriter, split: Split, source_files: list[SourceFile], workers: int) -> None:
     """Encode the text that is not yet in finished shards, and write its tokens."""
-    wanted, sizes, without_text, not_utf8 = writer.wanted, [file.size for file in source_files], 0, {}
-    units, done = read_units(source_files, split, wanted), sum(sizes[: min(wanted.values())[0]])
+    wanted, sizes, tokenizer = writer.wanted, [file.size for file in source_files], writer.tokenizer
+    without_text, spelled, replaced = 0, Counter(), Counter()
+    units, done = read_units(source_files, split, wanted, not tokenizer.cuttable), sum(sizes[: min(wanted.values())[0]])
     seconds = 0.1 if sys.stderr.isatty() else 60  # between updates of the progress bar; in a log, each is a new line
     with tqdm(total=sum(sizes), initial=done, unit="B", unit_scale=True, mininterval=seconds) as bar:
-        for unit, tokens in encode_all(writer.tokenizer, units, workers):
+        for unit, tokens in encode_all(tokenizer, units, workers):
             bar.update(int(unit.bytes_on_disk))  # the rounded sum of fractions may exceed the total
             without_text += unit.without_text
-            not_utf8 |= {str(source_files[unit.position[0]]): True} if unit.not_utf8 else {}
+            spelled += unit.spelled
+            if unit.replaced:
+                replaced[str(source_files[unit.position[0]])] += unit.replaced
             writer.add(tokens, unit.position)
             if min(writer.wanted.values()) == END:
                 break
     if without_text:
         say(f"skipped {errors.plural(without_text, 'row')} without text")
-    if not_utf8:
-        count = errors.plural(len(not_utf8), "file")
-        say(f"warning: {count} contained invalid UTF-8, which was replaced by U+FFFD: {files.shortened(not_utf8)}")
+    for name, count in spelled.items():
+        as_text = f"the text spells out {name} {errors.plural(count, 'time')}, which was encoded as ordinary text"
+        say(f"note: {as_text}; --separator='{name}' starts a document at each one in a text file")
+    if replaced:
+        count, shown = errors.plural(len(replaced), "file"), files.shortened(f"{n} ({c:,})" for n, c in replaced.items())
+        problem = f"{count} contained invalid UTF-8, which was replaced by U+FFFD: {shown}"
+        say(f"warning: {problem}; if a file has another encoding, convert it with {ICONV}")
 
 
 def main(config: PrepareConfig) -> int:

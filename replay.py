@@ -54,7 +54,7 @@ import settings
 import train
 from checkpoints import checkpoint, lookup, retention
 from checkpoints.checkpoint import Era, TrainState, take_snapshot
-from common.errors import UserError, plural, say
+from common.errors import UserError, one_line, plural, say
 from dataset import tokenizer
 from parallel.world import World
 from reports.log import read_records
@@ -231,7 +231,7 @@ def look_at_sequences(run: train.Run) -> list[str]:
         documents = [str(at) for at, token in enumerate(sequence) if token == run.dataset.eot_token][:6]
         begins = f"; documents begin at {', '.join(documents)}" if documents else ""
         content = text.decode(sequence) if text else " ".join(map(str, sequence))
-        rows.append(f"  {losses[i]:8.4f}  sequence {i}: {place}{begins}\n            {ascii(content)[1:-1][:WIDTH]}")
+        rows.append(f"  {losses[i]:8.4f}  sequence {i}: {place}{begins}\n            {one_line(content)[:WIDTH]}")
     return rows
 
 

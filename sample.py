@@ -92,8 +92,14 @@ def show(model, text, prompt: str, options: tuple) -> None:
 
 
 def encode(text, prompt: str, model) -> list[int]:
-    """Encode `prompt`, or the start of a document if it is empty. Raises UserError if the model lacks one of the tokens."""
-    tokens, size = text.encode(prompt).tolist() or [text.eot_token], model.config.vocab_size
+    """Encode `prompt`, or the start of a document if it is empty. Raises UserError if the model lacks one of the tokens.
+
+    A prompt may begin with the spelling of the end-of-text token.
+    """
+    rest = prompt.removeprefix(text.eot_text)
+    tokens, size = text.encode(rest).tolist(), model.config.vocab_size
+    if rest != prompt or not prompt:
+        tokens.insert(0, text.eot_token)
     if max(tokens) >= size:
         unknown = next((repr(c) for c in prompt if max(text.encode(c)) >= size), "the start of a document")
         fix = "leave it out" if prompt else 'give a prompt, such as --prompt="The "'
@@ -103,16 +109,17 @@ def encode(text, prompt: str, model) -> list[int]:
 
 def stream(text, prompt: list[int], new: Iterable[int]) -> Iterator[str]:
     """Yield the text of `prompt`, then of each `new` token, without end-of-text tokens. Holds back incomplete characters."""
-    yield text.decode([token for token in prompt if token != text.eot_token])
+    begun = text.decode([token for token in prompt if token != text.eot_token])
+    yield begun
     tokens = []  # since the last complete character
     for token in new:
         if token == text.eot_token:
             break
         tokens.append(token)
-        if not (piece := text.decode(tokens)).endswith("\ufffd"):
+        if not (piece := text.decode(tokens, begun != "")).endswith("\ufffd"):
             yield piece
-            tokens = []
-    yield text.decode(tokens)
+            tokens, begun = [], begun + piece
+    yield text.decode(tokens, begun != "")
 
 
 def converse(model, text, options: tuple) -> None:

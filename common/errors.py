@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -100,8 +101,20 @@ def named_errors(name: object) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Escape control characters in `text`, because a terminal would obey them, and a file name may contain some."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "replace").decode() for c in text)
+    """Escape control characters in `text`, because a terminal would obey them, and a file name may contain some.
+
+    Unlike `ascii`, it keeps letters of any language, their spaces, and the joiners that emoji and some scripts need.
+    """
+
+    def keep(c: str) -> bool:
+        return c.isprintable() or c in "\n\t\u200c\u200d" or unicodedata.category(c) == "Zs"
+
+    return "".join(c if keep(c) else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """Show `text` on one line: as it is, but with line ends, tabs and other control characters escaped."""
+    return printable(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def plural(count: int, word: str) -> str:

@@ -1,7 +1,7 @@
 """Turn text into tokens: assign each document to a split, and encode units of text in parallel."""
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import UserError
 from common.records import Auto
 from dataset.sources import SourceFile, read_pieces
-from dataset.tokenizer import Tokenizer
+from dataset.tokenizer import END_OF_TEXT, Tokenizer
 from dataset.tokens import token_dtype
 
 FEW_DOCUMENTS = 100  # with fewer documents than this, the end of the text goes to validation
@@ -32,7 +32,8 @@ class Unit:
     filled: int = 0  # size in memory, in bytes
     bytes_on_disk: float = 0
     without_text: int = 0  # number of rows without text
-    not_utf8: bool = False  # whether some bytes were not UTF-8 and became U+FFFD
+    replaced: int = 0  # number of U+FFFD that replaced bytes which are not UTF-8
+    spelled: Counter[str] = field(default_factory=Counter)  # how often the text spells out an end-of-text token
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def choose_split(source_files: list[SourceFile], val_fraction: float | Auto) -> 
     if not documents:
         raise UserError("the source contains no text; check its path, and --column for .jsonl and .parquet files")
     val_fraction = 0.1 if val_fraction == "auto" else val_fraction
+    if characters < 2:
+        raise UserError("the source has only one character, which cannot be split into training and validation; add text")
     boundary = int(characters * (1 - val_fraction))
     if not 0 < boundary < characters:
         raise UserError(f"--val_fraction={val_fraction} of {characters} characters leaves one split empty; try 0.1")
@@ -71,14 +74,17 @@ def split_hash(data: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(data[:HASHED_BYTES], digest_size=6).digest(), "big") / 2**48
 
 
-def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, Position]) -> Iterator[Unit]:
+def read_units(
+    source_files: list[SourceFile], split: Split, wanted: dict[str, Position], whole: bool = False
+) -> Iterator[Unit]:
     """Yield the text that still needs encoding as units, file by file and in order.
 
     wanted: for each split, the position at which an earlier run left off. Files before both positions are not read.
+    whole: whether to keep each document in one piece.
     """
     for index in range(min(wanted.values())[0], len(source_files)):
         unit, name, offset = Unit((index, 0)), "", split.offsets[index] if split.offsets else 0
-        for piece in read_pieces(source_files[index]):
+        for piece in read_pieces(source_files[index], whole):
             text = piece.text
             if split.boundary is None:
                 if piece.starts_document:
@@ -93,7 +99,7 @@ def read_units(source_files: list[SourceFile], split: Split, wanted: dict[str, P
             unit.filled += len(piece.data) + PIECE_BYTES
             unit.bytes_on_disk += piece.bytes_on_disk
             unit.without_text += not piece.data
-            unit.not_utf8 |= "\ufffd" in text and text.encode() != piece.data
+            unit.replaced += piece.replaced
             if unit.filled >= UNIT_BYTES:
                 yield unit
                 unit = Unit((index, unit.position[1] + 1))
@@ -106,6 +112,7 @@ def encode_unit(tokenizer: Tokenizer, unit: Unit) -> tuple[Unit, dict[str, np.nd
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = {split: [np.empty(0, dtype)] for split in ("train", "val")}
     for split, starts_document, text in unit.parts:
+        unit.spelled.update({name: text.count(name) for name in {tokenizer.eot_text, END_OF_TEXT}})
         tokens[split] += [np.array([tokenizer.eot_token] * starts_document, dtype), tokenizer.encode(text)]
     return unit, {split: np.concatenate(arrays, dtype=dtype, casting="unsafe") for split, arrays in tokens.items()}
 

@@ -1,5 +1,6 @@
 """Read text from files and folders, on disk or at any URL that fsspec opens, about a megabyte at a time."""
 
+import codecs
 import contextlib
 import functools
 import glob
@@ -19,10 +20,17 @@ import pyarrow.parquet
 from fsspec.implementations.local import LocalFileSystem
 
 from common import files
-from common.errors import UserError, explain, named_errors
+from common.errors import UserError, explain, named_errors, plural
 
 CHUNK_BYTES = 1 << 20  # bytes to read at a time
 BLOCK_BYTES = 1 << 24  # bytes per request to a server
+BOMS = {  # byte order marks; UTF-32's before UTF-16's, as they begin with the same bytes
+    **{codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le", codecs.BOM_UTF32_BE: "utf-32-be"},
+    **{codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"},
+}
+PLAINLY = 8  # with this many bytes that are not UTF-8, and fewer characters that are, a file has another encoding
+CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})  # UTF-16 has many of these bytes, text in UTF-8 none
+ICONV = "iconv -f ENCODING -t UTF-8 FILE > NEW"
 PARQUET_ROWS = 16  # rows to decode at a time; each may be as long as the longest document
 # How to view each type of text column as bytes. A view is free; a cast copies, and imports pyarrow.compute (0.1 s).
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
@@ -48,6 +56,7 @@ class SourceFile:
     system: fsspec.AbstractFileSystem
     column: str  # the column of a .parquet file, or the key in a .jsonl file
     max_document_bytes: int  # the longest line or row
+    separator: str = ""  # what separates the documents of a plain text file (empty: it is one document)
 
     def __str__(self) -> str:
         """Return the URL or path, relative if the file is below the working directory."""
@@ -73,10 +82,15 @@ class Piece:
     starts_document: bool
     bytes_on_disk: float
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The content. Bytes that are not UTF-8 become U+FFFD."""
         return self.data.decode("utf-8", "replace")
+
+    @property
+    def replaced(self) -> int:
+        """How many U+FFFD stand for bytes that are not UTF-8."""
+        return self.text.count("\ufffd") - self.data.count("\ufffd".encode())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,7 +104,7 @@ def embedded_corpus() -> list[SourceFile]:
 
 
 def list_files(
-    source: str, url: str = "", column: str = "text", max_document_bytes: int = 1 << 25
+    source: str, url: str = "", column: str = "text", max_document_bytes: int = 1 << 25, separator: str = ""
 ) -> tuple[list[SourceFile], list[SourceFile]]:
     """List the text files at a path or URL (a file, folder or pattern), sorted by name, and the files of other types.
 
@@ -110,7 +124,7 @@ def list_files(
             inside = system.find(match["name"], detail=True) if match["type"] == "directory" else {match["name"]: match}
             sizes |= {path: info["size"] or 0 for path, info in inside.items() if info["type"] != "directory"}
     root = os.path.commonpath(map(os.path.dirname, sizes)) if sizes else ""
-    paths, more = sorted(sizes, key=PurePosixPath), (system, column, max_document_bytes)
+    paths, more = sorted(sizes, key=PurePosixPath), (system, column, max_document_bytes, separator)
     found = [SourceFile(path, os.path.relpath(path, root), sizes[path], *more) for path in paths]
     documented = source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS))  # .md and .txt there are documentation
     forms = (".jsonl", ".parquet") if documented else SUFFIXES
@@ -142,19 +156,26 @@ def at_commit(source: str, commit: str = "") -> tuple[str, str]:
 
 
 def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[tuple[int, bytes]]:
-    """Read and decompress a file in chunks of about CHUNK_BYTES. Yields (bytes on disk, content).
+    """Read and decompress a file in chunks of about CHUNK_BYTES. Yields (bytes on disk, content in UTF-8).
 
+    A byte order mark decides the encoding, and is removed.
     find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, even for a long line.
     """
     unpack = OPENERS.get(PurePosixPath(file.name).suffix, contextlib.nullcontext)
     with named_errors(file), file.open() as raw, unpack(raw) as stream:
-        rest, position, buffer = b"", 0, memoryview(bytearray(CHUNK_BYTES))
+        rest, position, buffer, encoding = b"", 0, memoryview(bytearray(CHUNK_BYTES)), ""
         while size := stream.readinto(buffer):  # pyarrow's read() leaks its buffer if the stream is corrupt
-            content = rest + buffer[:size]
+            data = bytes(buffer[:size])
+            if not encoding:
+                mark = next((mark for mark in BOMS if data.startswith(mark)), b"")
+                data, encoding = data.removeprefix(mark), BOMS.get(mark, "utf-8")
+                decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+            content = rest + (data if encoding == "utf-8" else to_utf8(decoder.decode(data)))
             end = find_cut(content) if len(content) >= CHUNK_BYTES else 0
             rest = content[end:]
             if len(rest) > file.max_document_bytes:
-                raise UserError(f"{file}: a line is longer than --max_document_bytes={file.max_document_bytes}")
+                part = "a line" if file.form == ".jsonl" else "a document that cannot be cut"
+                raise UserError(f"{file}: {part} is longer than --max_document_bytes={file.max_document_bytes}")
             if end:
                 yield raw.tell() - position, content[:end]
                 position = raw.tell()
@@ -162,38 +183,99 @@ def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[
             yield raw.tell() - position, rest
 
 
-def end_of_words(content: bytes) -> int:
-    """Return the end of the last word before white space. No token crosses that point, so a cut there changes no tokens.
+def to_utf8(text: str) -> bytes:
+    """Encode `text`. Half a surrogate pair, which UTF-8 cannot express, becomes a byte that is not UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return re.sub(rb"\xed[\xa0-\xbf][\x80-\xbf]", b"\xff", text.encode("utf-8", "surrogatepass"))
 
-    If the last 4096 bytes contain no such point, returns the end of the last whole character.
+
+def require_utf8(source_files: list[SourceFile]) -> None:
+    """Read the plain text files on this machine. Raises a UserError that lists those in another encoding than UTF-8.
+
+    A few damaged characters are not an error; see `Piece.replaced`.
     """
-    tail = max(0, len(content) - 4096)
-    if ends := [match.end() for match in re.finditer(rb"[A-Za-z](?=[ \n])", content[tail:])]:
-        return tail + ends[-1]
+    foreign = {}
+    for file in source_files:
+        if "://" in str(file) or file.form in (".jsonl", ".parquet"):
+            continue
+        size = controls = invalid = valid = 0
+        for _, data in read_chunks(file, end_of_character):
+            size += len(data)
+            controls += len(data) - len(data.translate(None, CONTROLS))
+            if not data.isascii():
+                piece = Piece(data, False, 0)
+                invalid += piece.replaced
+                valid += len(piece.text) - piece.replaced - len(data.translate(None, bytes(range(128, 256))))
+        if controls > size / 4:
+            foreign[str(file)] = "UTF-16 without a byte order mark?"
+        elif invalid >= PLAINLY and invalid > valid:
+            foreign[str(file)] = f"{invalid:,} bytes are not UTF-8"
+    if foreign:
+        shown = files.shortened(f"{name} ({why})" for name, why in foreign.items())
+        convert = f"convert with {ICONV}, where ENCODING is, for example, WINDOWS-1252 or UTF-16LE"
+        raise UserError(f"{plural(len(foreign), 'file')} not in UTF-8: {shown}; {convert}")
+
+
+def end_of_character(content: bytes) -> int:
+    """Return the end of the last whole character."""
     incomplete = re.search(rb"[\xc0-\xff][\x80-\xbf]{0,2}\Z", content)
     return incomplete.start() if incomplete else len(content)
+
+
+def end_of_words(content: bytes) -> int:
+    """Return the end of the last word before white space, or 0. No token crosses that point; see `Tokenizer.cuttable`."""
+    for size in (4096, 4 * CHUNK_BYTES):  # what is before the last chunk was searched with it
+        tail = content[-size:]
+        for match in reversed(list(re.finditer(rb"(?:[A-Za-z]|[\xc3-\xf4][\x80-\xbf]{1,3})(?=[ \n])", tail))):
+            if match[0].decode("utf-8", "replace").isalpha():
+                return len(content) - len(tail) + match.end()
+    return 0
 
 
 def parquet_rows(file: SourceFile) -> Iterator[Piece]:
     """Yield the rows of one column of a parquet file, each a document. Raises UserError."""
     column, limit = file.column, file.max_document_bytes
-    too_long = UserError(f"{file}: a row is longer than --max_document_bytes={limit}")
     with named_errors(file), file.open() as raw:
         table = pyarrow.parquet.ParquetFile(raw, buffer_size=CHUNK_BYTES)
-        schema = table.schema_arrow
-        if column not in schema.names or schema.field(column).type not in AS_BYTES:
-            raise UserError(f'{file}: no column "{column}" of strings; its columns are {files.shortened(schema.names)}')
+        require_strings(file, table.schema_arrow)
         row_bytes = file.size / max(1, table.metadata.num_rows)
         for group in map(table.metadata.row_group, range(table.metadata.num_row_groups)):
             # Check the total size of all columns: asking for one column's would let damaged metadata abort the process.
             if group.total_byte_size > max(1, group.num_rows) * limit:
-                raise too_long
+                larger = f"its rows, with all columns, are larger than --max_document_bytes={limit}"
+                raise UserError(f"{file}: {larger}; raise it, or write the column of text to a file of its own")
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
             rows = batch.column(0)
             for text in rows.view(AS_BYTES[rows.type]).to_pylist():
                 if text and len(text) > limit:
-                    raise too_long
+                    raise UserError(f"{file}: a row is longer than --max_document_bytes={limit}")
                 yield Piece(text or b"", bool(text), row_bytes)
+
+
+def require_strings(file: SourceFile, schema: pyarrow.Schema) -> None:
+    """Raise a UserError that describes the column, unless it contains strings."""
+    found = {field.name: field.type for field in schema}
+    if found.get(file.column) in AS_BYTES:
+        return
+    strings = [name for name, kind in found.items() if kind in AS_BYTES]
+    others = f"choose a column of strings with --column: {files.shortened(strings)}" if strings else ""
+    if file.column not in found:
+        problem = f'no column "{file.column}" of strings; its columns are {files.shortened(found)}'
+        raise UserError(f"{file}: {problem}" + (f"; {others}" if others else ""))
+    kind = found[file.column]
+    if pyarrow.types.is_nested(kind):
+        convert = "write one string per row"
+    elif pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind) or pyarrow.types.is_dictionary(kind):
+        convert = 'if it is text, write it with pyarrow\'s column.cast("string")'
+    else:
+        convert = "text is expected"
+    problem = f'column "{file.column}" contains {files.shortened([str(kind)])}, not strings'
+    raise UserError(f"{file}: {problem}; " + "; or ".join(filter(None, [convert, others])))
+
+
+JSON = json.JSONDecoder(parse_int=float)  # an integer of thousands of digits is an error to Python's int
 
 
 def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
@@ -205,21 +287,79 @@ def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[file.column]
-                content = b"" if text is None else text.encode("utf-8", "replace")
+                text = JSON.decode(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))[file.column]
+                content = b"" if text is None else to_utf8(text)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                wanted = f'{file}: line {number} is not a JSON object with a string under "{file.column}"'
-                raise UserError(f"{wanted}; use --column=KEY for another key") from None
+                raise UserError(f"{file}: line {number} {describe_line(line, file.column)}") from None
             yield Piece(content, bool(content), size / len(lines))
         first += len(lines)
 
 
-def read_pieces(file: SourceFile) -> Iterator[Piece]:
-    """Read a file in pieces of at most about CHUNK_BYTES (but a row or line is always one piece). Raises UserError."""
+def describe_line(line: bytes, key: str) -> str:
+    """Say why a line is not a JSON object with a string under `key`, and what would work."""
+    if b"\0" in line:
+        return f"contains NUL bytes, as UTF-16 does; convert the file to UTF-8: {ICONV}"
+    try:
+        text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass").strip()
+        value, end = JSON.raw_decode(text)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 (byte {error.start + 1} is 0x{line[error.start]:02x}); convert the file: {ICONV}"
+    except RecursionError:
+        return "is nested too deeply"
+    except json.JSONDecodeError as error:
+        if re.match(r"\{\s*'", text):
+            return "is a Python dict, not JSON; write each line with json.dumps"
+        if text[:1] not in "{[":
+            return 'is not JSON, but plain text; write {"' + key + '": "..."} on each line, or name the file .txt'
+        if error.pos >= len(text) or "Unterminated" in error.msg:
+            cut = "ends before its JSON value does; remove it if the file was cut off there"
+            return f"{cut}, or, if values span several lines, write each on its own (jq -c . FILE does)"
+        return f"is not valid JSON ({error.msg} at character {error.pos + 1}); write each line with json.dumps"
+    kinds = {dict: "an object", list: "a list", str: "a string", float: "a number", bool: "true or false", type(None): "null"}
+    if rest := text[end:].strip():
+        if rest == ",":
+            return "ends with a comma; write one object per line, with nothing after it (sed 's/,$//' FILE does)"
+        return f"has more after its first JSON value: {files.shortened([rest])}; write one object per line (jq -c . FILE does)"
+    if isinstance(value, list):
+        return "is a JSON list, not an object; write one object per line (jq -c '.[]' FILE does)"
+    if not isinstance(value, dict):
+        return f'is {kinds[type(value)]}, not a JSON object with a string under "{key}"'
+    if key in value:
+        return f'has {kinds[type(value[key])]} under "{key}", not a string; write a string, or choose another key with --column'
+    outer = next((name for name, inner in value.items() if isinstance(inner, dict) and isinstance(inner.get(key), str)), None)
+    if outer is not None:
+        return f'has "{key}" only inside "{outer}"; move it to the top level (jq -c \'.["{outer}"]\' FILE does)'
+    strings = [name for name, inner in value.items() if isinstance(inner, str)]
+    choose = f"choose another with --column={strings[0]}" if strings else "none of them has a string"
+    return f'has no "{key}"; its keys are {files.shortened(value)}; {choose}'
+
+
+def separated_documents(file: SourceFile) -> Iterator[Piece]:
+    """Yield the documents between the separators of a plain text file, without the line ends around them. Raises UserError."""
+    separator = file.separator.encode()
+
+    def after_last_separator(content: bytes) -> int:
+        found = content.rfind(separator)
+        return found + len(separator) if found >= 0 else 0
+
+    for size, data in read_chunks(file, after_last_separator):
+        documents = [document.strip(b"\r\n") for document in data.split(separator)]
+        documents = [document for document in documents if document]
+        for document in documents:
+            yield Piece(document, True, size / len(documents))
+
+
+def read_pieces(file: SourceFile, whole: bool = False) -> Iterator[Piece]:
+    """Read a file in pieces of at most about CHUNK_BYTES. A row or line is always one piece, and so is a file if `whole`.
+
+    Raises UserError.
+    """
     if file.form == ".parquet":
         yield from parquet_rows(file)
     elif file.form == ".jsonl":
         yield from jsonl_rows(file)
+    elif file.separator:
+        yield from separated_documents(file)
     else:
-        for number, (size, data) in enumerate(read_chunks(file, end_of_words)):
+        for number, (size, data) in enumerate(read_chunks(file, (lambda _: 0) if whole else end_of_words)):
             yield Piece(data, number == 0, size)

@@ -1,8 +1,9 @@
-"""Byte-level BPE tokenizers, stored on disk as a Hugging Face tokenizer.json.
+"""Tokenizers that can encode every text, stored on disk as a Hugging Face tokenizer.json.
 
 tiktoken encodes for train:N, OpenAI's tokenizers and .tiktoken files. Each is saved as a tokenizer.json, which lists the
 merges that tiktoken makes. It gives the same tokens, because the patterns mean the same in both regex engines. tiktoken also
-encodes for a file saved this way; any other tokenizer.json is left to Hugging Face's tokenizers library.
+encodes for a file saved this way; any other tokenizer.json is left to Hugging Face's tokenizers library: other byte-level BPEs,
+and SentencePiece's tokenizers with byte fallback, such as Llama 2's.
 """
 
 import base64
@@ -22,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from common import files
-from common.errors import UserError, named_errors, within
+from common.errors import UserError, named_errors, one_line, within
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # known names of end-of-text
@@ -46,8 +47,28 @@ O200K_PATTERN = "|".join(
     + [r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
 )
 NAMED = {"gpt2": GPT2_PATTERN, "cl100k_base": CL100K_PATTERN, "o200k_base": O200K_PATTERN}
-# OpenAI's .tiktoken files by number of ranks: the pattern, and the id of the end-of-text token.
-KNOWN_RANKS = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 199998: (O200K_PATTERN, 199999)}
+# As in Meta's llama3/tokenizer.py and Qwen's tokenization_qwen.py, but for the way of ignoring case.
+META_PATTERN = rf"{CONTRACTION}|{_WORDS}[\r\n]*|{_LINES}"
+QWEN_PATTERN = META_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+PATTERNS = (TRAINED_PATTERN, LLAMA3_PATTERN, *NAMED.values(), META_PATTERN, QWEN_PATTERN)
+# Published .tiktoken files by number of ranks: whose they are, the pattern, and the special tokens that matter in pretraining.
+KNOWN_RANKS = {
+    50256: ("GPT-2", GPT2_PATTERN, {END_OF_TEXT: 50256}),
+    100256: ("cl100k_base", CL100K_PATTERN, {END_OF_TEXT: 100257}),
+    199998: ("o200k_base", O200K_PATTERN, {END_OF_TEXT: 199999}),
+    128000: ("Llama 3", META_PATTERN, {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}),
+    151643: ("Qwen", QWEN_PATTERN, {END_OF_TEXT: 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}),
+}
+# Text that a tokenizer must give back: white space, line ends, languages, emoji, code, and all bytes that UTF-8 has.
+PROBE = (
+    *("two words", "  two  spaces", " before", "after ", "a\n\n\nb\n", "\r\na\r\n", "\ta\t\tb", " ", "\n", "\0"),
+    *("Don't SHOUT, 12345!", "def f(x):\n    return x  # é\n", "naïve größer Ελλάδα Привет", "שלום مرحبا हिन्दी ไทย"),
+    *("東京 日本語 한국어", "🚢 👩\u200d👩\u200d👧 🇩🇪", "e\u0301 ﬁ ½ ™ \u00a0\u2009\u3000.", "\ue000\ufb00\ufffd"),
+    *("".join(map(chr, span)) for span in (range(1, 256), range(256, 0xD800, 64), range(1 << 16, 17 << 16, 1 << 16))),
+)
+# Where `sources.end_of_words` cuts a text: what may be before and after a cut.
+BEFORE_CUT = ("word", "two words", "don't", "x1y", "}\n  foo", "größe", "日本語")
+AFTER_CUT = (" x", "\nx", "  x", " \n\n  x\n", "\n\tx", " 1.5", " 'tis", " (", "\n")
 
 
 @functools.cache
@@ -66,7 +87,7 @@ def _ranks(vocabulary: dict[str, int]) -> dict[bytes, int]:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A byte-level BPE, defined by `json`. `tiktoken` encodes if it is set; otherwise, `huggingface` does."""
+    """A tokenizer, defined by `json`. `tiktoken` encodes if it is set; otherwise, `huggingface` does."""
 
     name: str
     json: str
@@ -81,6 +102,62 @@ class Tokenizer:
         """Hex digest of the tokenizer.json."""
         return hashlib.sha256(self.json.encode()).hexdigest()
 
+    @property
+    def eot_text(self) -> str:
+        """The spelling of the end-of-text token."""
+        return self.huggingface.id_to_token(self.eot_token)
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether the tokens of a text begin with a space that the text does not have, as SentencePiece's do."""
+        return self.bytes_per_token[self.eot_token] < 0
+
+    @functools.cached_property
+    def cuttable(self) -> bool:
+        """Whether the parts of a text cut at the end of a word (see `sources.end_of_words`) have the tokens of the whole."""
+        if self.tiktoken:
+            return True
+        if not self.huggingface.pre_tokenizer:  # a token may span words, or each part gets a space in front
+            return False
+        for token in self.huggingface.get_added_tokens_decoder().values():
+            if not token.special and (token.rstrip or re.search(r"\w[ \n]", token.content)):
+                return False
+
+        def words(text: str) -> list[str]:
+            normalizer = self.huggingface.normalizer
+            found = self.huggingface.pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)
+            return [word for word, _ in found]
+
+        return all(words(a + b) == words(a) + words(b) for a in BEFORE_CUT for b in AFTER_CUT)
+
+    def check_text(self) -> list[str]:
+        """Raise UserError if the tokenizer loses text. Returns notes on what its normalizer changes, and on its first token."""
+        notes, normalizer = [], self.huggingface.normalizer
+        for text in PROBE:
+            ids = self.encode(text)
+            if (found := self.decode(ids)) == text:
+                continue
+            normalized = normalizer and self.cuttable and found == normalizer.normalize_str(text)
+            if not normalized and not (self.adds_space and found == text.removeprefix(" ")):
+                example = f"{one_line(text)[:40]!r} would become {one_line(found)[:40]!r}"
+                needed = (
+                    "a byte-level BPE needs ByteLevel as pre-tokenizer (without add_prefix_space) and decoder, and no Strip"
+                )
+                raise UserError(f"{self.name} loses text: {example}; {needed}; or use train:N, gpt2 or bytes")
+            if not notes:
+                notes.append(f"{self.name} changes text: {one_line(text)[:40]!r} becomes {one_line(found)[:40]!r}")
+        first = self.first_token
+        if first not in (None, self.eot_token):
+            theirs = self.huggingface.id_to_token(first)
+            notes.append(f"{self.name} begins texts with {theirs}, but documents here begin with {self.eot_text}")
+        return notes
+
+    @property
+    def first_token(self) -> int | None:
+        """The token that Hugging Face's library adds in front of a text, such as Llama's <s>."""
+        given, plain = (self.huggingface.encode("a", add_special_tokens=special).ids for special in (True, False))
+        return given[0] if given[0] != plain[0] else None
+
     def encode(self, text: str) -> np.ndarray:
         """Encode `text` into tokens, uint32 [n]. Special tokens spelled out in it count as ordinary text. Releases the GIL."""
         if self.name == "bytes":
@@ -92,9 +169,14 @@ class Tokenizer:
             found = self.huggingface.encode_batch_fast([text], add_special_tokens=False)  # a batch, to release the GIL
         return np.array(found[0].ids, dtype=np.uint32)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode tokens into text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are skipped."""
-        return self.huggingface.decode(np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], continues: bool = False) -> str:
+        """Decode tokens into text. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are skipped.
+
+        continues: whether other text comes before. SentencePiece's decoders drop the first space of a text.
+        """
+        before = self.encode("a").tolist() if continues and self.adds_space else []
+        text = self.huggingface.decode(before + np.asarray(ids, dtype=np.uint32).tolist(), skip_special_tokens=False)
+        return text[1:] if before else text
 
     def save(self, path: str | Path) -> None:
         """Publish the tokenizer at `path`, as a tokenizer.json."""
@@ -151,7 +233,7 @@ def by_tiktoken(found: Tokenizer) -> Tokenizer:
     """Switch a tokenizer to tiktoken, which is five times faster, if `from_ranks` would write the same file."""
     added = {token.content: i for i, token in found.huggingface.get_added_tokens_decoder().items()}
     ordinary = {token: i for token, i in found.huggingface.get_vocab(with_added_tokens=False).items() if token not in added}
-    for pattern in (TRAINED_PATTERN, LLAMA3_PATTERN, *NAMED.values()):
+    for pattern in PATTERNS:
         if json.dumps(pattern, ensure_ascii=False) in found.json:
             made = from_ranks(_ranks(ordinary), pattern, added, found.name)
             if made.json == found.json:
@@ -194,15 +276,40 @@ def download(name: str) -> Tokenizer:
     return from_ranks(found["mergeable_ranks"], NAMED[name], found["special_tokens"], name)
 
 
-def load_ranks(path: Path) -> Tokenizer:
-    """Load a .tiktoken file, whose lines hold a base64 token and its rank. The number of ranks implies the pattern."""
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read a .tiktoken file, whose lines hold a base64 token and its rank. Raises UserError."""
     ranks, lines = {}, [line.split() for line in files.read_bytes(path).splitlines() if line]
     with contextlib.suppress(ValueError):
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([b]) in ranks for b in range(256)):
         raise UserError(f"{path}: expected lines of a base64 token and its rank, from 0, with all 256 bytes among the tokens")
-    pattern, eot_token = KNOWN_RANKS.get(len(ranks), (GPT2_PATTERN, len(ranks)))
-    return from_ranks(ranks, pattern, {END_OF_TEXT: eot_token}, str(path))
+    return ranks
+
+
+def load_ranks(path: Path) -> Tokenizer:
+    """Load a published .tiktoken file, recognized by its number of ranks. Raises UserError for any other.
+
+    A .tiktoken file does not contain the pattern that splits text into words.
+    """
+    ranks = read_ranks(path)
+    name, pattern, special = KNOWN_RANKS.get(len(ranks), ("", "", {}))
+    if not name or not fits(ranks, pattern):
+        known = ", ".join(f"{count:,} ({name})" for count, (name, *_) in KNOWN_RANKS.items())
+        problem = f"{path} has {len(ranks):,} tokens, but does not say how it splits text into words"
+        way_out = "use the tokenizer.json of its model, or make one (docs/input.md)"
+        raise UserError(f"{problem}; only these files are known: {known}; {way_out}")
+    return from_ranks(ranks, pattern, special, str(path))
+
+
+def fits(ranks: dict[bytes, int], pattern: str) -> bool:
+    """Return whether the tokens may come from text split by `pattern`: each is a single word, except for numbers."""
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    for token in ranks:
+        with contextlib.suppress(UnicodeDecodeError):
+            text = token.decode()
+            if not text.isdigit() and len(split.pre_tokenize_str(text)) > 1:
+                return False
+    return True
 
 
 def from_ranks(ranks: dict[bytes, int], pattern: str, special: dict[str, int], name: str) -> Tokenizer:
@@ -249,19 +356,32 @@ def from_json(text: str, name: str, pattern: str = "") -> Tokenizer:
     tokens = theirs.get_added_tokens_decoder()
     added = {token.content: i for i, token in tokens.items()}
     ordinary = {token: i for token, i in theirs.get_vocab(with_added_tokens=False).items() if token not in added}
-    alphabet = set(byte_chars().values())
-    if not isinstance(theirs.model, models.BPE) or not alphabet <= ordinary.keys() or alphabet != set().union(*ordinary):
-        raise UserError(f"{name} is not a byte-level BPE over all 256 bytes, the only supported type")
+    alphabet, bytes_alone = set(byte_chars().values()), {f"<0x{b:02X}>" for b in range(256)}
+    if isinstance(theirs.model, models.BPE) and alphabet <= ordinary.keys() and alphabet == set().union(*ordinary):
+        sizes = {token: len(token) for token in ordinary}
+    elif getattr(theirs.model, "byte_fallback", False) and bytes_alone <= ordinary.keys():
+        sizes = {token: 1 if token in bytes_alone else len(token.replace("▁", " ").encode()) for token in ordinary}
+    else:
+        kinds = "is not a byte-level BPE over all 256 bytes, nor does it have byte_fallback"
+        raise UserError(f"{name} {kinds}; use such a tokenizer, train:N, gpt2 or bytes")
     if (eot_token := end_of_text(added)) is None:
         raise UserError(f"{name} has no end-of-text token; add one of {', '.join(ENDS_OF_TEXT)}")
+    if getattr(theirs.model, "dropout", None):
+        raise UserError(f'{name} encodes at random, with a dropout of {theirs.model.dropout:g}; set "dropout" to null in it')
+    if theirs.decoder is None:
+        fix = 'set "decoder" in it to {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}'
+        raise UserError(f"{name} has no decoder, so spaces would appear as Ġ; {fix}")
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True  # treat a special token spelled out in text as ordinary text
     vocab_size = max(*ordinary.values(), *added.values()) + 1
-    lengths = np.zeros(vocab_size, dtype=np.uint32)
-    lengths[list(ordinary.values())] = [len(token) for token in ordinary]
+    lengths = np.zeros(vocab_size, dtype=np.int32)
+    lengths[list(ordinary.values())] = [sizes[token] for token in ordinary]
     for i, token in tokens.items():  # unlike special tokens, these stand for text, such as GPT-NeoX's runs of spaces
         lengths[i] = 0 if token.special else len(token.content.encode())
+    # Each document begins with end-of-text, so this token can make up for the space that SentencePiece adds to each text.
+    with named_errors(f"{name} failed to encode a text"):
+        lengths[eot_token] = 1 - lengths[theirs.encode("a", add_special_tokens=False).ids].sum()
     encoding = None
     if pattern:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=_ranks(ordinary), special_tokens=added)

@@ -112,7 +112,9 @@ class DatasetWriter:
             if writer.filled:
                 writer.publish()
             if not writer.finished:
-                raise UserError(f"--val_fraction={self.val_fraction} leaves no documents for {split}; try another value")
+                problem = f"--val_fraction={self.val_fraction} leaves no documents for {split}, as a hash of their text decides"
+                change = "larger" if split == "val" else "smaller"
+                raise UserError(f"{problem}; if the documents are copies of one text, remove copies, or try a {change} value")
         self.tokenizer.save(self.directory / "tokenizer.json")
         metadata = {
             "format": "lockstep-tokens",
@@ -142,7 +144,7 @@ def is_finished(directory: Path, request: dict) -> bool:
     wanted = request | request["options"]
     if request["val_fraction"] == "auto":
         wanted["val_fraction"] = metadata["val_fraction"]
-    keys = ("source", "tokenizer", "val_fraction", "column", "max_tokens")
+    keys = ("source", "tokenizer", "val_fraction", "column", "separator", "max_tokens")
     if names := [f"--{key}".replace("--source", "source") for key in keys if found.get(key) != wanted.get(key)]:
         raise UserError(f"{directory} is a different dataset (changed: {', '.join(names)}); choose another --out, or remove it")
     spec = request["tokenizer"]

@@ -17,6 +17,7 @@ os.environ["COLUMNS"] = "80"  # of --help
 import hypothesis
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 
@@ -252,6 +253,29 @@ def fake_checkpoint(checkpoints, step):
 def content(directory):
     """The bytes of each file below a directory, by its path there."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}
+
+
+def sentencepiece(path, text, kind="llama2"):
+    """A tokenizer.json as transformers converts it from SentencePiece: of Llama 2, Gemma, or the later Mistrals."""
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    learned.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+    special, alphabet = ["<unk>", "<s>", "</s>"], [f"<0x{b:02X}>" for b in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=[*special, *alphabet, "▁"], show_progress=False)
+    learned.train_from_iterator(text.splitlines(), trainer)
+    definition = json.loads(learned.to_str())
+    definition["added_tokens"] = [token for token in definition["added_tokens"] if token["content"] in special]
+    definition["model"]["fuse_unk"] = True
+    made = tokenizers.Tokenizer.from_str(json.dumps(definition | {"pre_tokenizer": None}))
+    steps, parts = tokenizers.decoders, tokenizers.normalizers
+    spaces = [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse()]
+    made.decoder = steps.Sequence(spaces if kind == "gemma" else [*spaces, steps.Strip(" ", 1, 0)])
+    if kind == "mistral":
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        before = [parts.Prepend("▁")] if kind == "llama2" else []
+        made.normalizer = parts.Sequence([*before, parts.Replace(" ", "▁")])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(path))
 
 
 def foreign_tokens(folder, kind, tokens):

@@ -20,7 +20,7 @@ import pytest
 
 from common import cli, errors, files
 from common.errors import UserError
-from conftest import ROOT, content, execute
+from conftest import ROOT, content, execute, sentencepiece
 from dataset import encode, sources, tokenizer
 from dataset.tokens import open_dataset, open_shard
 from dataset.writer import DatasetWriter
@@ -348,14 +348,20 @@ def test_the_command_says_what_it_left_out_and_what_each_split_got(here, capsys)
     with open(here / "text" / "sub" / "a.jsonl", "a", encoding="utf-8") as file:
         file.write('{"text": null}\n' * 3 + "\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None, ""]}), here / "text" / "b.parquet")
-    for name, data in (("a", b"one\n"), ("b", "caf\xe9\n".encode("latin-1")), ("c", "na\xefve\n".encode()), ("d", b"")):
+    for name, data in (
+        ("a", b"one\n"),
+        ("b", b"na\xc3\xafve na\xc3\xafve caf\xe9\n"),
+        ("c", "na\xefve\n".encode()),
+        ("d", b""),
+    ):
         (here / "text" / f"{name}.txt").write_bytes(data * 50)
     for name in ("1.png", "sub/3.png", "b.zip", "c.csv.gz", "LICENSE", ".hidden"):
         (here / "text" / name).write_bytes(b"no text")
     made = make("text")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "text: skipped 6 files of other types" and "skipped 6 rows without text" in lines
-    assert "warning: 1 file contained invalid UTF-8, which was replaced by U+FFFD: text/b.txt" in lines
+    replaced = "warning: 1 file contained invalid UTF-8, which was replaced by U+FFFD: text/b.txt (50); if a file has another"
+    assert [line for line in lines if line.startswith(replaced) and "iconv" in line]
     for line, split in ((lines[-3], "train"), (lines[-2], "val")):
         documents = sum(row["documents"] for row in made.rows(split))
         assert line.startswith(f"{split}: 1 shard, {len(made.tokens(split)):,} tokens, {documents} documents, ")
@@ -430,7 +436,7 @@ def test_hostile_text_survives(here):
     (here / "b.txt").write_bytes(b"latin \xe9 text\xff" * 3 + b"\xf0\x9f")
     made = make("a.jsonl", "b.txt", val_fraction=0.01)
     text = "".join(made.documents("train") + made.documents("val"))
-    assert text == "a<|endoftext|>blone ? surrogatenul \0" + "latin \ufffd text\ufffd" * 3 + "\ufffd"
+    assert text == "a<|endoftext|>blone \ufffd surrogatenul \0" + "latin \ufffd text\ufffd" * 3 + "\ufffd"
     assert sum(row["bytes_of_text"] for row in made.metadata["shards"]) == len(text.encode())
 
 
@@ -456,6 +462,162 @@ def test_a_bad_source_is_refused(here, source, content, message):
         make(source)
     assert source in str(error.value) and message in str(error.value)
     assert not (here / "out").exists()
+
+
+NOVEL = "Größe und Güte: Käthe zählte zwölf Boote. The lantern went out at nine.\n" * 20
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "cp1251"])
+@pytest.mark.parametrize("bom", [True, False], ids=["bom", "no bom"])
+def test_text_in_another_encoding_is_read_by_its_mark_or_refused(here, small_units, encoding, bom):
+    small_units(101)
+    mark = "\ufeff".encode(encoding) if bom and encoding in ("utf-16-le", "utf-16-be") else b""
+    text = NOVEL if encoding != "cp1251" else "Маяк погас в девять, и Мара считала лодки.\n" * 20
+    (here / "in").mkdir()
+    (here / "in" / "a.txt").write_bytes(mark + text.encode(encoding))
+    (here / "in" / "b.txt").write_text("plain\n")
+    if encoding in ("latin-1", "cp1251") or (encoding in ("utf-16-le", "utf-16-be") and not bom):
+        with pytest.raises(UserError, match=r"1 file not in UTF-8: in/a.txt \(.*iconv -f ENCODING"):
+            make("in")
+        assert not (here / "out").exists()
+    else:
+        made = make("in")
+        assert "".join(made.documents("train") + made.documents("val")) == text + "plain\n"
+
+
+def test_a_vocabulary_that_is_not_filled_is_explained(here, capsys):
+    (here / "a.txt").write_text("The lantern on the pier went out at nine.\n" * 5000)
+    make("a.txt", tokenizer="train:5000")
+    assert "tokens because the text has too few different words" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["一二三四五六七八九十，" * 9 + "灯\n", "ACGT" * 60, "größe " * 40], ids=["Chinese", "DNA", "German"]
+)
+@pytest.mark.parametrize("kind", ["trained", "no words", "llama2"])
+def test_text_in_pieces_has_the_tokens_of_the_whole_in_every_language(here, small_units, capsys, kind, text):
+    (here / "long.txt").write_text(text * 20 + "end")
+    if kind == "trained":
+        tokenizer.resolve("train:400", lambda: [text]).save("t.json")
+    elif kind == "no words":
+        definition = json.loads(tokenizer.train([text], 400, "", r"[\s\S]+").json)
+        definition["pre_tokenizer"] = definition["pre_tokenizer"]["pretokenizers"][1]
+        (here / "t.json").write_text(json.dumps(definition))
+    else:
+        sentencepiece(here / "t.json", text)
+    small_units(37)
+    made = make("long.txt", tokenizer="t.json", val_fraction=0.1)
+    given = "".join(made.documents("train") + made.documents("val"))
+    assert given == text * 20 + "end" and sum(row["bytes_of_text"] for row in made.metadata["shards"]) == len(given.encode())
+    for split in ("train", "val"):
+        tokens = made.tokens(split).tolist()
+        assert tokens == [made.tokenizer.eot_token, *made.tokenizer.encode(made.documents(split)[0])]
+    if kind == "llama2":
+        assert "begins texts with <s>, but documents here begin with </s>" in capsys.readouterr().out
+        with pytest.raises(UserError, match=r"long.txt: a document that cannot be cut is longer than --max_document_bytes=99"):
+            make("long.txt", out="short", tokenizer="t.json", max_document_bytes=99)
+
+
+def test_what_was_replaced_is_counted_by_file(here, capsys):
+    rows = [{"text": f"row {i} half \ud83d end, whole 🚢"} for i in range(9)]
+    (here / "half.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (here / "half.txt").write_bytes(b"\xff\xfe" + "half \ud83d end".encode("utf-16-le", "surrogatepass"))
+    made = make("half.jsonl", "half.txt")
+    assert "".join(made.documents("train")).startswith("row 0 half \ufffd end, whole 🚢row 1 half \ufffd end")
+    assert "replaced by U+FFFD: half.jsonl (9), half.txt (1); if" in capsys.readouterr().out
+
+
+def test_spelled_out_ends_of_text_are_counted_and_may_separate_documents(here, small_units, capsys):
+    stories = [f"Story {i}. The lantern went out.\n\nMara counted {'again ' * (i % 9)}." for i in range(150)]
+    (here / "a.txt").write_text("\n<|endoftext|>\n".join(stories) + "\n<|endoftext|>\n")
+    small_units(200)
+    make("a.txt", out="one")
+    told = "note: the text spells out <|endoftext|> 150 times, which was encoded as ordinary text; --separator='<|endoftext|>'"
+    assert told in capsys.readouterr().out
+    made = make("a.txt", separator="<|endoftext|>")
+    assert "note:" not in capsys.readouterr().out and made.metadata["options"] == {"separator": "<|endoftext|>"}
+    assert sorted(made.documents("train") + made.documents("val")) == sorted(stories)
+
+
+LINES = {  # a broken line, what the error says of it, and what would work
+    '[{"text": "one"}, {"text": "two"}]': r"is a JSON list, not an object; .*jq -c '\.\[\]'",
+    '{"text": "one"},': r"ends with a comma; .*sed",
+    '{"text": "two harb': "ends before its JSON value does",
+    "{": "ends before its JSON value does",
+    '{"text": 7}': 'has a number under "text", not a string',
+    '{"text": ["one", "two"]}': 'has a list under "text", not a string',
+    '{"text": true}': 'has true or false under "text"',
+    b'{"text": "K\xe4the"}': r"is not UTF-8 \(byte 12 is 0xe4\); convert the file: iconv",
+    '{"text": "one"}'.encode("utf-16-le"): "contains NUL bytes, as UTF-16 does; .*iconv",
+    '{"meta": {"text": "one"}}': r"""has "text" only inside "meta"; .*jq -c '\.\["meta"\]'""",
+    '{"id": 1, "content": "one"}': 'has no "text"; its keys are id, content; .*--column=content',
+    '{"id": 1}': 'has no "text"; its keys are id; none of them has a string',
+    "{'text': 'one'}": "is a Python dict, not JSON; .*json.dumps",
+    '{"text": "one"}{"text": "two"}': r'has more after its first JSON value: {"text": "two"}; .*jq -c \.',
+    '{"text": one}': r"is not valid JSON \(Expecting value at character 10\)",
+    "The lantern went out.": "is not JSON, but plain text; .*name the file .txt",
+    '"one"': 'is a string, not a JSON object with a string under "text"',
+    "[" * 99_999: "is nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_broken_line_is_described_with_what_would_work(here, line):
+    (here / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    with pytest.raises(UserError, match=rf"^a\.jsonl: line 2 {LINES[line]}") as refused:
+        make("a.jsonl")
+    assert len(str(refused.value)) < 400 and not (here / "out").exists()
+
+
+def test_unusual_lines_are_read(here):
+    lines = [
+        '\ufeff{"text": "one"}',
+        ' {"text": "two", "id": ' + "9" * 5000 + "}\r",
+        '\ufeff{"text": "three"}',
+        '{"text": null}',
+    ]
+    (here / "a.jsonl").write_text("\n".join(lines))
+    made = make("a.jsonl")
+    assert "".join(made.documents("train") + made.documents("val")) == "onetwothree"
+
+
+@pytest.mark.parametrize(
+    "column, said",
+    [
+        (pyarrow.array([b"one"]), r'contains binary, not strings; .*column\.cast\("string"\).*--column: caption'),
+        (pyarrow.array(["one"]).dictionary_encode(), r'contains dictionary<.*, not strings; .*column\.cast\("string"\)'),
+        (pyarrow.array([7]), "contains int64, not strings; text is expected"),
+        (pyarrow.array([["one"]]), "contains list<.*, not strings; write one string per row"),
+    ],
+    ids=["binary", "dictionary", "int", "list"],
+)
+def test_a_column_of_another_type_is_described(here, column, said):
+    pyarrow.parquet.write_table(pyarrow.table({"text": column, "caption": ["x"]}), "a.parquet")
+    with pytest.raises(UserError, match=rf'^a\.parquet: column "text" {said}'):
+        make("a.parquet")
+
+
+def test_large_rows_beside_the_text_are_named(here):
+    video = pyarrow.array([os.urandom(5000) for _ in range(3)], pyarrow.binary())
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a short caption"] * 3, "video": video}), "a.parquet")
+    with pytest.raises(UserError, match="its rows, with all columns, are larger than .*=3000; raise it, or write the column"):
+        make("a.parquet", max_document_bytes=3000)
+    assert make("a.parquet", max_document_bytes=6000).documents("train")
+
+
+def test_advice_about_the_split_can_work(here):
+    (here / "one.txt").write_text("a")
+    with pytest.raises(UserError, match="has only one character, which cannot be split"):
+        make("one.txt")
+    (here / "two.txt").write_text("ab")
+    with pytest.raises(UserError, match=r"--val_fraction=0\.99 of 2 characters leaves one split empty; try 0\.1"):
+        make("two.txt", val_fraction=0.99)
+    assert make("two.txt", val_fraction=0.1).documents("val") == ["b"]
+    write_lines(here / "same.jsonl", ["the same row"] * 120)
+    for fraction, split, more in ((0.05, "val", "larger"), (0.9, "train", "smaller")):
+        alike = f"--val_fraction={fraction} leaves no documents for {split}.*copies of one text.*or try a {more} value"
+        with pytest.raises(UserError, match=alike):
+            make("same.jsonl", out="same", val_fraction=fraction)
 
 
 @pytest.mark.parametrize(

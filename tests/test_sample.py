@@ -82,12 +82,27 @@ def test_prompts_from_a_file_and_from_nothing(run, capsys, tmp_path):
     assert "endoftext" not in sampled(capsys, run)
 
 
+def test_a_prompt_may_begin_with_the_end_of_text(run, capsys):
+    text, model = tokenizer.load(run / "tokenizer.json"), SimpleNamespace(config=SimpleNamespace(vocab_size=300))
+    assert sample.encode(text, "<|endoftext|>def", model) == [text.eot_token, *text.encode("def").tolist()]
+    assert sample.encode(text, "<|endoftext|>", model) == [text.eot_token] == sample.encode(text, "", model)
+    assert text.eot_token not in sample.encode(text, "a<|endoftext|>", model)
+    assert sampled(capsys, run, "--prompt=<|endoftext|>") == sampled(capsys, run)
+
+
+@pytest.mark.parametrize("temperature", ["1e-45", "1e-30", "1e-10"])
+def test_a_tiny_temperature_picks_the_most_likely_token(run, capsys, temperature):
+    assert sampled(capsys, run, f"--temperature={temperature}") == sampled(capsys, run, "--temperature=0")
+
+
 def test_a_character_is_shown_whole(run):
     text = tokenizer.load(run / "checkpoints/latest/tokenizer.json")
     tokens = text.encode("größer €").tolist()
     assert len(tokens) > len("größer €")
     decoded = []
-    counting = SimpleNamespace(eot_token=text.eot_token, decode=lambda ids: decoded.append(len(ids)) or text.decode(ids))
+    counting = SimpleNamespace(
+        eot_token=text.eot_token, decode=lambda ids, _=False: decoded.append(len(ids)) or text.decode(ids)
+    )
     pieces = list(sample.stream(counting, [], tokens))
     assert max(decoded) <= 4  # bytes of a character: a long text is not decoded again with each token
     assert "".join(pieces) == "größer €"

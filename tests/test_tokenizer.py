@@ -1,5 +1,6 @@
 """The same text gives the same tokens through tiktoken and through the tokenizer.json, whatever the text."""
 
+import base64
 import json
 import random
 import sys
@@ -13,8 +14,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prepare_data
+import sample
 from common.errors import UserError
-from conftest import execute
+from conftest import execute, sentencepiece
 from dataset import tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -203,6 +206,108 @@ def test_a_tokenizer_json_is_encoded_by_tokenizers_and_another_type_is_refused(m
     words.save(str(path))
     with pytest.raises(UserError, match="not a byte-level BPE"):
         tokenizer.load(path)
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BROKEN = {  # how a tokenizer.json differs from a good one, and what the error says
+    "no pre-tokenizer": ({"pre_tokenizer": None}, "loses text: 'two words' would become 'twowords'"),
+    "words only": (
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, LEVEL]}},
+        "loses text",
+    ),
+    "prefix": (
+        {"pre_tokenizer": LEVEL | {"add_prefix_space": True}},
+        "loses text: 'two words' would become ' two words'; .*add_prefix_space",
+    ),
+    "strip": ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "loses text: '  two  spaces'"),
+    "no decoder": (
+        {"decoder": None},
+        'has no decoder, so spaces would appear as Ġ; set "decoder" in it to {"type": "ByteLevel"',
+    ),
+    "decoder": ({"decoder": {"type": "Fuse"}}, "loses text: 'two words' would become 'twoĠwords'"),
+    "dropout": ({"model": {"dropout": 0.3}}, 'encodes at random, with a dropout of 0.3; set "dropout" to null'),
+    "suffix": ({"model": {"end_of_word_suffix": "</w>"}}, "loses text"),
+}
+
+
+def changed(made, **parts):
+    """A tokenizer.json of GPT-2's kind with other parts."""
+    definition = json.loads(made["train:1000"][0].json) | {"pre_tokenizer": LEVEL}
+    model = definition["model"] | parts.pop("model", {})
+    return json.dumps(definition | parts | {"model": model})
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_tokenizer_that_loses_text_is_refused(made, tmp_path, monkeypatch, kind):
+    parts, said = BROKEN[kind]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.json").write_text(changed(made, **parts))
+    (tmp_path / "a.txt").write_text(ENGLISH)
+    with pytest.raises(UserError, match=rf"^t\.json {said}"):
+        prepare_data.prepare(prepare_data.PrepareConfig(("a.txt",), out="out", tokenizer="t.json"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_normalizer_changes_is_said_in_one_line(made, tmp_path):
+    path = tmp_path / "t.json"
+    for normalizer, changes in (
+        ("NFKC", "'e\u0301 ﬁ ½"),
+        ("Lowercase", '"Don\'t SHOUT, 12345!" becomes "don\'t shout'),
+        ("NFC", "'e\u0301"),
+    ):
+        path.write_text(changed(made, normalizer={"type": normalizer}))
+        (note,) = tokenizer.resolve(str(path)).check_text()
+        assert f"{path} changes text: {changes}" in note
+    path.write_text(changed(made))
+    assert not tokenizer.resolve(str(path)).check_text()
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gemma", "mistral"])
+def test_tokenizers_of_sentencepiece_encode_as_transformers_does(tmp_path, kind):
+    path = tmp_path / "t.json"
+    sentencepiece(path, ENGLISH * 9, kind)
+    ours, theirs = tokenizer.resolve(str(path)), read(path)
+    notes = ours.check_text()
+    assert notes[-1].endswith("begins texts with <s>, but documents here begin with </s>")
+    assert len(notes) == (2 if kind == "mistral" else 1)  # it drops a space in front of a text
+    for text in (ENGLISH, "x", "</s> spelled <0x0A> out", "größer 東京 🚢\n\n  x"):
+        ids = ours.encode(text)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids and ours.decode(ids) == text
+        assert ours.bytes_per_token[ids].sum() + ours.bytes_per_token[ours.eot_token] == len(text.encode())
+        assert "".join(sample.stream(ours, ids[:1].tolist(), ids[1:].tolist())) == text
+        assert "".join(sample.stream(ours, [ours.eot_token], ids.tolist())) == text
+
+
+@pytest.mark.parametrize("pattern", ["GPT2_PATTERN", "META_PATTERN"])
+def test_a_tiktoken_file_must_be_a_published_one(tmp_path, monkeypatch, pattern):
+    ranks = tokenizer.train([TEXT], 600, "", getattr(tokenizer, pattern)).tiktoken._mergeable_ranks
+    lines = [b"%s %d" % (base64.b64encode(token), rank - 1) for token, rank in ranks.items()]
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(
+        UserError, match=r"x\.tiktoken has 599 tokens, .*50,256 \(GPT-2\).*128,000 \(Llama 3\).*tokenizer\.json"
+    ):
+        tokenizer.resolve(str(path))
+    made = tokenizer.from_ranks(
+        tokenizer.read_ranks(path), getattr(tokenizer, pattern), {"<|endoftext|>": 599}, "x"
+    )  # docs/input.md
+    made.save(tmp_path / "x.json")
+    assert tokenizer.resolve(str(tmp_path / "x.json")).encode(TEXT).tolist() == made.encode(TEXT).tolist()
+    published = {599: ("Llama 3", tokenizer.META_PATTERN, {"<|begin_of_text|>": 599, "<|end_of_text|>": 600})}
+    monkeypatch.setattr(tokenizer, "KNOWN_RANKS", published)
+    if pattern == "GPT2_PATTERN":  # of the same size, but learned from other words
+        with pytest.raises(UserError, match=r"x\.tiktoken has 599 tokens"):
+            tokenizer.resolve(str(path))
+    else:
+        found = tokenizer.resolve(str(path))
+        meta = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        meta += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        reference = tiktoken.Encoding("", pat_str=meta, mergeable_ranks={t: r - 1 for t, r in ranks.items()}, special_tokens={})
+        assert (found.vocab_size, found.eot_token) == (601, 600)
+        for text in (TEXT, ENGLISH, "".join(SNIPPETS)):
+            assert found.encode(text).tolist() == reference.encode(text, disallowed_special=())
+        found.save(tmp_path / "t.json")
+        assert tokenizer.resolve(str(tmp_path / "t.json")).tiktoken
 
 
 def test_added_tokens_count_the_text_they_stand_for(made, tmp_path):
