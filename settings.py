@@ -7,6 +7,7 @@ so that `--help` and errors in flags appear at once.
 import dataclasses
 import json
 import math
+import shlex
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -218,7 +219,8 @@ class LogConfig:
     tensorboard: bool = False
     """Also write the metrics for TensorBoard in the run's directory."""
     wandb: Literal["off", "offline", "online"] = "off"
-    wandb_project: str = "lockstep"
+    wandb_project: str = ""
+    """Empty: the environment variable WANDB_PROJECT, or else lockstep."""
     profile: str = ""
     """Trace these updates (STEP:COUNT, such as 100:3), write a trace to the run's directory, and show where the time went."""
 
@@ -267,7 +269,7 @@ def start_of(args: list[str]) -> Config:
         return replace(config, out_dir=str(run.parent), name=run.name)  # its current place: a run may be copied or moved
     recorded = Path(config.run.out_dir, config.run.name)
     if "\n[asked]\n" in files.read_text(path) and run.resolve() != recorded.resolve():  # written by `dumps`
-        new = f"start a new run with --name=NAME, or continue that one with {recorded}/config.toml"
+        new = f"start a new run with --name=NAME, or continue that one with {shlex.quote(f'{recorded}/config.toml')}"
         raise UserError(f"{path} contains the settings of the run {recorded}; {new}")
     return config
 

@@ -12,6 +12,7 @@ same bytes whichever rank writes it.
 import math
 import os
 import platform
+import shlex
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -117,7 +118,7 @@ def open_optimizer(
             if found is None or (found.dtype, found.shape) != ("F32", shape):
                 stored = f"{found.dtype} {list(found.shape)}" if found else "missing"
                 needed = f"this model with --optimizer={optimizer} needs F32 {list(shape)}"
-                way_out = f"to use only the weights, start a new run with --init_from={directory}"
+                way_out = f"to use only the weights, start a new run with {shlex.quote(f'--init_from={directory}')}"
                 raise UserError(f"{directory}: {name}.{key} in the optimizer state is {stored}; {needed}; {way_out}")
     return tensors
 

@@ -6,6 +6,7 @@ reads what transformers writes.
 
 import dataclasses
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -319,5 +320,5 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
         if theirs.get(token) != i:
             differ = f"{token!r} is token {i} in {tokenizer}, but {theirs.get(token, 'no token')} in the model's"
             made = f"the tokens were not made with the tokenizer of {directory}"
-            raise UserError(f"{made}: {differ}; prepare the text again with --tokenizer={path}")
+            raise UserError(f"{made}: {differ}; prepare the text again with {shlex.quote(f'--tokenizer={path}')}")
     return []

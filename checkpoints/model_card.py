@@ -1,6 +1,7 @@
 """The model card (README.md) of an export: what the weights are, what was measured, and how to repeat the run."""
 
 import re
+import shlex
 from pathlib import Path
 
 import command
@@ -34,12 +35,12 @@ Checkpoints identify these tokens by the sha256 `{state.dataset}`.
 The run used {ranks} ({versions}). To repeat it, put the tokens in the same place and run:
 
 ```sh
-{launcher} train.py config.toml --name={config.run.name}-again
+{command}
 ```
 
 {repeats}
 
-`config.toml` lists all settings. On the machine with the run and its tokens, `python replay.py {run} --verify` checks that each
+`config.toml` lists all settings. On the machine with the run and its tokens, `{verify}` checks that each
 kept checkpoint follows from the previous one, bit for bit. The export did not run this check.
 """
 
@@ -86,9 +87,9 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
         datasets="\n".join(describe_dataset(path, metadata) for path, metadata in known.items()),
         ranks=errors.plural(ranks, "rank"),
         versions=", ".join(f"{name} {version}" for name, version in last["versions"].items()),
-        launcher=command.launcher(ranks),
+        command=f"{command.launcher(ranks)} {shlex.join(['train.py', 'config.toml', f'--name={config.run.name}-again'])}",
         repeats=repeats,
-        run=run,
+        verify=shlex.join(["python", "replay.py", str(run), "--verify"]),
     )
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,7 +80,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     config, unknown = tyro.cli(
         cls,
         args=flags_last([word for word in args if word != "--debug"]),  # `user_errors` reads it
-        prog=f"python {os.path.relpath(sys.argv[0])} {first}".rstrip(),
+        prog=f"python {shlex.quote(os.path.relpath(sys.argv[0]))} {first}".rstrip(),
         default=default or tyro.MISSING_NONPROP,
         description=f"{description}\n\nAll commands accept --version, and --debug, which prints the traceback of an error.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),

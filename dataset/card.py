@@ -27,9 +27,9 @@ Shards use llm.c's layout: a header of 256 int32 values, followed by {dtype} tok
 To download the dataset, check it, and train on it:
 
 ```sh
-hf download {repository} --repo-type=dataset --local-dir=tokens/{name}
-python prepare_data.py --check tokens/{name}
-python train.py --tokens=tokens/{name}
+hf download {repository} --repo-type=dataset --local-dir={place}
+python prepare_data.py --check {place}
+python train.py --tokens={place}
 ```
 
 The dataset was made with this command:
@@ -83,6 +83,7 @@ def dataset_card(directory: Path, options: HubConfig) -> str:
     return CARD.format(
         head=head.to_yaml() + "\n",
         name=directory.resolve().name,
+        place=shlex.quote(f"tokens/{directory.resolve().name}"),
         repository=" --revision=".join(filter(None, options.push.split("@"))),
         sources=files.shortened(row["path"] for row in metadata["source"]),
         rows="\n".join(row.strip() for row in rows),

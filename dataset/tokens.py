@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NotRequired, Required, TypedDict
@@ -260,8 +261,11 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     if directory.is_file():
         raise UserError(f"the dataset {directory} is a file; pass its directory")
     if not directory.is_dir():
-        if f"--out={directory}" not in prepare_command.split():
-            prepare_command = f"python prepare_data.py [SOURCE ...] --out={directory}"
+        words = []
+        with contextlib.suppress(ValueError):  # an unbalanced quote
+            words = shlex.split(prepare_command)
+        if f"--out={directory}" not in words:
+            prepare_command = f"python prepare_data.py [SOURCE ...] {shlex.quote(f'--out={directory}')}"
         raise UserError(f"the dataset {directory} does not exist; make it with: {prepare_command}")
     return _open_own(directory) if (directory / "dataset.json").exists() else _open_foreign(directory, vocab_size)
 
@@ -315,7 +319,8 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     if eot_token is not None:
         remark += f"; token {eot_token} separates documents (from {'its tokenizer' if ids else 'GPT-2'})"
     if not tokenizer:
-        made = f": python tools/char_tokenizer.py {directory}/input.txt" if characters else ", such as --tokenizer=gpt2"
+        maker = shlex.join(["python", "tools/char_tokenizer.py", f"{directory}/input.txt"])
+        made = f": {maker}" if characters else ", such as --tokenizer=gpt2"
         remark += f"; sample.py will need the tokenizer of these tokens{made}"
     sizes = [(str(path.relative_to(directory)), path.stat().st_size) for paths in names.values() for path in paths]
     return Dataset(directory, vocab_size, eot_token, tokenizer, splits, digest(sizes), remark=remark)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -89,7 +90,7 @@ def not_taken(args: list[str], config: Config) -> str:
         return ""
     values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
     names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
-    other = [f"--{name}={values[name]}" for name in sorted(names) if values[name] != now[name]]
+    other = [shlex.quote(f"--{name}={values[name]}") for name in sorted(names) if values[name] != now[name]]
     keeps = f"note: {config.run.name} keeps its own settings; to use those of {os.path.relpath(preset)}, pass them as flags:"
     return f"{keeps} {files.shortened(other)}" if other else ""
 

@@ -1,6 +1,7 @@
 """Report a run's progress: updates, speed, remaining time, evaluations and curves."""
 
 import math
+import shlex
 import time
 from collections import deque
 from statistics import median
@@ -134,11 +135,11 @@ class Progress:
         if self.is_high:
             self.log.warn(f"the last losses, around {median(self.losses):.4g}, are far above the lowest, {self.lowest:.4g}")
         readable = load_if_readable(dataset.tokenizer)
-        command = f"sample.py {run}" if readable else f"evaluate.py {run}"
+        command = shlex.join(["python", "sample.py" if readable else "evaluate.py", str(run)])
         if readable and dataset.eot_token is None:  # the model cannot start a document
             command += ' --prompt="..."'
-        self.log.set_status(step=state.step, next=f"python {command}")
-        self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: python {command}")
+        self.log.set_status(step=state.step, next=command)
+        self.log.say(f"this took {duration(time.monotonic() - self.log.began)}; next: {command}")
 
 
 def due(every: int, step: int) -> bool:

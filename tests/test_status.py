@@ -33,6 +33,37 @@ def test_a_complete_run_says_so_and_what_is_next(shared):
     assert found == {"state": "complete", "step": 20, "steps": 20, "status": 0, "next": f"python sample.py {run}"}
 
 
+def test_a_printed_command_means_the_same_files_to_a_shell(train, tmp_path):
+    """Whatever their names. Here `python` prints its arguments."""
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def words(line):
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        return execute(["bash", "-c", line], env={"PATH": path}, cwd=tmp_path).stdout.splitlines()
+
+    name = "r&d (1) it's $HOME; `id` *"
+    said = train(name, steps=1).stdout
+    for line in (said.rpartition("next: ")[2], status(train.runs / name)["next"]):
+        assert words(line) == ["sample.py", str(train.runs / name)]
+    tokens, preset = tmp_path / name, tmp_path / "preset.toml"
+    made = words(train("lost", tokens=tokens, status=2).stderr.rpartition("make it with: ")[2])
+    assert made == ["prepare_data.py", "[SOURCE", "...]", f"--out={tokens}"]
+    own = f"python prepare_data.py 'my text.txt' {shlex.quote(f'--out={tokens}')}"
+    preset.write_text(f"prepare_command = {json.dumps(own)}\ntokens = {json.dumps(str(tokens))}\n")
+    lost = execute([sys.executable, "train.py", preset, f"--out_dir={train.runs}"], status=2).stderr
+    assert lost.endswith(f"make it with: {own}\n")
+
+    tokens.mkdir()
+    for split in ("train", "val"):  # nanoGPT's characters
+        (tokens / f"{split}.bin").write_bytes(bytes(4000))
+    (tokens / "meta.pkl").write_bytes(b"\x8c\nvocab_size\x94KA")
+    said = train("characters", tokens=tokens, steps=1).stdout
+    line = next(line for line in said.splitlines() if "char_tokenizer.py" in line)
+    assert words(line.rpartition("these tokens: ")[2]) == ["tools/char_tokenizer.py", f"{tokens}/input.txt"]
+    assert words(said.rpartition("next: ")[2]) == ["evaluate.py", f"{train.runs}/characters"]
+
+
 def test_a_stopped_run_gives_the_command_that_continues_it(train):
     process = train.torchrun("asked", ranks=2, steps=400, save_every=0, eval_every=0)
     wait_for(lambda: "step      3/" in train.log("asked"))
