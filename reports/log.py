@@ -206,23 +206,30 @@ def lock(directory: Path) -> BinaryIO:
 
 def require_wandb_key() -> None:
     """Raise UserError if wandb has no API key for --wandb=online. In a terminal, wandb asks for one."""
+    os.environ["WANDB_MODE"] = "online"  # `login` reads no flag
     import wandb
 
     try:
-        if not wandb.login(verify=False):
-            raise wandb.Error(f"WANDB_MODE={os.environ.get('WANDB_MODE', '')} forbids it (unset it to log in)")
+        wandb.login(verify=False)
     except wandb.Error as error:
         raise UserError(f"--wandb=online: {str(error).rstrip('.')}; --wandb=offline needs no account") from None
 
 
 def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], run_id: str):
-    """Start a wandb run, or continue the one with the id `run_id`. Raises UserError if wandb fails."""
+    """Start a wandb run, or continue the one with the id `run_id`. Raises UserError if wandb fails.
+
+    Flags win over wandb's environment variables, and those over our defaults.
+    """
     import wandb
 
-    place = dict(project=options.wandb_project, name=directory.name, dir=directory, mode=options.wandb)
-    quiet = wandb.Settings(console="off", quiet=True)
+    def unless_set(**defaults):
+        return {name: value for name, value in defaults.items() if not os.environ.get(f"WANDB_{name.upper()}")}
+
+    project = {"project": options.wandb_project} if options.wandb_project else unless_set(project="lockstep")
+    place = project | unless_set(name=directory.name, dir=directory, resume="allow")
+    quiet = wandb.Settings(**unless_set(console="off", quiet=True))
     try:
-        run = wandb.init(**place, config=settings, id=run_id or None, resume="allow", settings=quiet)
+        run = wandb.init(**place, mode=options.wandb, config=settings, id=run_id or None, settings=quiet)
     except wandb.Error as error:
         raise UserError(f"--wandb={options.wandb}: {error}; --wandb=offline needs no account") from None
     run.define_metric("*", step_metric="step")

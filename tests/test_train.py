@@ -102,7 +102,8 @@ def test_torchrun_equals_one_process(train, gentle):
 
 
 def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
-    flags = dict(ranks=2, wandb="offline", wandb_project="test", env=dict(WANDB_RUN_GROUP="sweep", WANDB_TAGS="small,tiny"))
+    env = dict(WANDB_RUN_GROUP="sweep", WANDB_TAGS="small,tiny", WANDB_PROJECT="other-team", WANDB_MODE="disabled")  # flags win
+    flags = dict(ranks=2, wandb="offline", wandb_project="test", env=env)
     train("logged", steps=10, **flags)
     folders = sorted((train.runs / "logged" / "wandb").glob("offline-run-*"))
     assert len(folders) == 1
@@ -117,8 +118,21 @@ def test_only_rank_0_writes_and_starts_wandb_which_keeps_its_run_id(train):
         content = next(folder.glob("*.wandb")).read_bytes()  # protocol buffers, in which texts are as they are
         for told in (run_id, "test", "logged", "sweep", "small", "tiny", "val/bpb", "speed/mfu", f"{lr}"):
             assert told.encode() in content
+        assert b"other-team" not in content
         seen += map(int, re.findall(rb"\x04step\x82\x01.(\d+)", content))
     assert sorted(set(seen)) == steps
+
+
+def test_wandb_s_variables_win_over_our_defaults(train, tmp_path):
+    env = dict(WANDB_PROJECT="team", WANDB_NAME="nice", WANDB_DIR=str(tmp_path), WANDB_RUN_ID="mine", WANDB_RESUME="never")
+    train("named", steps=1, wandb="offline", env=env)
+    assert not (train.runs / "named" / "wandb").exists() and train.state("named")["wandb_run_id"] == "mine"
+    (file,) = tmp_path.glob("wandb/offline-run-*-mine/*.wandb")
+    content = file.read_bytes()
+    assert b"team" in content and b"nice" in content
+    train("plain", steps=1, wandb="offline", env=dict(WANDB_PROJECT="", WANDB_NAME=""))
+    (file,) = (train.runs / "plain" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"\x08lockstep" in file.read_bytes()  # the project: its length, then its name
 
 
 def test_compile_without_a_compiler_falls_back_with_one_warning(train):
@@ -257,10 +271,12 @@ def test_config_toml_has_a_number_for_every_choice_and_a_longer_run_has_no_secon
     assert train.metrics("long", "lr")[5]["lr"] == pytest.approx(1e-2, rel=1e-3)
 
 
-def test_wandb_online_without_an_account_is_refused(train):
+@pytest.mark.parametrize("mode", ["", "offline"])  # the flag wins
+def test_wandb_online_without_an_account_is_refused(train, mode):
     env = {"WANDB_API_KEY": "", "NETRC": "/nowhere", "HOME": "/nowhere", "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    refused = train("online", steps=2, wandb="online", status=2, env=env).stderr
+    refused = train("online", steps=2, wandb="online", status=2, env=env | {"WANDB_MODE": mode}).stderr
     assert "error: --wandb=online: " in refused and "--wandb=offline needs no account" in refused
+    assert "forbids" not in refused
     assert not (train.runs / "online").exists()
 
 
