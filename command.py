@@ -1,16 +1,29 @@
-"""How every command starts and ends. Each script calls `command.run` at its top, above the imports that take seconds."""
+"""How every command starts and ends.
+
+Each script calls `require_packages` first, and `run` above the imports that take seconds.
+"""
 
 import contextlib
 import importlib
 import os
+import platform
 import shlex
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from common.errors import user_errors
+from common.errors import UserError, user_errors
 from hardware import host
+
+
+def require_packages() -> None:
+    """End the script with one line if a package is missing that it imports before `run`, or if the system is Windows."""
+    with user_errors():
+        if sys.version_info < (3, 11):  # noqa: UP036  that is what this checks
+            raise UserError(f"Lockstep needs Python 3.11 or newer, but {sys.executable} is {platform.python_version()}")
+        importlib.import_module("settings")
+        importlib.import_module("tyro")
 
 
 def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:

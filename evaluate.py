@@ -1,11 +1,15 @@
 """Measure a model's validation loss: `python evaluate.py runs/NAME`. For scores on tasks instead, add `--tasks=hellaswag`."""
 
+import command
+
+if __name__ == "__main__":
+    command.require_packages()
+
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
-import command
 from common import cli
 from common.records import Count
 

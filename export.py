@@ -4,12 +4,16 @@ DIR becomes a Hugging Face model directory: one or more safetensors files, confi
 the run's config.toml, and a model card (README.md). `--push=OWNER/NAME` uploads it.
 """
 
+import command
+
+if __name__ == "__main__":
+    command.require_packages()
+
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
-import command
 from common import cli
 from common.hub import HubConfig
 

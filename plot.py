@@ -3,12 +3,16 @@
 `python plot.py runs/A runs/B --out=curves.svg --x=time` compares two runs and prints a table, sorted by validation loss.
 """
 
+import command
+
+if __name__ == "__main__":
+    command.require_packages()
+
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 
-import command
 from common import cli
 
 

@@ -6,6 +6,11 @@ megabyte of text at a time (the tokenizers release the GIL). Tokens are written 
 workers does not affect the result. After a kill, the same command picks up after the last finished shard.
 """
 
+import command
+
+if __name__ == "__main__":
+    command.require_packages()
+
 import os
 import sys
 from dataclasses import dataclass
@@ -14,7 +19,6 @@ from typing import Annotated
 import tyro
 from msgspec import Meta
 
-import command
 from common import cli
 from common.hub import HubConfig
 from common.records import Auto

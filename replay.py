@@ -6,12 +6,16 @@ prints the first step that differs. A run with --strategy=exact can be replayed 
 original number: `torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
+import command
+
+if __name__ == "__main__":
+    command.require_packages()
+
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
-import command
 from common import cli
 from common.records import Auto, Count
 

@@ -3,6 +3,11 @@
 In a terminal, without --prompt, it continues each line that you type.
 """
 
+import command
+
+if __name__ == "__main__":
+    command.require_packages()
+
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,7 +15,6 @@ from typing import Annotated, Literal
 import tyro
 from msgspec import Meta
 
-import command
 from common import cli
 from common.records import Count, Seed, Size
 

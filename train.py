@@ -12,6 +12,10 @@ until a flag changes them, whatever the preset says. Exit status: 0 complete, 75
 # Read this file from top to bottom: setup, the training loop, one update, and the loop's helpers.
 
 import command
+
+if __name__ == "__main__":
+    command.require_packages()
+
 from planning import plan
 
 if __name__ == "__main__":  # answer --help, --plan and bad flags before importing torch, which takes seconds

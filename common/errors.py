@@ -12,6 +12,7 @@ import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 EX_TEMPFAIL = 75  # exit status of a stopped run, which the same command continues
@@ -66,13 +67,22 @@ def outcome(error: BaseException) -> tuple[str | None, int]:
         return f"error: {error}", 2 if isinstance(error, UserError) else 1
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130  # as a shell reports it
-    if isinstance(error, ModuleNotFoundError):
-        return f"error: {error}; run `make setup` to install all packages into .venv, then use .venv/bin/python", 2
+    if isinstance(error, ImportError):
+        return f"error: {explain(error)}; {how_to_install(error.name)}", 2
     if isinstance(error, BrokenPipeError):
         return "", 1
     if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL_DISK):
         return f"error: {error.filename or 'the disk'}: {error.strerror}", 1 if error.errno in FULL_DISK else 2
     return None, 1
+
+
+def how_to_install(module: str | None) -> str:
+    """Return what to do if `module` cannot be imported."""
+    if os.name == "nt" or module in ("fcntl", "resource"):
+        return "Windows has no such module, so use WSL there: run `wsl --install`, then pip install -r requirements.txt in it"
+    requirements = os.path.relpath(Path(__file__).parent.parent / "requirements.txt")
+    install = shlex.join([sys.executable, "-m", "pip", "install", "-r", requirements])
+    return f"run {install}, or `make setup` and then .venv/bin/python"
 
 
 def say(message: str) -> None:
