@@ -1,6 +1,8 @@
 """Read the curves of runs from metrics.jsonl and draw them: loss, learning rate, gradient norm, throughput and scores."""
 
 import math
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -85,6 +87,7 @@ def smooth(values: list[float]) -> list[float]:
 
 def draw(runs: list[Path], out: Path, x: str = "step") -> None:
     """Draw the curves of `runs` in four or five panels, one color per run, and publish the image. Raises UserError."""
+    os.environ["MPLBACKEND"] = "agg"  # matplotlib cannot be imported if a notebook has set a backend that is not installed here
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
@@ -111,14 +114,49 @@ def draw(runs: list[Path], out: Path, x: str = "step") -> None:
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.xaxis.set_major_formatter(short if x != "time" else lambda seconds, _position: duration(seconds))
 
-    lines, names = [], {run.name for run, _ in drawn}
+    lines, labels, names = [], [], {run.name for run, _ in drawn}
     for (run, color), path in zip(drawn, runs, strict=True):
         label = run.name if len(names) == len(runs) else str(path)
-        label += "".join(f", validation {loss:.3f}" for loss in run.points("val_loss")[1][-1:])
-        lines.append(Line2D([], [], color=color, linewidth=3, label=label))
-    columns = max(1, 92 // (max(len(line.get_label()) for line in lines) + 5))
-    figure.legend(handles=lines, loc="outside upper center", ncols=columns, frameon=False, fontsize=12)
+        labels.append(label + "".join(f", validation {loss:.3f}" for loss in run.points("val_loss")[1][-1:]))
+        lines.append(Line2D([], [], color=color, linewidth=3))
+    columns = max(1, 92 // (max(map(len, labels)) + 5))
+    add_legend(figure, lines, labels, loc="outside upper center", ncols=columns, fontsize=12)
     save(figure, out)
+
+
+def add_legend(owner, lines: list, labels: list[str], **style) -> None:
+    """Add a legend to a figure or an axis, with the `labels` as they are. Characters that no installed font has are escaped."""
+    # Given the labels, matplotlib would typeset what is between two $, and leave out a label that begins with _.
+    legend = owner.legend(lines, ["label"] * len(labels), frameon=False, **style)
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        families, missing = fonts_for(label)
+        label = "".join(ascii(c)[1:-1] if ord(c) in missing else c for c in label)
+        text.set(text=label, parse_math=False, usetex=False, fontfamily=families)
+
+
+def fonts_for(text: str) -> tuple[list[str], set[int]]:
+    """Return the default font families, with others for the characters that those lack, and the characters that no font has."""
+    from matplotlib import font_manager, rcParams
+
+    families, missing = list(rcParams["font.family"]), set(map(ord, text))
+    for family in families:
+        missing -= characters_in(font_manager.findfont(font_manager.FontProperties(family=[family])))
+    for font in font_manager.fontManager.ttflist:
+        if not missing:
+            break
+        if "Last" not in font.name and missing & (found := characters_in(font.fname)):  # the font of last resort draws boxes
+            families.append(font.name)
+            missing -= found
+    return families, missing
+
+
+def characters_in(font: str) -> set[int]:
+    """Return the characters in a font file; none if it cannot be read."""
+    from matplotlib import font_manager
+
+    with suppress(OSError, RuntimeError):
+        return set(font_manager.get_font(font).get_charmap())
+    return set()
 
 
 def draw_panel(axis, drawn: list[tuple[Curves, str]], key: str, x: str) -> None:
@@ -150,11 +188,13 @@ def draw_scores(axis, drawn: list[tuple[Curves, str]], x: str) -> None:
         task, _, metric = key.removeprefix("tasks/").rpartition("/")
         if metric == "acc_norm" or all(0 <= value <= 1 for run, _ in drawn for value in run.points(key)[1]):
             chosen[task] = key if metric == "acc_norm" else chosen.get(task, key)
+    lines, labels = [], []
     for key, style in zip(chosen.values(), cycle(STYLES)):
         for run, color in drawn:
             axis.plot(*run.points(key, x), style, color=color, linewidth=1.7, marker="o", markersize=4)
-        axis.plot([], [], style, color="0.3", label=key.removeprefix("tasks/").replace("/", " "))
-    axis.legend(frameon=False, fontsize=10, ncols=4)
+        lines += axis.plot([], [], style, color="0.3")
+        labels.append(key.removeprefix("tasks/").replace("/", " "))
+    add_legend(axis, lines, labels, fontsize=10, ncols=4)
     decorate(axis, "scores on tasks")
 
 

@@ -3,9 +3,13 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib import font_manager
 from matplotlib.text import Text
 
 from common.errors import UserError
@@ -57,6 +61,62 @@ def test_a_picture_names_runs_panels_and_the_last_validation_loss(tmp_path, figu
     panels = {"loss (dots: validation)", "learning rate", "gradient norm", "tokens per second"}
     assert {"small, validation 1.500", "large, validation 1.500", "step"} | panels <= words(figure_of(*runs))
     assert "small, validation 1.500" in words(figure_of(runs[0]))
+
+
+NAMES = ["lr $\\x_$", "a$b$c", "_mine", "50%_{x}^", "two\nlines", "n" * 255]
+
+
+def test_names_are_drawn_as_they_are(tmp_path, figure_of):
+    runs = [write_run(tmp_path / name) for name in NAMES]
+    figure = figure_of(*runs)
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == [f"{name}, validation 1.500".replace("\n", "\\n") for name in NAMES]
+    assert not any(text.get_parse_math() for text in figure.legends[0].get_texts())
+    scores = {f"tasks/{name}/acc": 0.5 for name in NAMES[:4]}
+    scored = write_run(tmp_path / "scored", tail=json.dumps({"step": 30} | scores) + "\n")
+    legend = figure_of(scored).axes[4].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [f"{name} acc" for name in NAMES[:4]]
+    for suffix in ("png", "svg", "pdf"):
+        curves.draw([*runs, scored], tmp_path / f"curves.{suffix}")
+    assert "a$b$c, validation" in (tmp_path / "curves.svg").read_text()
+
+
+def test_a_character_is_taken_from_an_installed_font_or_escaped(tmp_path, figure_of):
+    run = write_run(tmp_path / "\U0010fffdé")  # a character that no font has
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # glyphs that are missing
+        curves.draw([run], tmp_path / "curves.png")
+    assert r"\U0010fffdé, validation 1.500" in words(figure_of(run))
+    square = TTGlyphPen(None)
+    for draw, *point in [("moveTo", (0, 0)), ("lineTo", (0, 500)), ("lineTo", (500, 0)), ("closePath",)]:
+        getattr(square, draw)(*point)
+    made = FontBuilder(1000)
+    made.setupGlyphOrder([".notdef", "square"])
+    made.setupCharacterMap({0x10FFFD: "square"})
+    made.setupGlyf({name: square.glyph() for name in (".notdef", "square")})
+    made.setupHorizontalMetrics({name: (500, 0) for name in (".notdef", "square")})
+    made.setupHorizontalHeader(ascent=800, descent=-200)
+    made.setupNameTable({"familyName": "Squares", "styleName": "Regular"})
+    made.setupOS2()
+    made.setupPost()
+    made.save(tmp_path / "squares.ttf")
+    font_manager.fontManager.addfont(tmp_path / "squares.ttf")
+    try:
+        (text,) = figure_of(run).legends[0].get_texts()
+        assert text.get_text() == "\U0010fffdé, validation 1.500" and "Squares" in text.get_fontfamily()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for suffix in ("png", "svg", "pdf"):
+                curves.draw([run], tmp_path / f"curves.{suffix}")
+    finally:
+        font_manager.fontManager.ttflist.pop()
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])
+def test_a_picture_is_drawn_whatever_the_backend_of_a_notebook(tmp_path, backend):
+    out = tmp_path / "curves.png"
+    execute([sys.executable, "plot.py", write_run(tmp_path / "run"), f"--out={out}"], env={"MPLBACKEND": backend}, fork=False)
+    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_scores_on_tasks_have_a_panel(tmp_path, figure_of):
