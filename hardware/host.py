@@ -1,6 +1,7 @@
 """A process's rank, the cores and memory it may use, and the environment that torch needs. Importing it is fast."""
 
 import contextlib
+import math
 import os
 import platform
 import re
@@ -12,7 +13,7 @@ from common.errors import UserError
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NVIDIA_DEVICE, NVIDIA_VERSION = Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version")
 WSL_GPU = Path("/dev/dxg")  # WSL's GPU device, present whatever the kernel's name
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container's CPU time per period, both in microseconds, or "max"
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # Linux's control groups, and this process's
 RANKS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # defaults without torchrun
 
 
@@ -32,8 +33,31 @@ def read_ranks() -> tuple[int, ...]:
 def cores() -> int:
     """Return the number of CPU cores that this process may use. A fraction counts as a whole core."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit, period = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ("max", "")
-    return allowed if limit == "max" else min(allowed, -(-int(limit) // int(period)))
+    return min([allowed, *map(cpu_quota, cpu_groups())])
+
+
+def cpu_groups() -> set[Path]:
+    """Return the directories of the control groups, version 1 or 2, that may limit this process's CPU time."""
+    found = {GROUPS, GROUPS / "cpu"}  # in a container, its own group
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(",") or not controllers:
+            root = GROUPS / "cpu" if controllers else GROUPS  # version 2 has one hierarchy for all controllers
+            group = root / path.lstrip("/")
+            found |= {group, *(parent for parent in group.parents if parent.is_relative_to(root))}
+    return found
+
+
+def cpu_quota(group: Path) -> float:
+    """Return how many cores a control group may use, as a whole number; infinite without a limit."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
+        if (group / "cpu.max").exists():
+            limit, period = map(int, (group / "cpu.max").read_text().split())
+        else:
+            limit, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        if limit > 0:  # -1: no limit
+            return -(-limit // period)
+    return math.inf
 
 
 def prepare_torch() -> None:

@@ -98,12 +98,35 @@ def test_make_names_the_package_that_creates_environments(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("limit, cores", [("150000 100000", 2), ("max 100000", 64), ("9900000 100000", 64), (None, 64)])
-def test_the_cores_of_a_container_are_those_of_its_quota(monkeypatch, tmp_path, limit, cores):
+V1, V2 = "3:memory:/\n2:cpu,cpuacct:{}\n1:cpuset:/\n0::/\n", "0::{}\n"
+QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+
+
+@pytest.mark.parametrize(
+    "groups, own, files, cores",
+    [
+        (V2, "/", {"cpu.max": "150000 100000"}, 2),
+        (V2, "/", {"cpu.max": "max 100000"}, 64),
+        (V2, "/", {"cpu.max": "9900000 100000"}, 64),
+        (V2, "/", {}, 64),
+        (V2, "/user.slice/job", {"user.slice/job/cpu.max": "max 100000", "user.slice/cpu.max": "300000 100000"}, 3),
+        (V1, "/", {f"cpu/{QUOTA}": "50000", f"cpu/{PERIOD}": "100000"}, 1),
+        (V1, "/", {f"cpu/{QUOTA}": "-1", f"cpu/{PERIOD}": "100000"}, 64),
+        (V1, "/docker/1f", {f"cpu/{QUOTA}": "250000", f"cpu/{PERIOD}": "100000"}, 3),  # as a container sees it
+        (V1, "/slurm/job", {f"cpu/slurm/job/{QUOTA}": "800000", f"cpu/slurm/job/{PERIOD}": "100000", f"cpu/{QUOTA}": "-1"}, 8),
+        (None, "", {}, 64),
+    ],
+)
+def test_the_cores_of_a_container_or_job_are_those_of_its_quota(monkeypatch, tmp_path, groups, own, files, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    monkeypatch.setattr(host, "CPU_LIMIT", tmp_path / "cpu.max", raising=False)
-    if limit:
-        host.CPU_LIMIT.write_text(limit + "\n")
+    monkeypatch.setattr(host, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "own")
+    if groups:
+        host.OWN_GROUPS.write_text(groups.format(own))
+    for name, text in files.items():
+        path = host.GROUPS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
     assert host.cores() == cores
 
 
