@@ -63,14 +63,11 @@ def check(config: Config, world: World) -> list[str]:
     if world.device.type == "cuda" and (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
         warnings.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
-    if (
-        world.device.type == "cuda"
-        and torch.cuda.get_device_capability(world.device)[0] == 9
-        and config.data.attend == "window"
-    ):
+    hopper = device.kind(world.device) == "cuda" and torch.cuda.get_device_capability(world.device)[0] == 9
+    if hopper and config.data.attend == "window":
         kernel = activate_attention_kernel(config.model, train.micro_batch_size, device.DTYPES[train.dtype], world.device)
         if kernel == "FlashAttention 2":
-            faster = "FlashAttention 3 is about three times as fast on this GPU; docs/platforms.md says how to install it"
+            faster = "FlashAttention 3 would be nearly three times as fast (docs/platforms.md)"
             warnings.append(f"note: attention runs by {kernel}; {faster}")
     return warnings
 

@@ -229,7 +229,5 @@ def test_a_hopper_without_flash_attention_3_is_told_of_it(h100, monkeypatch, fla
     h100.update(changed)
     monkeypatch.setattr(device, "memory", lambda _: (80 << 30, 80 << 30))
     notes = startup.check(settled(*flags), World(0, 8, 8, torch.device("cuda")))
-    said = (
-        "note: attention runs by FlashAttention 2; FlashAttention 3 is about three times as fast on this GPU; docs/platforms.md"
-    )
-    assert [note.startswith(said) for note in notes] == [True] * noted
+    said = "note: attention runs by FlashAttention 2; FlashAttention 3 would be nearly three times as fast (docs/platforms.md)"
+    assert notes == ([said] if noted else [])
