@@ -1,28 +1,31 @@
-"""Questions about a GPU's speed, memory and reproducibility, each answered in words and figures.
+"""What a GPU has to answer before a long run, in nine minutes: is a run the same there, how fast is it, and how much memory?
 
-python bench/gpu.py --minutes=9 --ask='exact|nanoGPT' --nanogpt=PATH
+python bench/gpu.py --nanogpt=PATH
 
-A question takes about a minute. When the minutes are over, repeat the command to continue. It does not repeat measurements that
-gpu.json has for the same GPUs, torch and code. Needs no network; tyro and wandb may be missing. --tiny=true rehearses all
-questions on a CPU, with models of thirty thousand parameters. Its figures mean nothing, and it writes them only with --out.
+The questions come in order of importance, each with a time limit of its own, and each answer is written to gpu.json at once.
+First come the ones about bits, all at the same time; then the ones about speed, one after the other.
+When the minutes are over, repeat the command to continue: it does not repeat answers for the same GPU, torch and code. One GPU
+cannot show what happens between GPUs: NCCL under ddp and fsdp, and exact's exchange of integers.
+
+Needs no network. An image that has PyTorch, transformers and matplotlib may still lack tyro, wandb and msgspec. This script
+does without the first two and what they need; msgspec has no dependencies, so carry its wheel:
+`pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 msgspec`.
+--tiny=true rehearses everything on a CPU with models of thirty thousand parameters; its figures mean nothing.
 
 Exit status: 0 all questions passed, 1 some failed, 2 no GPU, 75 some are left.
 """
 
 import argparse
-import functools
 import hashlib
-import importlib.util
 import json
+import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
@@ -30,27 +33,48 @@ import machine  # puts the project's folder on the path
 # isort: split
 import forks
 import gpu_probe
+import same
 import settings
 from common import errors
 from common.errors import EX_TEMPFAIL, RunError, UserError
 from common.files import publish_text
 from hardware import footprint
 
-TOKENS_PER_UPDATE = 131072  # the presets' larger batches would only repeat the same micro-batches
-UPDATES = 14  # updates in a timed run
-SECONDS = {"gpt2_124m": 100.0, "llama_1.3b": 210.0, "laptop": 90.0}  # that a run takes; a large model takes longer to compile
-OPERATION = 90.0  # seconds for a single operation
-COLD = 300.0  # extra seconds for the first run of a kind, while the compiler's cache is cold
+MINUTES = 9.0  # for all questions, whose time limits add up to this
+LEAST = 0.4  # a question is asked if this share of its time is left
+UPDATES = 22  # in a timed run; the profiled ones do not count
+PROFILE = (10, 2)  # the first profiled step, and how many
+# A killed and resumed run must also be the same with these settings: name, number of processes, settings.
+VARIANTS = {
+    "plain": (1, dict(compile="off")),
+    "compiled": (1, dict(compile="on")),
+    "document": (1, dict(attend="document", compile="on")),
+    "float16": (1, dict(dtype="float16", compile="off")),
+    "muon": (1, dict(optimizer="muon", compile="on")),
+    "recomputed": (1, dict(architecture="llama", activation_checkpointing=True, dropout=0.1, compile="on")),
+    "ddp": (2, dict(compile="on")),
+    "overlap": (2, dict(strategy="scratch_overlap", compile="off")),
+}
+TITLES = {
+    "portable": "Does --numerics=portable give the GPU the bits that CPUs have?",
+    "exact": "Does --strategy=exact give one sha256 on 1 and on 2 processes?",
+    "exact_compiled": "The same compiled?",
+    **{f"resume_{name}": f"Is a killed and resumed run the same? ({name})" for name in VARIANTS},
+    "commands": "Do sample.py and evaluate.py run there?",
+    "peak": "How fast is the fastest matmul?",
+    "gpt2": "gpt2_124m as a user starts it: speed and memory",
+    "gpt2_any_order": "gpt2_124m with --deterministic=false",
+    "llama": "llama_1.3b as a user starts it: speed and memory",
+    "nanogpt": "nanoGPT on the same model, with its own settings",
+    "residual": "gpt2_124m with the residual stream in bfloat16",
+    "joined": "gpt2_124m with q, k and v in one matmul",
+}
 SMALL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=256, tokens_per_update=16384, lr=1e-3)
-SMALL |= dict(threads=1, optimizer="adamw", micro_batch_size=2)
+SMALL |= dict(threads=1, optimizer="adamw", schedule="constant", warmup_steps=0, micro_batch_size=8, steps=12, save_every=4)
 # Settings of every model under --tiny.
-TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, d_ff=64, tokens_per_update=256, compile="off", threads=1)
-# Settings to try for speed: the preset's, and these changes to it.
-WAYS = ({}, {"deterministic": False}, {"activation_checkpointing": True})
-
-
-class OutOfTime(Exception):
-    """Too few minutes are left for another measurement."""
+TINY = dict(
+    compile="off", n_layer=2, n_head=2, n_embd=32, seq_len=32, d_ff=64, tokens_per_update=256, micro_batch_size=2, threads=1
+)
 
 
 class Impossible(Exception):
@@ -59,294 +83,266 @@ class Impossible(Exception):
 
 @dataclass
 class Bench:
-    """How the questions measure. Earlier measurements are taken from the record."""
+    """What the questions know: the machine, and the answers so far."""
 
-    record: dict
+    answers: dict[str, dict]
+    datasheet: float | None  # FLOP/s of the GPU
     folder: Path
     device: str
     tiny: bool
     deadline: float
+    scale: float  # of the time limits
     nanogpt: str
-    save: Callable[[], None]  # publishes the record
-    failures: dict[str, RunError] = field(default_factory=dict)  # not tried again before the next start
 
-    def measure(self, name: str, run: Callable[[Path, float], object], seconds: float):
-        """The measurement `name`, from the record, or else made by `run` in an empty folder within a number of seconds.
+    @property
+    def bytes(self) -> Path:
+        """The tokens of `make same`."""
+        return self.folder / "bytes"
 
-        seconds: how long it takes with a warm compiler cache. If time is left, it may take COLD more. Raises OutOfTime if fewer
-        than `seconds` are left, and RunError if it fails.
-        """
-        if name in self.failures:
-            raise self.failures[name]
-        known = self.record["measurements"]
-        if name not in known:
-            if (left := self.deadline - time.monotonic()) < seconds:
-                raise OutOfTime
-            try:
-                known[name] = run(Path(tempfile.mkdtemp(dir=self.folder)), min(left, seconds + COLD))
-            except RunError as error:
-                self.failures[name] = error
-                raise
-            self.save()
-        return known[name]
+    def limit(self, seconds: float) -> float:
+        """How long a question may take that needs `seconds` on an H100; 0 if too little time is left."""
+        left, wanted = self.deadline - time.monotonic(), seconds * self.scale
+        return min(left, wanted) if left > LEAST * wanted else 0.0
 
-    def config(self, preset: str, **changes) -> settings.Config:
-        """A preset with this device and made-up tokens."""
-        flags = {"tokens": str(self.folder.parent / "tokens"), "device": self.device, "log_every": 1, "resume": "auto"}
-        flags |= {"tokens_per_update": TOKENS_PER_UPDATE, "schedule": "constant", "warmup_steps": 0}
-        flags |= (SMALL if preset == "laptop" else {}) | (TINY if self.tiny else {}) | changes
+    def at(self, name: str) -> Path:
+        """An empty folder for a run."""
+        (path := self.folder / "work" / name).mkdir()
+        return path
+
+    def config(self, preset: str = "laptop", **changes) -> settings.Config:
+        """A preset with this device, made-up tokens and a line for every update."""
+        flags = {"tokens": str(self.folder / "tokens"), "device": self.device, "log_every": 1, "resume": "auto"} | changes
+        if self.tiny:
+            flags |= TINY
         return settings.replace(settings.read_preset(machine.ROOT / f"config/{preset}.toml"), **flags)
 
-    def model(self, shape: str) -> settings.ModelConfig:
-        """The resolved shape of a preset."""
-        return settings.resolve_model(self.config(shape).model, 512 if self.tiny else 50257)
-
-    def peak(self) -> float:
-        """FLOP/s of the fastest matmul."""
-        run = lambda at, limit: forks.in_forks(gpu_probe.matmul_peak, self.device, folder=at, limit=limit)[0]  # noqa: E731
-        return self.measure("matrix product", run, OPERATION)
-
-    def seconds(self, shape: str) -> float:
-        """How long a run takes. A CPU takes longer."""
-        return (3 if self.tiny else 1) * SECONDS[shape]
-
-    def train(self, shape: str, updates: int = UPDATES, turn: int = 1, ranks: int = 1, plain: str = "", **changes) -> dict:
-        """Time updates of a preset. See `gpu_probe.training`. turn: a different number repeats the measurement."""
-        config, updates = self.config(shape, **changes), 6 if self.tiny else updates
-        kind = [f"{key}={value}" for key, value in changes.items()] + [f"W={ranks}"] * (ranks > 1) + [plain] * bool(plain)
-        run = lambda at, limit: gpu_probe.training(config, at, limit, updates, ranks, plain)  # noqa: E731
-        return self.measure(" ".join(["training", shape, *kind, f"turn {turn}"]), run, self.seconds(shape))
-
-    def digests(self, name: str, ranks: int = 1, kill_after: int = 0, **changes) -> dict:
-        """The sha256 of the files at the end of a small run. See `gpu_probe.digests`."""
-        config, runs = self.config("laptop", steps=12, save_every=4, **changes), 2 if kill_after else 1
-        run = lambda at, limit: gpu_probe.digests(config, ranks, at, limit / runs, kill_after)  # noqa: E731
-        return self.measure(f"sha256 {name} W={ranks}", run, runs * self.seconds("laptop"))
+    def small(self, **changes) -> settings.Config:
+        """A model of three million parameters, for questions about bits."""
+        return self.config(**SMALL | dict(tokens=str(self.bytes)) | changes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The questions. Each says in words what follows from its measurements, and raises RunError if a promise is broken.
+# The questions. Each returns its figures and `words`, the conclusion, and raises RunError if a promise is broken.
 
 
-def fastest_product(bench: Bench) -> str:
-    """The speed that the hardware reaches, with which everything else is compared."""
-    peak, datasheet = bench.peak(), bench.record["datasheet_flops"]
-    share = f"{peak / datasheet:.0%} of the datasheet's {datasheet / 1e12:.0f}" if datasheet else "no datasheet is known"
-    return f"{peak / 1e12:.4g} TFLOP/s in bfloat16: {share}."
+def portable(bench: Bench, limit: float) -> dict:
+    """The run of `make same`, on this device: the same files as on every CPU?"""
+    at, flags = bench.at("portable"), same.FLAGS | dict(device=bench.device, compile="off", tokens=str(bench.bytes))
+    config = settings.replace(settings.read_preset(machine.ROOT / "config/laptop.toml"), **flags)
+    expected = {Path(path).parent.name: digest for path, digest in same.expected().items() if "same-1" in path}
+    _, statuses = gpu_probe.train(config, 1, at, limit)
+    found = gpu_probe.sha256_of_each(at / "run")
+    if not found:
+        raise forks.failure(at / "forks", statuses, limit)
+    if any(digest != expected[step] for step, digest in found.items()):
+        raise RunError(f"different bits: {found}, and on CPUs {expected}")
+    words = f"Yes: {len(found)} of {len(expected)} checkpoints were compared, the last at {max(found)}."
+    return {"words": words, "sha256": found}
 
 
-def speed_of(bench: Bench, shape: str) -> str:
-    """Tokens/s and MFU, with the fastest settings."""
-    runs = {}
-    for way in WAYS:
-        name = " ".join(f"--{key}={str(value).lower()}" for key, value in way.items()) or "as it is"
-        try:
-            runs[name] = bench.train(shape, **way)
-        except RunError as error:  # out of memory
-            print(f"{shape}, {name}: {error}", flush=True)
-    rates = {name: tokens_per_second(run) for name, run in runs.items()}
-    best, datasheet = max(rates, key=rates.get), bench.record["datasheet_flops"]
-    run, flops = runs[best], rates[best] * footprint.flops_per_token(bench.model(shape))
-    shares = f"{flops / bench.peak():.1%} of the fastest matmul"
-    shares += f", {flops / datasheet:.1%} of the datasheet's peak" if datasheet else ""
-    others = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
-    more = f"micro-batches of {run['micro_batch_size']}, first update after {run['first_update_s']:.0f} s"
-    return f"{rates[best]:,.0f} tokens/s, {best}, {more}: {shares}. ({others})"
+def exact(bench: Bench, limit: float, compile: str) -> dict:
+    """Whether --strategy=exact gives the same bits on one process, and on two that share the GPU."""
+    found, config = {}, bench.small(strategy="exact", compile=compile)
+    for ranks in (1, 2):
+        found[ranks] = gpu_probe.digests(config, ranks, bench.at(f"exact{ranks}{compile}"), limit / 2)["sha256"]
+    if found[1] != found[2]:
+        raise RunError(f"different weights on 1 and 2 processes: {found}")
+    return {"words": "Yes, of weights and optimizer state.", "sha256": found[1]}
 
 
-def exact_worlds(bench: Bench) -> str:
-    """Whether --strategy=exact gives the same bits on any number of ranks."""
-    runs = {str(ranks): bench.digests("exact", ranks, strategy="exact")["sha256"] for ranks in (1, 2, 3, 4)}
-    if len({json.dumps(digest) for digest in runs.values()}) > 1:
-        raise RunError(f"different weights on {', '.join(runs)} ranks: {runs}")
-    return f"One sha256 on {', '.join(runs)} ranks."
-
-
-def portable(bench: Bench) -> str:
-    """Whether --numerics=portable gives a GPU the bits of a CPU."""
-    flags = dict(numerics="portable", strategy="exact", compile="off", tokens_per_update=2048)  # a CPU also computes them
-    runs = {place: bench.digests(f"portable, {place}", device=place, **flags)["sha256"] for place in ("cpu", bench.device)}
-    if runs["cpu"] != runs[bench.device]:
-        raise RunError(f"different bits: {runs}")
-    return f"One sha256 of weights and of optimizer state on {' and '.join(runs)}."
-
-
-def resume(bench: Bench) -> str:
-    """Whether a killed and resumed run ends with the same bits."""
-    undisturbed, resumed = bench.digests("undisturbed"), bench.digests("killed and resumed", kill_after=7)
-    if not resumed["resumed"]:
+def resume(bench: Bench, limit: float, name: str) -> dict:
+    """Whether a run that is killed and resumed ends with the bits of an undisturbed one."""
+    ranks, changes = VARIANTS[name]
+    config = bench.small(**changes)
+    undisturbed = gpu_probe.digests(config, ranks, bench.at(f"undisturbed {name}"), limit / 2)
+    killed = gpu_probe.digests(config, ranks, bench.at(f"killed {name}"), limit / 2, kill_after=7)
+    if not killed["resumed"]:
         raise RunError("the killed run started over: it had no checkpoint")
-    if undisturbed["sha256"] != resumed["sha256"]:
-        raise RunError("the resumed run is not the same")
-    return "The resumed run is the same, bit for bit."
+    if undisturbed["sha256"] != killed["sha256"]:
+        raise RunError(f"the resumed run is not the same: {undisturbed['sha256']} and {killed['sha256']}")
+    return {"words": "Yes, bit for bit.", "sha256": killed["sha256"]}
 
 
-def against_nanogpt(bench: Bench) -> str:
-    """Tokens/s of GPT-2's 124 million parameters beside nanoGPT's train.py, in turns, with the same batch."""
-    if bench.device == "cpu" or not bench.nanogpt:
+def commands(bench: Bench, limit: float) -> dict:
+    """Whether a run's samples, sample.py and evaluate.py work on this device."""
+    at = bench.at("commands")
+    gpu_probe.digests(bench.small(compile="off", sample_every=6), 1, at, limit / 2)
+    printed = gpu_probe.commands(at / "run", bench.device, at, limit / 2)
+    return {"words": f"Yes: {printed[-1]}", "printed": printed}
+
+
+def peak(bench: Bench, limit: float) -> dict:
+    """The speed that the hardware reaches, with which training is compared."""
+    flops = forks.in_forks(gpu_probe.matmul_peak, bench.device, folder=bench.at("peak"), limit=limit)[0]
+    share = f", {flops / bench.datasheet:.0%} of the datasheet's" if bench.datasheet else ""
+    return {"words": f"{flops / 1e12:.4g} TFLOP/s in bfloat16{share}.", "flops": flops}
+
+
+def speed(bench: Bench, limit: float, name: str, preset: str, patch: str = "", **changes) -> dict:
+    """Tokens/s, MFU and memory of a preset as a user starts it, with its banner, profile and recompilations."""
+    config = bench.config(preset, profile=f"{PROFILE[0]}:{PROFILE[1]}", **changes)
+    run = gpu_probe.training(config, bench.at(name), limit, 14 if bench.tiny else UPDATES, PROFILE, patch)
+    run["tokens_per_second"] = 1000 * run["tokens_per_update"] / statistics.median(run["update_ms"])
+    shape = settings.resolve_model(bench.config(preset).model, 512 if bench.tiny else 50257)
+    flops = run["tokens_per_second"] * footprint.flops_per_token(shape)
+    shares = [f"{flops / bench.datasheet:.1%} of the datasheet's peak (MFU)"] if bench.datasheet else []
+    if "flops" in bench.answers.get("peak", {}):
+        shares.append(f"{flops / bench.answers['peak']['flops']:.1%} of the fastest matmul")
+    words = [f"{run['tokens_per_second']:,.0f} tokens/s", *shares, f"micro-batches of {run['micro_batch_size']}"]
+    words.append(f"{run['memory_gb']:.3g} GB, estimated {run['estimated_gb']:.3g}")
+    words.append(f"first update after {run['first_update_s']:.0f} s, {errors.plural(run['recompilations'], 'recompilation')}")
+    usual = bench.answers.get("gpt2", {}).get("tokens_per_second")
+    if name != "gpt2" and preset == "gpt2_124m" and usual:
+        words.append(f"{run['tokens_per_second'] / usual:.3f} times the usual speed")
+    return {"words": "; ".join(words) + ".", **run}
+
+
+def nanogpt(bench: Bench, limit: float) -> dict:
+    """Tokens/s of nanoGPT's train.py for GPT-2 124M with its own batch (12 x 1024, 40 times), beside ours."""
+    if bench.tiny or not bench.nanogpt:
         raise Impossible("it needs a GPU and a checkout of nanoGPT, --nanogpt=PATH")
-    data, shape = bench.folder.parent / "words", "gpt2_124m"
-    data.mkdir(exist_ok=True)
+    data, tokens = bench.at("nanogpt"), bench.folder / "tokens"
     for split in ("train", "val"):  # as nanoGPT reads them, without the header
-        (data / f"{split}.bin").write_bytes((data.parent / f"tokens/made_{split}_000000.bin").read_bytes()[1024:])
-    model, size = bench.model(shape), bench.train(shape)["micro_batch_size"]
-    flags = dict(n_layer=model.n_layer, n_head=model.n_head, n_embd=model.n_embd, batch_size=size, block_size=model.seq_len)
-    flags |= dict(gradient_accumulation_steps=TOKENS_PER_UPDATE // (size * model.seq_len), device="cuda", compile=True)
-    flags |= dict(dropout=0.0, dataset=data, out_dir=data)
-    ours, theirs = [], []
-    for turn in (1, 2, 3):
-        ours.append(tokens_per_second(bench.train(shape, turn=turn, micro_batch_size=size)))
-        run = lambda *_: nanogpt_steps(Path(bench.nanogpt), machine.arguments("", **flags)[1:])  # noqa: E731
-        steps = bench.measure(f"nanoGPT, turn {turn}", run, bench.seconds(shape))
-        theirs.append(1000 * TOKENS_PER_UPDATE / statistics.median(steps[gpu_probe.UNTIMED :]))
-    medians = f"{statistics.median(ours):,.0f} tokens/s, nanoGPT {statistics.median(theirs):,.0f}"
-    return f"{medians}, micro-batches of {size}: {machine.ratio(ours, theirs):.2f} times."
+        (data / f"{split}.bin").write_bytes((tokens / f"made_{split}_000000.bin").read_bytes()[1024:])
+    flags = dict(batch_size=12, block_size=1024, gradient_accumulation_steps=40, dropout=0.0, compile=True)
+    flags |= dict(dataset=data, out_dir=data, max_iters=30, log_interval=1, eval_iters=1, eval_interval=10**6)
+    milliseconds = gpu_probe.nanogpt_steps(Path(bench.nanogpt), machine.arguments("", **flags)[1:], limit)
+    theirs = 1000 * 12 * 1024 * 40 / statistics.median(milliseconds)
+    ours = bench.answers.get("gpt2", {}).get("tokens_per_second")
+    ratio = f"; Lockstep trains at {ours / theirs:.2f} times its speed" if ours else ""
+    return {"words": f"{theirs:,.0f} tokens/s{ratio}.", "tokens_per_second": theirs, "update_ms": milliseconds}
 
 
-def nanogpt_steps(checkout: Path, flags: list[str]) -> list[float]:
-    """Milliseconds of each update of nanoGPT's train.py, without the first, which includes an evaluation."""
-    fixed = [f"--max_iters={UPDATES}", "--log_interval=1", "--eval_iters=1", "--eval_interval=1000000"]
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *fixed, *flags]
-    done = subprocess.run(command, cwd=checkout, env=machine.all_cores(), capture_output=True, text=True)
-    milliseconds = [float(text) for text in re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)]
-    if done.returncode or len(milliseconds) <= UPDATES:
-        raise RunError(f"nanoGPT's train.py ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    return milliseconds[1:]
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def change(bench: Bench, shape: str, **changes) -> str:
-    """The cost or gain of other settings on one rank, with the same micro-batches."""
-    if changes.get("fp8") and not (bench.device == "cuda" and importlib.util.find_spec("torchao")):
-        raise Impossible("it needs a GPU and torchao")
-    base = bench.train(shape)
-    changed = bench.train(shape, micro_batch_size=base["micro_batch_size"], **changes)
-    times = tokens_per_second(base) / tokens_per_second(changed)
-    memory = f"{changed['memory_gb']:.3g} GB instead of {base['memory_gb']:.3g}"
-    return f"An update takes {times:.3f} times as long, and {memory}."
+def about_bits(bench: Bench) -> dict[str, tuple[float, Callable[[float], dict]]]:
+    """Seconds and question by name. They are asked at the same time, because they measure no speed."""
+    return {
+        "portable": (95, lambda limit: portable(bench, limit)),
+        "exact": (95, lambda limit: exact(bench, limit, "off")),
+        "exact_compiled": (95, lambda limit: exact(bench, limit, "on")),
+        **{f"resume_{name}": (95, lambda limit, name=name: resume(bench, limit, name)) for name in VARIANTS},
+        "commands": (95, lambda limit: commands(bench, limit)),
+    }
 
 
-def overlapped(bench: Bench, shape: str) -> str:
-    """The gain from sending Muon's matrices of one shape while computing the next shape."""
-    ranks = 2 if bench.tiny else len(bench.record["gpus"])
-    if ranks < 2:
-        raise Impossible("it needs two GPUs")
-    flags, turns = dict(optimizer="muon", ranks=ranks), (1,) if bench.tiny else (1, 2, 3)
-    ours = [tokens_per_second(bench.train(shape, turn=turn, **flags)) for turn in turns]
-    theirs = [tokens_per_second(bench.train(shape, turn=turn, plain="waiting", **flags)) for turn in turns]
-    return f"{machine.ratio(ours, theirs):.3f} times the tokens/s of ranks that wait for each exchange, on {ranks} ranks."
+def about_speed(bench: Bench) -> dict[str, tuple[float, Callable[[float], dict]]]:
+    """Seconds and question by name, in order. The last two are asked only if time is left."""
+
+    def speed_of(name: str, preset: str, **options):
+        return lambda limit: speed(bench, limit, name, preset, **options)
+
+    return {
+        "peak": (15, lambda limit: peak(bench, limit)),
+        "gpt2": (85, speed_of("gpt2", "gpt2_124m")),
+        "gpt2_any_order": (65, speed_of("gpt2_any_order", "gpt2_124m", deterministic=False)),
+        # The preset's batch would only repeat the same micro-batches four times.
+        "llama": (120, speed_of("llama", "llama_1.3b", tokens_per_update=131072)),
+        "nanogpt": (90, lambda limit: nanogpt(bench, limit)),
+        "residual": (65, speed_of("residual", "gpt2_124m", patch="bfloat16 residual")),
+        "joined": (65, speed_of("joined", "gpt2_124m", patch="joined")),
+    }
 
 
-def learns_as_on_a_cpu(bench: Bench) -> str:
-    """Whether a small model learns the same in float32 on this device and on a CPU."""
-    flags = dict(updates=60, dtype="float32", compile="off")
-    losses = [bench.train("laptop", **flags, device=device)["losses"] for device in ("cpu", bench.device)]
-    difference = max(abs(a - b) / a for a, b in zip(*losses, strict=False))
-    learned = losses[0][0] - losses[0][-1]
-    words = f"while the loss fell by {learned:.2f}, the two differed by at most {difference:.3%}"
-    if difference > 0.005 or learned < 0.1:
-        raise RunError(words)
-    return f"Yes: {words}."
+def answered(ask: Callable[[float], dict], limit: float) -> dict:
+    """The answer to a question, also if it fails, because one question must not stop the others."""
+    began, passed = time.monotonic(), True
+    try:
+        answer = ask(limit)
+    except Impossible as reason:
+        answer = {"words": f"Impossible here: {reason}."}
+    except Exception as error:
+        if not isinstance(error, RunError):
+            traceback.print_exc()
+        answer, passed = {"words": f"FAILED: {error}"}, False
+    return {"passed": passed, "seconds": round(time.monotonic() - began, 1), **answer}
 
 
-def memory(bench: Bench, shape: str) -> str:
-    """Peak memory (on a CPU, of the whole process) compared with the estimate that --micro_batch_size=auto uses."""
-    run = bench.train(shape)
-    estimate, held = run["estimated_gb"], run["memory_gb"]
-    return f"The peak was {held:.3g} GB, and the estimate {estimate:.3g} GB, {estimate / held - 1:+.1%}."
+def ask_together(listed: dict[str, tuple[float, Callable[[float], dict]]], bench: Bench, keep: Callable) -> None:
+    """Ask questions at the same time, each in a fork of its own, and `keep(name, answer)` at once."""
+    asked = {}
+    for name, (seconds, ask) in listed.items():
+        if not (limit := bench.limit(seconds)):
+            continue
+        if pid := os.fork():
+            asked[pid] = name
+        else:
+            forks.exit_with(lambda: write_answer(bench.folder / name, answered(ask, limit)))  # noqa: B023  called at once
+    while asked:
+        name = asked.pop(os.wait()[0])
+        keep(name, json.loads((bench.folder / name).read_text()))
 
 
-def questions() -> Iterator[tuple[str, Callable[[Bench], str]]]:
-    """All questions, the most important first."""
-
-    def of_each(title: str, ask: Callable, **changes):
-        for shape in ("gpt2_124m", "llama_1.3b"):
-            yield f"{shape}: {title}", functools.partial(ask, shape=shape, **changes)
-
-    yield "How fast is the fastest matmul?", fastest_product
-    yield from of_each("how fast does it train at its best settings?", speed_of)
-    yield "Does --strategy=exact give one sha256 on 1 to 4 processes?", exact_worlds
-    yield "Does --numerics=portable give one sha256 here and on a CPU?", portable
-    yield "Is a killed and resumed run the same?", resume
-    yield "gpt2_124m: how fast is it beside nanoGPT?", against_nanogpt
-    yield from of_each("what does --strategy=exact cost?", change, strategy="exact")
-    yield from of_each("what does --compile=off cost?", change, compile="off")
-    yield "Does a small model learn in float32 as on a CPU?", learns_as_on_a_cpu
-    yield from of_each("what does --fp8=true gain?", change, fp8=True)
-    yield from of_each("what does overlapping Muon's exchanges with its matmuls gain?", overlapped)
-    yield from of_each("does it take the estimated memory?", memory)
-
-
-def tokens_per_second(run: dict) -> float:
-    """The speed of a timed run, from its median update."""
-    return 1000 * run["tokens_per_update"] / statistics.median(run["update_ms"])
+def write_answer(path: Path, answer: dict) -> int:
+    """Write an answer for the process that waits for it. Returns the exit status 0."""
+    path.write_text(json.dumps(answer))
+    return 0
 
 
 def main(args: list[str]) -> int:
     """The command."""
     options = parse(args)
-    tiny = options.tiny == "true"
+    began, tiny = time.monotonic(), options.tiny == "true"
     for name in gpu_probe.import_trainer():
         print(f"{name} is not installed; continuing without it", flush=True)
     with machine.workspace() as folder:
-        work = folder / "work"
-        work.mkdir()
-        facts = forks.in_forks(gpu_probe.facts, folder=folder, limit=OPERATION)[0]
+        (folder / "work").mkdir()
+        facts = forks.in_forks(gpu_probe.facts, folder=folder, limit=90)[0]
         if not facts["gpus"] and not tiny:
             raise UserError("no CUDA device: these questions need a GPU and a torch for it; --tiny=true tries them on a CPU")
-        out = Path(options.out or (work if tiny else machine.RESULTS), "gpu.json")
+        out = Path(options.out or (folder if tiny else machine.RESULTS), "gpu.json")
         records = json.loads(out.read_text()) if out.is_file() else {}
         key = f"{'a CPU' if tiny else ' and '.join(facts['gpus'])}, torch {facts['torch']}, code {code_digest()}"
-        record = records.setdefault(key, {"measurements": {}, "answers": {}})
-        record |= facts | machine.describe()
+        record = records.setdefault(key, {"answers": {}})
+        record |= facts | machine.describe() | {"date": time.strftime("%Y-%m-%d")}
         machine.make_tokens(folder / "tokens", *((400_000, 512) if tiny else (20_000_000, 50257)))
+        (folder / "same.txt").write_text(same.text())
+        forks.in_forks(gpu_probe.prepare_bytes, str(folder / "same.txt"), str(folder / "bytes"), folder=folder, limit=90)
+        print(f"{key}; started in {time.monotonic() - began:.0f} s", flush=True)
 
-        def save() -> None:
+        def keep(name: str, answer: dict) -> None:
+            record["answers"][name] = answer
             out.parent.mkdir(parents=True, exist_ok=True)
             publish_text(out, json.dumps(records, indent=1) + "\n")
+            print(f"{TITLES[name]}  ({answer['seconds']} s)\n    {answer['words']}", flush=True)
 
-        device, deadline = "cpu" if tiny else "cuda", time.monotonic() + 60 * options.minutes
-        bench = Bench(record, work, device, tiny, deadline, options.nanogpt, save)
-        listed = {title: ask for title, ask in questions() if re.search(options.ask, title)}
-        left = ask_all(bench, listed)
-    print(f"{len(listed) - left} of {len(listed)} questions are answered{'' if tiny else f', in {out}'}")
+        scale, deadline = max(1.0, options.minutes / MINUTES), time.monotonic() + 60 * options.minutes
+        bench = Bench(
+            record["answers"],
+            facts["datasheet_flops"],
+            folder,
+            "cpu" if tiny else "cuda",
+            tiny,
+            deadline,
+            scale,
+            options.nanogpt,
+        )
+        wanted = [name for name in TITLES if re.search(options.ask, name)]
+        new = [name for name in wanted if name not in record["answers"]]
+        ask_together({name: question for name, question in about_bits(bench).items() if name in new}, bench, keep)
+        for name, (seconds, ask) in about_speed(bench).items():
+            if name in new and (limit := bench.limit(seconds)):
+                keep(name, answered(ask, limit))
+    left = [name for name in wanted if name not in record["answers"]]
+    print(f"{len(wanted) - len(left)} of {len(wanted)} questions are answered{'' if tiny else f', in {out}'}")
+    print("One GPU cannot show NCCL between GPUs: ddp, fsdp, and exact's exchange of integers.")
     if left:
         print("repeat the command to continue")
         return EX_TEMPFAIL
-    return 0 if all(record["answers"][title]["passed"] for title in listed) else 1
+    return 0 if all(record["answers"][name]["passed"] for name in wanted) else 1
 
 
 def parse(args: list[str]) -> argparse.Namespace:
     """Parse the flags, with argparse because tyro may be missing."""
     style = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser = argparse.ArgumentParser(description=__doc__, **style)
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no measurement that may take longer than this")
-    parser.add_argument("--ask", default="", metavar="REGEX", help="only the questions whose title matches")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all questions; with more, each may take longer")
+    parser.add_argument("--ask", default="", metavar="REGEX", help=f"only the questions that match: {', '.join(TITLES)}")
     parser.add_argument("--tiny", choices=("true", "false"), default="false", help="try all questions on a CPU")
     parser.add_argument("--nanogpt", default="", metavar="PATH", help="a checkout of nanoGPT, to compare with")
     parser.add_argument("--out", default="", help="directory of gpu.json (runs/bench)")
     return parser.parse_args(args)
-
-
-def ask_all(bench: Bench, listed: dict[str, Callable[[Bench], str]]) -> int:
-    """Ask all questions; recorded measurements cost no time. Returns how many are left because time ran out."""
-    left = 0
-    for title, ask in listed.items():
-        passed = True
-        try:
-            verdict = ask(bench)
-        except OutOfTime:
-            left += 1
-            continue
-        except Impossible as reason:
-            verdict = f"Impossible here: {reason}."
-        except Exception as error:  # one question must not stop the others
-            if not isinstance(error, RunError):
-                traceback.print_exc()
-            verdict, passed = f"FAILED: {error}", False
-        bench.record["answers"][title] = {"verdict": verdict, "passed": passed}
-        bench.save()
-        print(f"{title}\n    {verdict}", flush=True)
-    return left
 
 
 def code_digest() -> str:

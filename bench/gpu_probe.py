@@ -4,6 +4,9 @@ The forked process has imported torch but not touched a GPU.
 """
 
 import importlib.util
+import re
+import signal
+import subprocess
 import sys
 import time
 import types
@@ -16,27 +19,36 @@ import machine  # puts the project's folder on the path
 import forks
 import settings
 from common import errors
+from common.errors import RunError
+from common.files import sha256
 from hardware import footprint
 from settings import Config
 
 UNTIMED = 2  # updates during which memory is allocated and clocks rise
-FEWEST, SECONDS = 4, 20.0  # a timed run has at least this many updates, and lasts at least this long
+FEWEST = 4  # timed updates of a run that is cut short
 
 
 def import_trainer() -> list[str]:
     """Import the trainer, for all forks. Returns the names of missing packages that it can do without."""
     missing = [name for name in ("tyro", "wandb") if importlib.util.find_spec(name) is None]
-    if "tyro" in missing:  # it parses command lines, which we do not; but two modules use this name when imported
+    if "tyro" in missing:  # it parses command lines, which we do not; but some modules use this name when imported
         sys.modules["tyro"] = types.ModuleType("tyro")
         sys.modules["tyro"].conf = types.SimpleNamespace(Positional=list, arg=lambda **options: None)
     forks.prepare_to_fork()
     return missing
 
 
-def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False, plain: str = ""):
+def prepare_bytes(text: str, out: str) -> None:
+    """Prepare a text file with one token per byte."""
+    import prepare_data
+
+    prepare_data.main(prepare_data.PrepareConfig(sources=(text,), out=out, tokenizer="bytes"))
+
+
+def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callable = lambda records: False, patch: str = ""):
     """Run the trainer in FOLDER/run until `enough(the records of its updates)`, or for `limit` seconds; then kill it.
 
-    plain: "waiting" makes Muon wait for each exchange. Returns the records and wait statuses.
+    patch: see `apply_patch`. Returns the records and wait statuses.
     """
     own = dict(out_dir=str(folder), name="run", async_save=False, eval_every=0, eval_tokens=config.model.seq_len)
     config = settings.replace(config, **own)
@@ -46,10 +58,8 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
 
         import train
 
-        if plain == "waiting":
-            import optim
-
-            optim.when_done = lambda work, received: (work.wait(), lambda: received)[1]
+        torch._logging.set_logs(recompiles=True)
+        apply_patch(patch)
         if config.train.device != "cpu" and 0 < torch.cuda.device_count() < ranks:
             share_gpus(torch.cuda.device_count())
         with errors.user_errors():
@@ -60,6 +70,25 @@ def train(config: Config, ranks: int, folder: Path, limit: float, enough: Callab
 
     statuses = forks.run_forks(ranks, work, folder / "forks", limit, lambda: enough(updates()))
     return updates(), statuses
+
+
+def apply_patch(patch: str) -> None:
+    """Change the model's operations: "bfloat16 residual" keeps the residual stream in bfloat16, "joined" joins q, k and v."""
+    import torch
+    import torch.nn.functional as F
+
+    import native
+
+    if patch == "bfloat16 residual":  # the model calls dropout on all that it adds to the stream, and on the embedding
+        native.dropout = lambda x, rate, training: x.to(torch.bfloat16)
+    if patch == "joined":
+
+        def joined(x, layers):
+            weight, biases = torch.cat([layer.weight for layer in layers]), [layer.bias for layer in layers]
+            y = F.linear(x, weight, None if biases[0] is None else torch.cat(biases))
+            return y.split([len(layer.weight) for layer in layers], dim=-1)
+
+        native.linears = joined
 
 
 def share_gpus(count: int) -> None:
@@ -74,43 +103,86 @@ def share_gpus(count: int) -> None:
     dist.init_process_group = lambda _, **options: create("gloo", **options | {"device_id": None})
 
 
-def training(config: Config, folder: Path, limit: float, updates: int, ranks: int = 1, plain: str = "") -> dict:
-    """Train for `updates`, or at least FEWEST of them and SECONDS after the first. Saves nothing.
+def training(config: Config, folder: Path, limit: float, updates: int, profile: tuple[int, int], patch: str = "") -> dict:
+    """Train for `updates`, or for `limit` seconds. Saves nothing.
 
-    Returns the milliseconds of each update, the seconds until the first, memory, losses and the chosen batch.
+    profile: the first profiled step and their number. Returns the milliseconds of each update that is not profiled, the seconds
+    until the first, memory, losses, the chosen batch, the banner, the profile's table, and the recompilations.
     """
-
-    def enough(records: list[dict]) -> bool:
-        seconds = records[-1]["time"] - records[0]["time"] if records else 0.0
-        return len(records) >= updates or (len(records) >= FEWEST and seconds > SECONDS)
-
     config, began = settings.replace(config, steps=10**6, save_every=0), time.time()
-    records, statuses = train(config, ranks, folder, limit, enough, plain)
-    if len(records) < min(updates, FEWEST):
+    records, statuses = train(config, 1, folder, limit, lambda records: len(records) >= updates, patch)
+    slow = range(profile[0], profile[0] + profile[1] + 1)  # the trace is written during the last one
+    timed = [record["step_ms"] for record in records[UNTIMED:] if record["step"] not in slow]
+    if len(timed) < FEWEST:
         raise forks.failure(folder / "forks", statuses, limit)
     resolved = settings.read_preset(folder / "run/config.toml")
+    log = (folder / "run/train.log").read_text().replace(f"{machine.ROOT}/", "").splitlines()
+    first_update = next(number for number, line in enumerate(log) if re.search(r"step +1/", line))
+    errors_seen = (folder / "forks.err").read_text(errors="replace")
     return {
         "first_update_s": records[0]["time"] - began,
-        "update_ms": [record["step_ms"] for record in records[UNTIMED:]],
+        "update_ms": timed,
         "memory_gb": max(record["memory_gb"] for record in records),
-        "estimated_gb": sum(footprint.of_rank(resolved, ranks, resolved.train.device).values()) / 1e9,
+        "estimated_gb": sum(footprint.of_rank(resolved, 1, resolved.train.device).values()) / 1e9,
         "losses": [record["loss"] for record in records],
         "tokens_per_update": resolved.train.tokens_per_update,
         "micro_batch_size": resolved.train.micro_batch_size,
+        "recompilations": errors_seen.count("Recompiling function"),
+        "banner": log[:first_update],
+        "profile": [line for line in log if re.match(r"\S* *trace-|\s+[\d.]+% ", line) or "trace-" in line],
+        "warnings": sorted({line for line in errors_seen.splitlines() if "warn" in line.lower()})[:20],
     }
 
 
 def digests(config: Config, ranks: int, folder: Path, limit: float, kill_after: int = 0) -> dict:
     """The sha256 of weights and optimizer state at the end of a run. kill_after: kill the run once after so many updates."""
+    began = time.monotonic()
     if kill_after:
         records, statuses = train(config, ranks, folder, limit, lambda records: len(records) >= kill_after)
         if len(records) < kill_after:
             raise forks.failure(folder / "forks", statuses, limit)
-    _, statuses = train(config, ranks, folder, limit)
+    _, statuses = train(config, ranks, folder, limit - (time.monotonic() - began))
     if any(statuses):
         raise forks.failure(folder / "forks", statuses, limit)
     resumed = "loaded the weights and optimizer state" in (folder / "run/train.log").read_text()
     return {"resumed": resumed, "sha256": machine.digests(folder / "run")}
+
+
+def sha256_of_each(run: Path) -> dict[str, str]:
+    """The sha256 of the weights in each checkpoint of a run."""
+    return {path.parent.name: sha256(path) for path in sorted(run.glob("checkpoints/step-*/model.safetensors"))}
+
+
+def commands(run: Path, device: str, folder: Path, limit: float) -> list[str]:
+    """The last lines that sample.py and evaluate.py print for a run."""
+
+    def both() -> None:
+        import evaluate
+        import sample
+
+        sample.main(sample.SampleConfig(run=str(run), prompt="two ", max_new_tokens=40, device=device))
+        evaluate.main(evaluate.EvaluateConfig(run=str(run), eval_tokens=4096, device=device))
+
+    forks.in_forks(both, folder=folder, limit=limit)
+    return (folder / "forks.out").read_text().splitlines()[-6:]
+
+
+def nanogpt_steps(checkout: Path, flags: list[str], limit: float) -> list[float]:
+    """Milliseconds of each timed update of nanoGPT's train.py, which is killed after `limit` seconds."""
+    command = [sys.executable, "train.py", *flags]
+    with (checkout / "output").open("w+") as output:
+        process = subprocess.Popen(command, cwd=checkout, env=machine.all_cores(), stdout=output, stderr=subprocess.STDOUT)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            machine.kill(process)
+        output.seek(0)
+        text = output.read()
+    milliseconds = [float(number) for number in re.findall(r"^iter \d+: .* time ([\d.]+)ms", text, re.MULTILINE)]
+    timed = milliseconds[1 + UNTIMED :]  # the first includes an evaluation
+    if process.returncode not in (0, -signal.SIGKILL) or len(timed) < FEWEST:
+        raise RunError(f"nanoGPT's train.py ended with {process.returncode} after {len(milliseconds)} updates:\n{text[-2000:]}")
+    return timed
 
 
 def facts() -> dict:
