@@ -9,6 +9,9 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 from common.files import publish_text
 
+# isort: split
+import gpu
+
 PAGE = machine.ROOT / "docs" / "figures.md"
 # Where to find the measurements of scripts that no longer exist.
 NOW = {"hard_kills": "drill.py kills", "resume": "drill.py resume", "tokens_per_second": "speed.py steps"}
@@ -17,11 +20,10 @@ OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 OURS = {"out", "runs", "jobs", "name", "save_every"}  # flags that change no figure
 PREFACE = """# All figures, and where they come from
 
-Each row gives a figure, the machine that it was measured on, and the command that measures it again. Nothing on this page was
-measured on a GPU. The code has changed since, so run the command for an up-to-date figure; it writes to `runs/bench` unless you
-set `--out`. `python bench/figures.py --out=bench/results` generates the page from the files in `bench/results/`, which also
-record the versions, the commit, the load and every single measurement. [bench/LOG.md](../bench/LOG.md) describes what we tried,
-including what didn't help.
+Each row gives a figure, the machine that it was measured on, and the command that measures it again. The code has changed
+since, so run the command for an up-to-date figure; it writes to `runs/bench` unless you set `--out`. `python bench/figures.py
+--out=bench/results` generates the page from the files in `bench/results/`, which also record the versions, the commit, the load
+and every single measurement. [bench/LOG.md](../bench/LOG.md) describes what we tried, including what didn't help.
 
 The machines have two or four cores of an Intel Xeon with a matrix unit (AMX), or of an AMD EPYC with bfloat16 instructions but
 no matrix unit. *As AVX2* means an EPYC limited to AVX2 by `--processor=avx2`. *Under load* means that other programs were
@@ -287,7 +289,15 @@ def page(folder: Path) -> str:
     for title, rows in SECTIONS.items():
         lines += [f"\n## {title}\n", HEAD]
         lines += [f"| {what} | {figure(read(name))} | {ending(name)}" for name, what, figure in rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *gpu_questions(folder)]) + "\n"
+
+
+def gpu_questions(folder: Path) -> list[str]:
+    """The section on one GPU: each question with its answer."""
+    ((where, record),) = json.loads((folder / "gpu.json").read_text()).items()
+    lines = ["\n## On one GPU\n", f"`python bench/gpu.py --nanogpt=PATH` on an {where}, {record['date']} (gpu.json).\n"]
+    lines += ["| question | answer |", "|---|---|"]
+    return lines + [f"| {gpu.TITLES[name]} | {record['answers'][name]['words']} |" for name in gpu.TITLES]
 
 
 def main(config: machine.Out) -> int:
