@@ -70,15 +70,25 @@ from common.errors import UserError, say
 from dataset.card import dataset_card
 from dataset.check import check, describe
 from dataset.encode import Split, choose_split, encode_all, read_units
-from dataset.sources import HUB, ICONV, SourceFile, at_commit, embedded_corpus, list_files, read_pieces, require_utf8
+from dataset.sources import (
+    HUB,
+    ICONV,
+    LINKED,
+    SourceFile,
+    at_commit,
+    embedded_corpus,
+    is_held_out,
+    list_files,
+    read_pieces,
+    require_utf8,
+)
 from dataset.tokenizer import resolve
-from dataset.tokens import digest
-from dataset.writer import END, DatasetWriter, is_finished
+from dataset.tokens import digest, read_metadata
+from dataset.writer import END, DatasetWriter, is_finished, read_progress
 from hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # characters that train:N learns from
-HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)  # names of held-out files
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # suffixes of --max_tokens
 
 
@@ -87,33 +97,42 @@ def find_files(config: PrepareConfig, directory: Path) -> tuple[list[SourceFile]
 
     A Hub source stays pinned to the first run's commit. Once the dataset is finished, no server is contacted. Raises UserError.
     """
-    by_path, records, known = {}, [], {}  # known: what an earlier run recorded
-    for path in (directory / "progress.json", directory / "dataset.json"):
-        known = files.read_json(path) if path.exists() else known
-    earlier = {record["path"].rstrip("/"): record for record in known.get("request", known).get("source", [])}
+    by_path, records, finished = {}, [], (directory / "dataset.json").exists()
+    if finished:
+        earlier = read_metadata(directory)["source"]
+    elif progress := read_progress(directory):
+        earlier = progress["request"]["source"]
+    else:
+        earlier = []
+    earlier = {record["path"].rstrip("/"): record for record in earlier}
     form = config.column, config.max_document_bytes, config.separator
     roots = [os.path.realpath(source) for source in config.sources if "://" not in source]
     for source in sorted({source.rstrip("/"): source for source in config.sources}.values()) or [EMBEDDED]:
         before = earlier.get(source.rstrip("/"), {})
         record, url = {"path": before.get("path", source)}, source
-        if "://" in source and "shards" in known:
+        if "://" in source and finished:
             records.append(before or record)
             continue
         if source.startswith("hf://"):
             url, record["revision"] = at_commit(source, before.get("revision", ""))
-        found, others = (embedded_corpus(), []) if source == EMBEDDED else list_files(source, url, *form)
-        size, held_out = sum(file.size for file in found), [file.name for file in found if HELD_OUT.search(file.name)]
-        for link in filter(os.path.isdir, map(str, others)):
+        found, skipped = (embedded_corpus(), {}) if source == EMBEDDED else list_files(source, url, *form)
+        size, held_out = sum(file.size for file in found), [file.name for file in found if is_held_out(file.name)]
+        for link in skipped.pop(LINKED, []):
             if not any(Path(os.path.realpath(link)).is_relative_to(root) for root in roots):
-                problem = f"{link} is a link to a folder, which is not followed"
+                problem = f"{os.path.relpath(link)} is a link to a folder, which is not followed"
                 raise UserError(f"{source}: {problem}; pass that folder as another source, or remove the link")
-        if others:
-            say(f"{source}: skipped {errors.plural(len(others), 'file')} of other types")
+        if skipped:
+            kinds = [f"{errors.plural(len(places), 'file')} {reason}" for reason, places in sorted(skipped.items())]
+            way_in = "; to take any of them, name the files" * (set(skipped) != {"of other types"})
+            say(f"{source}: skipped {', '.join(kinds)}{way_in}")
         if "://" in source:
             span = " to ".join(dict.fromkeys([found[0].name, found[-1].name]))
             say(f"{source}: {errors.plural(len(found), 'file')}, {size / 1e6:,.1f} MB ({span})")
-        if "://" in source and 0 < len(held_out) < len(found):
+        if 0 < len(held_out) < len(found):
             say(f"warning: {len(held_out)} of these files look like validation or test data, such as {held_out[0]}")
+        if "://" not in source:
+            # Names, sizes and times, as for make or rsync: to hash the text would take as long as reading all of it once more.
+            record["listing"] = digest([(file.name, file.size, file.version) for file in found])
         records.append(record | {"files": len(found), "bytes": size})
         for file in found:
             by_path.setdefault(os.path.abspath(str(file)), file)
@@ -162,7 +181,7 @@ def prepare(config: PrepareConfig) -> None:
         if request["tokenizer"].startswith("train:") and tokenizer.vocab_size < int(request["tokenizer"].split(":")[1]):
             say(f"the vocabulary has only {tokenizer.vocab_size:,} tokens because the text has too few different words")
         # A restart continues only if the files, the tokenizer and the division into units (version `units`) are the same.
-        listing = digest([(file.name, file.size) for file in source_files])
+        listing = digest([(file.name, file.size, file.version) for file in source_files])
         request |= {"listing": listing, "tokenizer_sha256": tokenizer.sha256, "units": 5}
         writer = DatasetWriter(directory, request, tokenizer, split.val_fraction)
         encode_files(writer, split, source_files, config.workers or cores())

@@ -96,16 +96,32 @@ def held(directory: Path) -> Iterator[None]:
 
     Raises UserError if another live process has locked it.
     """
-    make_directory(directory)
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = None
     try:
-        if not lock(descriptor):
-            raise UserError(f"{directory} is in use by another process; wait, or choose another --out")
-        yield
+        # The process that held the directory may have removed it just before we locked it, so we may hold a removed one.
+        while descriptor is None or not is_open_at(descriptor, directory):
+            if descriptor is not None:
+                os.close(descriptor)
+            make_directory(directory)
+            descriptor = os.open(directory, os.O_RDONLY)
+            if not lock(descriptor):
+                raise UserError(f"{directory} is in use by another process; wait, or choose another --out")
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it is not empty
+                directory.rmdir()  # while we hold it: a process that was refused must not remove it
     finally:
-        os.close(descriptor)
-        with suppress(OSError):
-            directory.rmdir()
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_open_at(descriptor: int, path: Path) -> bool:
+    """Return whether the open file or directory is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def lock(file: int | BinaryIO) -> bool:

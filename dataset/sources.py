@@ -9,8 +9,8 @@ import lzma
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
@@ -43,6 +43,10 @@ OPENERS = {
     ".xz": functools.partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),  # not .lzma: it accepts any bytes and may ask for 4 GB
 }
 HUB = "hf://datasets/"
+# In a folder, these are left out: names of documentation and of held-out files, and hidden files such as macOS's ._NAME.
+DOCUMENTATION = {"readme", "license"}
+HELD_OUT = re.compile(r"(^|[/_.-])(val|valid|validation|dev|test|eval)[/_.-]", re.IGNORECASE)
+LINKED = "in linked folders"
 NOT_EMBEDDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -57,6 +61,7 @@ class SourceFile:
     column: str  # the column of a .parquet file, or the key in a .jsonl file
     max_document_bytes: int  # the longest line or row
     separator: str = ""  # what separates the documents of a plain text file (empty: it is one document)
+    version: str = ""  # changes when the content does: a time of modification, or a server's checksum; empty if unknown
 
     def __str__(self) -> str:
         """Return the URL or path, relative if the file is below the working directory."""
@@ -65,9 +70,12 @@ class SourceFile:
     @property
     def form(self) -> str:
         """The suffix that gives the file's format, ignoring any compression suffix. Empty if it is not one of SUFFIXES."""
-        path = PurePosixPath(self.name)
-        suffix = PurePosixPath(path.stem).suffix if path.suffix in OPENERS else path.suffix
-        return suffix if suffix in SUFFIXES else ""
+        return form_of(self.name)
+
+    @property
+    def compression(self) -> str:
+        """The suffix of a compressed file, in lower case. Empty or another suffix if the file is not compressed."""
+        return PurePosixPath(self.name).suffix.lower()
 
     def open(self) -> BinaryIO:
         """Open the file for reading. The file system retries failed requests."""
@@ -97,43 +105,152 @@ class Piece:
 # Files
 
 
+def form_of(name: str) -> str:
+    """Return the suffix that gives a file's format, in lower case; see `SourceFile.form`."""
+    path = PurePosixPath(name.lower())
+    suffix = PurePosixPath(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    return suffix if suffix in SUFFIXES else ""
+
+
 def embedded_corpus() -> list[SourceFile]:
     """Return the source files of the Python standard library, without its tests."""
-    found, _ = list_files(sysconfig.get_path("stdlib"))
-    return [file for file in found if file.form == ".py" and not NOT_EMBEDDED & set(PurePosixPath(file.name).parts)]
+    found, _ = list_files(sysconfig.get_path("stdlib"), prune=NOT_EMBEDDED)
+    # Its version is Python's: another installation of the same Python has other times, but the same text.
+    return [replace(file, version="") for file in found if file.form == ".py"]
 
 
 def list_files(
-    source: str, url: str = "", column: str = "text", max_document_bytes: int = 1 << 25, separator: str = ""
-) -> tuple[list[SourceFile], list[SourceFile]]:
-    """List the text files at a path or URL (a file, folder or pattern), sorted by name, and the files of other types.
+    source: str,
+    url: str = "",
+    column: str = "text",
+    max_document_bytes: int = 1 << 25,
+    separator: str = "",
+    prune: Container[str] = (),
+) -> tuple[list[SourceFile], dict[str, list[str]]]:
+    """List the text files at a path or URL (a file, folder or pattern), sorted by name, and the files left out, by reason.
 
-    url: the location of `source`, if it differs from its name. Raises UserError.
+    url: the location of `source`, if it differs from its name. prune: names of local folders not to look into.
+    Raises UserError, also for a local file or folder that cannot be read.
     """
+    documented = source.startswith(HUB) and not source.lower().endswith((*SUFFIXES, *OPENERS))
+    forms = (".jsonl", ".parquet") if documented else SUFFIXES  # .md and .txt there are documentation
+    found, skipped = {}, {}
     with named_errors(source):
         remote = "://" in source
-        system, path = fsspec.core.url_to_fs(url or source) if remote else (LocalFileSystem(), os.path.abspath(source))
+        system, path = fsspec.core.url_to_fs(url or source) if remote else (LocalFiles(), os.path.abspath(source))
+        local = isinstance(system, LocalFileSystem)
+        if local:  # file:// too
+            system = LocalFiles()
         try:
-            matches = [system.info(path)]
+            matches, fixed = [system.info(path)], path
         except FileNotFoundError as error:
             if not glob.has_magic(path):
                 raise UserError(f"{source}: no such file or folder" + f": {explain(error)}" * remote) from None
             matches = system.glob(path, detail=True).values()
-        sizes = {}
+            fixed = os.path.dirname(path[: glob.magic_check.search(path).start()])
         for match in matches:
-            inside = system.find(match["name"], detail=True) if match["type"] == "directory" else {match["name"]: match}
-            sizes |= {path: info["size"] or 0 for path, info in inside.items() if info["type"] != "directory"}
-    root = os.path.commonpath(map(os.path.dirname, sizes)) if sizes else ""
-    paths, more = sorted(sizes, key=PurePosixPath), (system, column, max_document_bytes, separator)
-    found = [SourceFile(path, os.path.relpath(path, root), sizes[path], *more) for path in paths]
-    documented = source.startswith(HUB) and not source.endswith((*SUFFIXES, *OPENERS))  # .md and .txt there are documentation
-    forms = (".jsonl", ".parquet") if documented else SUFFIXES
-    texts, others = ([file for file in found if (file.form in forms) == wanted] for wanted in (True, False))
-    if not texts:
+            name = match["name"]
+            if match["type"] == "directory":
+                inside = walk(name, prune) if local else system.find(name, detail=True)
+                taken, left_out = select(name, inside, forms)
+            elif local and os.path.isdir(name):
+                taken, left_out = {}, {LINKED: [name]}
+            elif form_of(name) not in forms:
+                taken, left_out = {}, {"of other types": [name]}
+            elif is_hidden(os.path.relpath(name, fixed)) and "/." not in path[len(fixed) :]:  # as in a shell
+                taken, left_out = {}, {"with hidden names": [name]}
+            else:
+                taken, left_out = {name: match}, {}
+            found |= taken
+            for reason, places in left_out.items():
+                skipped.setdefault(reason, []).extend(places)
+        paths = sorted(found, key=PurePosixPath)
+        sizes = [measure(path, found[path], local) for path in paths]
+    if not paths:
         expected = f"expected {' '.join(forms)}, optionally with {' '.join(OPENERS)}"
         pattern = "; for plain text, name a pattern such as */*.txt" * documented
         raise UserError(f"{source}: no text files there; {expected}{pattern}")
-    return texts, others
+    root = os.path.commonpath(map(os.path.dirname, paths))
+    more = system, column, max_document_bytes, separator
+    texts = [
+        SourceFile(p, os.path.relpath(p, root), size, *more, version) for p, (size, version) in zip(paths, sizes, strict=True)
+    ]
+    return texts, skipped
+
+
+class LocalFiles(LocalFileSystem):
+    """Local files, where a folder that cannot be listed is an error. fsspec would leave it out of what a pattern matches."""
+
+    def walk(self, path, maxdepth=None, topdown=True, on_error="raise", **kwargs):
+        """Yield each folder with its folders and files. Raises OSError."""
+        return super().walk(path, maxdepth, topdown, on_error, **kwargs)
+
+
+def walk(folder: str, prune: Container[str]) -> dict[str, dict]:
+    """Return the files below a local folder, and its hidden folders and links to folders, which it does not look into.
+
+    Raises OSError if any folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = {}
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        closed = [name for name in folders if name.startswith(".") or os.path.islink(os.path.join(parent, name))]
+        folders[:] = [name for name in folders if name not in closed and name not in prune]
+        found |= {os.path.join(parent, name): {"type": "directory"} for name in closed}
+        found |= {os.path.join(parent, name): {} for name in names}
+    return found
+
+
+def select(folder: str, inside: dict[str, dict], forms: tuple[str, ...]) -> tuple[dict[str, dict], dict[str, list[str]]]:
+    """Divide what is `inside` a folder of any file system into text to train on and what is left out, by reason.
+
+    Documentation and held-out files are left out only if there is other text.
+    """
+    taken, left_out = {}, {}
+    for place, info in inside.items():
+        hidden, is_folder = is_hidden(os.path.relpath(place, folder)), info.get("type") == "directory"
+        if is_folder and not hidden:
+            left_out.setdefault(LINKED, []).append(place)
+        elif not is_folder and form_of(place) not in forms:
+            left_out.setdefault("of other types", []).append(place)
+        elif hidden:
+            left_out.setdefault("with hidden names", []).append(place)
+        else:
+            taken[place] = info
+    for reason, applies in (("named README or LICENSE", is_documentation), ("of validation or test data", is_held_out)):
+        places = {place for place in taken if applies(os.path.relpath(place, folder))}
+        if 0 < len(places) < len(taken):
+            left_out[reason] = sorted(places)
+            taken = {place: info for place, info in taken.items() if place not in places}
+    return taken, left_out
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a relative path contains a hidden file or folder, such as ._a.txt or .ipynb_checkpoints/a.txt."""
+    return any(part.startswith(".") and part.strip(".") for part in PurePosixPath(name).parts)
+
+
+def is_documentation(name: str) -> bool:
+    """Return whether a file describes the others, such as README.md."""
+    return PurePosixPath(name).name.lower().partition(".")[0] in DOCUMENTATION
+
+
+def is_held_out(name: str) -> bool:
+    """Return whether a relative path looks like validation or test data. A program's tests are text like the rest of it."""
+    return form_of(name) != ".py" and bool(HELD_OUT.search(name))
+
+
+def measure(path: str, info: dict, local: bool) -> tuple[int, str]:
+    """Return a file's size and version. Raises UserError for a local file that cannot be read, before hours of work."""
+    if not local:
+        return info["size"] or 0, str(info.get("ETag") or "")
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+        raise UserError(f"{path} cannot be read; change its permissions, or remove it")
+    status = os.stat(path)
+    return status.st_size, str(status.st_mtime_ns)
 
 
 def at_commit(source: str, commit: str = "") -> tuple[str, str]:
@@ -161,7 +278,7 @@ def read_chunks(file: SourceFile, find_cut: Callable[[bytes], int]) -> Iterator[
     A byte order mark decides the encoding, and is removed.
     find_cut: returns where a chunk may end in the bytes read so far (0: nowhere yet). Raises UserError, even for a long line.
     """
-    unpack = OPENERS.get(PurePosixPath(file.name).suffix, contextlib.nullcontext)
+    unpack = OPENERS.get(file.compression, contextlib.nullcontext)
     with named_errors(file), file.open() as raw, unpack(raw) as stream:
         rest, position, buffer, encoding = b"", 0, memoryview(bytearray(CHUNK_BYTES)), ""
         while size := stream.readinto(buffer):  # pyarrow's read() leaks its buffer if the stream is corrupt

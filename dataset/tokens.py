@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import shlex
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NotRequired, Required, TypedDict
@@ -30,7 +31,16 @@ RESTORE = "restore the file, then run the same command to continue"
 SCAN_TOKENS = 1 << 22  # how many of a split's ids to check when it is opened
 
 
-Source = TypedDict("Source", {"path": Required[str], "revision": FileName, "files": Count, "bytes": Count}, total=False)
+class Source(TypedDict, total=False):
+    """The record of a source in dataset.json."""
+
+    path: Required[str]
+    revision: FileName  # of a dataset on the Hugging Face Hub
+    listing: Sha256  # of the names, sizes and modification times of local files
+    files: Count
+    bytes: Count
+
+
 TokenizerRecord = TypedDict("TokenizerRecord", {"name": str, "sha256": Sha256})
 
 
@@ -61,7 +71,12 @@ class Metadata(TypedDict):
 
 def read_metadata(directory: Path) -> Metadata:
     """Return the dataset.json of a directory. Raises UserError."""
-    return files.read_json(directory / "dataset.json", Metadata)
+    metadata = files.read_json(directory / "dataset.json", Metadata)
+    names = [record["file"] for record in metadata["shards"]]
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        twice = f"{directory}/dataset.json lists {files.shortened(repeated)} more than once, so its text would count twice"
+        raise UserError(f"{twice}; copy dataset.json again, or prepare the dataset again")
+    return metadata
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -259,6 +274,7 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
     cli.require_local("tokens", str(directory), "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
     directory = Path(directory)
     if directory.is_file():
+        refuse_text(directory)
         raise UserError(f"the dataset {directory} is a file; pass its directory")
     if not directory.is_dir():
         words = []
@@ -268,6 +284,24 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
             prepare_command = f"python prepare_data.py [SOURCE ...] {shlex.quote(f'--out={directory}')}"
         raise UserError(f"the dataset {directory} does not exist; make it with: {prepare_command}")
     return _open_own(directory) if (directory / "dataset.json").exists() else _open_foreign(directory, vocab_size)
+
+
+def refuse_text(path: Path) -> None:
+    """If `path` is a text file, or a folder of text, raise a UserError with the command that makes tokens from it."""
+    from dataset.sources import form_of  # imported here because pyarrow and fsspec take 0.3 s
+
+    if path.is_file():
+        is_text = form_of(path.name) != ""
+    else:
+        names = itertools.islice((name for _, _, names in os.walk(path) for name in names), 10_000)
+        is_text = any(form_of(name) in (".txt", ".jsonl", ".parquet") for name in names if name != "metrics.jsonl")
+    if is_text:
+        name = path.resolve().name.lstrip(".").partition(".")[0] or "mine"
+        out = Path("tokens", name)
+        if out.exists():  # it may be this folder
+            out = Path("tokens", f"{name}-tokens")
+        make = shlex.join(["python", "prepare_data.py", str(path), f"--out={out}"])
+        raise UserError(f"{path} contains text, not tokens; run {make}\n       and then use --tokens={out}")
 
 
 def _open_own(directory: Path) -> Dataset:
@@ -286,10 +320,12 @@ def _open_own(directory: Path) -> Dataset:
 
 def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
     names = {split: _foreign_files(directory, split) for split in ("train", "val")}
+    if not names["train"] and not names["val"]:
+        refuse_text(directory)
     if not names["train"] or not names["val"]:
         raise UserError(
             f"{directory} is not a dataset: expected dataset.json from prepare_data.py, or token files for train and "
-            "val, named *_train_*.bin, *_train_*.npy, train.bin or train/*.ds"
+            "val, named *_train_*.bin, *_train.bin, *_train_*.npy, train.bin or train/*.ds"
         )
     datatrove = read_datatrove(names["train"][0])[0] if names["train"][0].suffix == ".ds" else ""
     tokenizer = next((path for path in (directory / "tokenizer.json", Path(datatrove)) if path.is_file()), None)
@@ -327,7 +363,8 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
 
 
 def _foreign_files(directory: Path, split: str) -> list[Path]:
-    for pattern in ("*_{}_*.bin", "*_{}_*.npy", "{}.bin", "{}/*.ds", "{}*.ds", "*_{}*.ds"):
+    # llm.c names its smaller datasets like tiny_shakespeare_train.bin.
+    for pattern in ("*_{}_*.bin", "*_{}_*.npy", "{}.bin", "{}/*.ds", "{}*.ds", "*_{}*.ds", "*_{}.bin", "*_{}.npy"):
         if paths := sorted(directory.glob(pattern.format(split))):
             return paths
     return []

@@ -1,8 +1,10 @@
 """Tokenize text on many processes or machines with datatrove. train.py reads the result with --tokens=OUT.
 
-    pip install "datatrove[io]"     # datatrove[ray] for Ray
+    pip install "datatrove[io]"     # datatrove[io,ray] for Ray
     python launch/datatrove_tokens.py TEXT --out=tokens/web --tokenizer=gpt2 --tasks=64 --workers=16
     python launch/datatrove_tokens.py s3://bucket/text --out=/shared/web --executor=slurm --partition=cpu --tasks=1000
+
+The extra "io" contains orjson, without which datatrove reads no .jsonl files.
 
 TEXT is a folder of .jsonl files (also .gz and .zst), or its fsspec URL. With --format=parquet, it holds .parquet files with a
 column "text". Each task reads its share of the files, so use at least as many files as tasks. After a kill, the same command
@@ -12,6 +14,7 @@ to `val`. End-of-text comes after each document.
 
 import argparse
 import hashlib
+import importlib.util
 import shutil
 import sys
 from functools import partial
@@ -71,6 +74,8 @@ def main() -> None:
     args = parser.parse_args()
     if "://" in args.out:
         parser.error(f"--out={args.out} must be a local path, because train.py reads the tokens there")
+    if args.format == "jsonl" and importlib.util.find_spec("orjson") is None:
+        parser.error('--format=jsonl needs the package orjson: pip install orjson, or pip install "datatrove[io]"')
 
     beside = Path(args.out, "tokenizer.json")  # gives train.py the vocabulary and the end-of-text token
     beside.parent.mkdir(parents=True, exist_ok=True)

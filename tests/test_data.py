@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from dataclasses import replace
@@ -167,9 +168,29 @@ def test_foreign_directories_are_read_without_conversion(tmp_path, kind):
     assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
 
 
+def test_llm_c_names_of_a_single_shard_are_read(tmp_path):
+    tokens = np.random.default_rng(1).integers(0, 50257, 3000).astype(np.uint16)
+    for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
+        write_shard(tmp_path / f"tiny_shakespeare_{split}.bin", part, 50257)
+    dataset = open_dataset(tmp_path)
+    assert np.array_equal(dataset.splits["train"].shards[0][:], tokens[:2000]) and len(dataset.splits["val"]) == 1000
+    for split in ("train", "val"):  # files that were found before this name was accepted still win
+        np.zeros(9, np.uint16).tofile(tmp_path / f"{split}.bin")
+    assert len(open_dataset(tmp_path).splits["train"]) == 9
+
+
+def repeat_shard(directory, **changes):
+    """List the first shard again."""
+    metadata = json.loads((directory / "dataset.json").read_text())
+    metadata["shards"].append(metadata["shards"][0] | changes)
+    (directory / "dataset.json").write_text(json.dumps(metadata))
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
+        (lambda d: repeat_shard(d), "dataset.json lists train_000000.bin more than once, so its text would count twice"),
+        (lambda d: repeat_shard(d, split="val"), "dataset.json lists train_000000.bin more than once"),
         (lambda d: write_shard(d / "train_000000.bin", np.full(500, 300), 300), "outside the vocabulary"),
         (lambda d: write_shard(d / "val_000000.bin", np.zeros(7), 300), "dataset.json says 200"),
     ],
@@ -185,6 +206,24 @@ def test_missing_dataset_names_the_command_that_makes_it(tmp_path):
         open_dataset(tmp_path / "nothing")
     with pytest.raises(UserError, match="expected dataset.json"):
         open_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "A.TXT", "deep/a.jsonl.gz", "a.parquet"])
+def test_text_in_place_of_tokens_names_the_command_that_makes_tokens(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my text" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("text")
+    for place, out in (("my text", "'--out=tokens/my text'"), (str(path), "--out=tokens/")):
+        with pytest.raises(UserError, match="contains text, not tokens; run python prepare_data.py ") as error:
+            open_dataset(place)
+        words = shlex.split(str(error.value).partition("; run ")[2].partition("\n")[0])
+        assert words[:3] == ["python", "prepare_data.py", place] and out.strip("'") in words[3]
+    run = tmp_path / "run"  # not text
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="run is not a dataset"):
+        open_dataset(run)
 
 
 def test_a_bad_token_deep_in_a_large_shard_is_caught_when_it_is_read():

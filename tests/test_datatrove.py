@@ -47,3 +47,11 @@ def test_a_model_trains_on_them_within_documents_and_speaks(prepared, train):
     assert f"vocabulary 400 (from {prepared}/theirs/tokenizer.json)" in said and "token 0 separates documents" in said
     sample = execute([sys.executable, "sample.py", train.runs / "run", "--max_new_tokens=5", "--device=cpu"])
     assert sample.stdout.strip()
+
+
+def test_jsonl_without_orjson_names_the_package(tmp_path):
+    without = "import sys, runpy; sys.modules['orjson'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    command = [sys.executable, "-c", without, "launch/datatrove_tokens.py", tmp_path, f"--out={tmp_path}/out"]
+    refused = execute(command, 2, fork=False).stderr.splitlines()[-1]
+    assert refused.endswith('--format=jsonl needs the package orjson: pip install orjson, or pip install "datatrove[io]"')
+    assert not (tmp_path / "out").exists()

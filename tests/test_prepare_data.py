@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -325,7 +326,9 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     make("a.jsonl")
     before = content("out")
     capsys.readouterr()
-    (here / "out" / "progress.json").write_text("{}")  # as a kill at the very end leaves it
+    with pytest.raises(errors.UserError, match="val_fraction"):
+        make("a.jsonl", out="unfinished", val_fraction=1e-9)
+    shutil.copy(here / "unfinished" / "progress.json", here / "out")  # as a kill at the very end leaves it
     make("a.jsonl")
     assert "already" in capsys.readouterr().out and content("out") == before
     for change in ({"tokenizer": "train:300"}, {"val_fraction": 0.3}, {"max_tokens": "100"}):
@@ -340,6 +343,190 @@ def test_a_finished_dataset_is_kept_and_another_is_refused(here, capsys):
     shutil.copy(make("a.jsonl", out="learned", tokenizer="train:300").directory / "tokenizer.json", "t.json")
     with pytest.raises(errors.UserError, match=r"own was made before t.json changed; choose another --out"):
         make("a.jsonl", out="own", tokenizer="t.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: edit("src/a.txt", "colour", "valour"), "source src: names or modification times"),
+        (lambda: os.rename("src/a.txt", "src/z.txt"), "source src: names or modification times"),
+        (lambda: edit("src/a.txt", "colour", "a colour"), "source src)"),
+        (lambda: {"shard_tokens": 1000}, "--shard_tokens)"),
+        (lambda: {"shard_tokens": 4000}, "--shard_tokens)"),
+        (lambda: {"val_fraction": "auto"}, "--val_fraction)"),
+        (lambda: os.remove("out/train_000001.bin"), "out has no train_000001.bin"),
+        (lambda: os.truncate("out/train_000001.bin", 2000), "out/train_000001.bin: its header implies"),
+        (lambda: os.remove("out/tokenizer.json"), "out has no tokenizer.json"),
+        (dict, ""),
+        (lambda: os.chmod("src/a.txt", 0o600), ""),
+    ],
+)
+def test_a_finished_dataset_is_this_one_only_if_the_command_would_make_it_again(here, capsys, change, message):
+    (here / "src").mkdir()
+    for name, word in (("a", "colour "), ("b", "harbour ")):
+        (here / "src" / f"{name}.txt").write_text(word * 500)
+    flags = dict(shard_tokens=2000, val_fraction=0.3)
+    make("src", **flags)
+    before = content("out")
+    flags |= change() or {}
+    with pytest.raises(UserError, match=re.escape(message)) if message else contextlib.nullcontext():
+        make("src", **flags)
+    assert ("already holds" in capsys.readouterr().out) == (message == "")
+    assert message.startswith("out") or content("out") == before
+    # A dataset of an earlier version does not say which files it was made from.
+    metadata = json.loads((here / "out" / "dataset.json").read_text())
+    del metadata["source"][0]["listing"]
+    (here / "out" / "dataset.json").write_text(json.dumps(metadata))
+    if message in ("", "source src: names or modification times"):
+        make("src", **flags)
+        assert "already holds" in capsys.readouterr().out
+
+
+def edit(path, old, new):
+    """Change a file, as an editor does."""
+    Path(path).write_text(Path(path).read_text().replace(old, new))
+
+
+def test_text_that_changes_under_an_unfinished_dataset_begins_it_again(here, capsys):
+    write_lines(here / "a.jsonl")
+    with pytest.raises(UserError, match="val_fraction"):
+        make("a.jsonl", val_fraction=1e-9)
+    edit("a.jsonl", "quick", "thick")
+    made = make("a.jsonl")
+    assert "starting out over: the unfinished dataset there has different sources" in capsys.readouterr().out
+    assert "thick" in "".join(made.documents("train")) and "quick" not in "".join(made.documents("train"))
+
+
+def stopped(monkeypatch, *sources, shards, **flags):
+    """Leave an unfinished dataset with so many shards, the last of which progress.json does not list."""
+    publish = files.publish_text
+
+    def stop(path, text):
+        if len(list(path.parent.glob("*_*.bin"))) >= shards:
+            raise KeyboardInterrupt
+        publish(path, text)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(files, "publish_text", stop)
+        make(*sources, **flags)
+
+
+def test_only_files_that_progress_json_lists_are_removed(here, monkeypatch, capsys):
+    write_lines(here / "a.jsonl")
+    stopped(monkeypatch, "a.jsonl", shards=4, shard_tokens=1000)
+    assert len(list((here / "out").glob("train_*.bin"))) > 2
+    others = {"pytorch_model.bin": "weights", "fineweb_train_000001.bin": "tokens", "train_000099.bin": "x", ".theirs.tmp": "y"}
+    for name, text in others.items():
+        (here / "out" / name).write_text(text)
+    made = make("a.jsonl", shard_tokens=50_000)
+    assert "starting out over" in capsys.readouterr().out
+    ours = {"dataset.json", "tokenizer.json", *(row["file"] for row in made.metadata["shards"])}
+    assert set(content("out")) == ours | set(others) and len(ours) == 4
+    assert all((here / "out" / name).read_text() == text for name, text in others.items())
+    stopped(monkeypatch, "a.jsonl", out="lost", shards=4, shard_tokens=1000)
+    (here / "lost" / "train_000001.bin").unlink()
+    make("a.jsonl", out="lost", shard_tokens=1000)
+    assert "starting lost over: lost has no train_000001.bin" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        *('{"downloaded": 3, "total": 9}', '{"request": "abc"}', '{"source": "x"}', "[]", "null", "", "{}", '{"request": {}}'),
+        '{"request": {"source": [], "tokenizer": "bytes", "shard_tokens": 9}, "splits": {}}',
+        "their shards",
+    ],
+)
+def test_another_programs_progress_json_does_not_make_a_folder_ours(here, monkeypatch, progress):
+    write_lines(here / "a.jsonl")
+    (here / "out").mkdir()
+    if progress == "their shards":
+        stopped(monkeypatch, "a.jsonl", out="unfinished", shards=3, shard_tokens=1000)
+        progress = (here / "unfinished" / "progress.json").read_text().replace("train_000000", "pytorch_model")
+    for name, text in {"progress.json": progress, "pytorch_model.bin": "weights", "fineweb_train_000001.bin": "tokens"}.items():
+        (here / "out" / name).write_text(text)
+    before = content("out")
+    with pytest.raises(
+        UserError, match=r"out/progress.json: .*; prepare_data.py did not write this file, so choose another --out"
+    ):
+        make("a.jsonl")
+    assert content("out") == before
+    (here / "out" / "dataset.json").write_text('{"source": "x"}')
+    with pytest.raises(UserError, match=r"out/dataset.json: "):
+        make("a.jsonl")
+
+
+def test_a_folder_is_taken_without_what_is_not_text_to_train_on(here, capsys):
+    rows = {"data/train-0.jsonl": "train", "data/test-0.jsonl": "held out", "test/a.txt": "held out", "notes.md": "train"}
+    rows |= {"README.md": "card", "deep/readme.txt": "card", "LICENSE.txt": "card", "tests_of/test_x.py": "train"}
+    rows |= {"._notes.md": "hidden", ".ipynb_checkpoints/notes.md": "hidden", "deep/.cache/x.jsonl": "hidden"}
+    for name, text in rows.items():
+        (here / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        line = f"{text} {name} " * 9
+        (here / "src" / name).write_text(json.dumps({"text": line}) + "\n" if name.endswith("jsonl") else line)
+    (here / "src" / "picture.png").write_bytes(b"x")
+
+    def words(*sources, out):
+        made = make(*sources, out=out, val_fraction=0.2)
+        text = "".join(made.documents("train") + made.documents("val"))
+        return {word for word in ("train", "held out", "card", "hidden") if f"{word} " in text}
+
+    assert words("src", out="folder") == {"train"}
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == (
+        "src: skipped 3 files named README or LICENSE, 1 file of other types, 2 files of validation or test data, "
+        "3 files with hidden names; to take any of them, name the files"
+    )
+    names = [f"src/{name}" for name in rows]
+    assert words(*names, out="named") == {"train", "held out", "card", "hidden"}
+    assert words("src/*.md", out="pattern") == {"train", "card"} and words("src/.*.md", out="dot") == {"hidden"}
+    capsys.readouterr()
+    assert words("src/*/*.jsonl", out="splits") == {"train", "held out"}
+    assert "warning: 1 of these files look like validation or test data, such as test-0.jsonl" in capsys.readouterr().out
+    assert words("src/test", "src/data/t*", out="only") == {"train", "held out"}  # no text would be left
+    os.rename("src/README.md", "only/README.md")
+    os.mkdir("docs")
+    os.rename("only/README.md", "docs/README.md")
+    assert words("docs", out="card") == {"card"}
+    assert words(f"file://{here}/src", out="url") == {"train"}
+
+
+def test_suffixes_in_capitals(here):
+    (here / "src").mkdir()
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in DOCUMENTS[:50])
+    (here / "src" / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
+    (here / "src" / "B.Txt").write_text(DOCUMENTS[51], newline="")
+    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS[52:]}), here / "src" / "C.Parquet")
+    made = make("src")
+    assert len(made.documents("train") + made.documents("val")) == 149
+    assert made.metadata["source"][0]["files"] == 3
+
+
+@pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="root can read everything")
+@pytest.mark.parametrize("source", ["src", "src/*/*.txt"])
+@pytest.mark.parametrize("closed", ["src/closed", "src/open/b.txt"])
+def test_what_cannot_be_read_is_named_before_any_work(here, source, closed):
+    for name in ("open/a", "open/b", "closed/c"):
+        (here / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "src" / f"{name}.txt").write_text("some text " * 30)
+    os.chmod(closed, 0)
+    drop = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-dac_override,-dac_read_search"]
+    command = [sys.executable, ROOT / "prepare_data.py", source, "--out=out", "--tokenizer=bytes"]
+    try:
+        done = execute([*(drop if os.getuid() == 0 else []), *command], 2, cwd=here, fork=False)
+    finally:
+        os.chmod(closed, 0o755)
+    assert re.fullmatch(rf"error: .*{closed}.*\n", done.stderr) and not (here / "out").exists()
+
+
+def test_a_pipe_or_a_link_to_nothing_is_named(here):
+    write_lines(here / "a.jsonl")
+    for number, create in enumerate((os.mkfifo, lambda path: os.symlink("nothing", path))):
+        os.mkdir(f"src{number}")
+        shutil.copy("a.jsonl", f"src{number}")
+        create(f"src{number}/b.txt")
+        with pytest.raises(UserError, match=f"src{number}/b.txt cannot be read"):
+            make(f"src{number}")
 
 
 def test_the_command_says_what_it_left_out_and_what_each_split_got(here, capsys):
@@ -390,9 +577,25 @@ def test_sources_may_stand_before_between_and_behind_flags():
 
 def test_two_processes_do_not_write_one_dataset(here):
     write_lines(here / "a.jsonl")
-    with files.held(here / "out"), pytest.raises(UserError, match="out is in use by another process"):
-        make("a.jsonl")
+    with files.held(here / "out"):
+        for _ in range(2):  # a start that is refused leaves the folder alone, also while it is empty
+            with pytest.raises(UserError, match="out is in use by another process"):
+                make("a.jsonl")
+        assert (here / "out").is_dir()
     assert not (here / "out").exists()
+    real = files.lock
+
+    def lock(descriptor):  # the process that held the folder removes it at the last moment
+        if (here / "out").exists() and not removed:
+            (here / "out").rmdir()
+            removed.append(True)
+        return real(descriptor)
+
+    removed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "lock", lock)
+        with files.held(here / "out"), pytest.raises(UserError, match="in use"):
+            make("a.jsonl")
     make("a.jsonl")
 
 

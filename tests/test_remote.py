@@ -216,19 +216,25 @@ def test_a_finished_dataset_needs_no_network(hub, tmp_path):
     [
         ("/data/train-*", ["train-0.jsonl", "train-1.jsonl"]),
         ("/data/*-[01].jsonl", ["test-0.jsonl", "train-0.jsonl", "train-1.jsonl"]),
-        ("/d*a", ["test-0.jsonl", "train-0.jsonl", "train-1.jsonl"]),
+        ("/d*a", ["train-0.jsonl", "train-1.jsonl"]),
         ("/*.md", ["README.md"]),
         ("/data/train-0.jsonl", ["train-0.jsonl"]),
-        ("", ["data/test-0.jsonl", "data/train-0.jsonl", "data/train-1.jsonl", "zoo/deep/more.jsonl"]),
+        ("/data/t[e]st*", ["test-0.jsonl"]),
+        ("", ["data/train-0.jsonl", "data/train-1.jsonl", "zoo/deep/more.jsonl"]),
     ],
 )
-def test_a_pattern_takes_some_of_the_files_and_what_is_for_tests_is_named(hub, tmp_path, pattern, files):
+def test_a_pattern_takes_some_of_the_files_and_a_folder_is_taken_without_those_for_tests(hub, tmp_path, pattern, files):
     lines = {name: json.dumps({"text": f"{name} {'x' * 200}"}).encode() + b"\n" for name in ("test-0", "train-0", "train-1")}
     split = {f"data/{name}.jsonl": line for name, line in lines.items()}
-    hub.commit_files("owner/split", split | {"zoo/deep/more.jsonl": lines["train-0"], "README.md": b"documentation" * 9})
+    hub.commit_files(
+        "owner/split",
+        split | {"zoo/deep/more.jsonl": lines["train-0"], ".cache/a.jsonl": b"{}", "README.md": b"documentation" * 9},
+    )
     out, _ = prepare(tmp_path, f"hf://datasets/owner/split{pattern}")
     assert f": {len(files)} file{'s' * (len(files) > 1)}, 0.0 MB ({' to '.join(dict.fromkeys([files[0], files[-1]]))})\n" in out
-    assert ("1 of these files look like validation or test data" in out) == ("test-0" in files[0])
+    assert ("1 of these files look like validation or test data" in out) == ("test-0" in files[0] and len(files) > 1)
+    skipped = "skipped 1 file of other types, 1 file of validation or test data, 1 file with hidden names; to take any"
+    assert (skipped in out) == (pattern == "") and ("1 file of validation" in out) == (pattern in ("", "/d*a"))
 
 
 def test_two_commits_and_overlapping_sources_are_read_once_each(hub, tmp_path):
