@@ -2,9 +2,10 @@
 
 The train shards of a dataset form one stream of N tokens, which has n = (N - 1) // T windows. Window i is tokens [iT, iT + T]:
 T inputs, and T targets shifted by one. Sequence k of a dataset belongs to epoch k // n, and is window permute(k mod n) there.
-In a mixture, every block of 4,096 sequences contains each dataset's share, in shuffled order. A phase changes the shares from a
-given step on, and each dataset carries on with its next sequence. All of this is a pure function of (seed, sequence). So a run
-need not save its position in the data, and a step sees the same tokens on any number of ranks.
+In a mixture, every block of 4,096 sequences contains each dataset's share, in shuffled order, and each dataset has its own
+permutation. A phase changes the shares from a given step on, and each dataset carries on with its next sequence. All of this is
+a pure function of (seed, sequence). So a run need not save its position in the data, and a step sees the same tokens on any
+number of ranks.
 """
 
 import bisect
@@ -96,10 +97,18 @@ class Mixture:
     @property
     def identity(self) -> str:
         """The sha256 of the contents and shares of --tokens, followed by ` STEP:SHA256` for each later phase."""
+        return self._identity([dataset.identity for dataset in self.datasets])
+
+    def translate(self, recorded: str) -> str:
+        """Return an identity that a run recorded in today's form. Parts of it that are not of this mixture stay as they are."""
+        earlier = self._identity([dataset.earlier_identity or dataset.identity for dataset in self.datasets])
+        today = dict(zip(earlier.split(), self.identity.split(), strict=True))
+        return " ".join(today.get(part, part) for part in recorded.split())
+
+    def _identity(self, identities: list[str]) -> str:
         # Hash shares in units of 1/2^24, so that runs from versions with finer shares can continue if their shares are equal.
         first, *later = (
-            [(i, self.datasets[i].identity, share * 4096) for i, share in enumerate(shares) if share]
-            for _, shares in self.phases
+            [(i, identities[i], share * 4096) for i, share in enumerate(shares) if share] for _, shares in self.phases
         )
         tokens = first[0][1] if len(first) == 1 else digest([part[1:] for part in first])
         return " ".join([tokens, *(f"{step}:{digest(parts)}" for (step, _), parts in zip(self.phases[1:], later, strict=True))])
@@ -231,9 +240,9 @@ def permute(index: np.ndarray, n: int, *key: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)  # one or two blocks per dataset of a mixture
-def permuted_block(block: int, n: int, seed: int, epoch: int) -> np.ndarray:
+def permuted_block(block: int, n: int, *key: int) -> np.ndarray:
     """Return `permute` of a block of indices, from BLOCK * block on, because in numpy thousands cost hardly more than ten."""
-    return permute(np.arange(block * BLOCK, min(n, (block + 1) * BLOCK)), n, seed, epoch)
+    return permute(np.arange(block * BLOCK, min(n, (block + 1) * BLOCK)), n, *key)
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
@@ -261,6 +270,7 @@ class Batches:
     seed: int
     shuffled: bool = True
     skipped: tuple[int, ...] = ()  # batches that no step uses, in ascending order
+    own_orders: bool = False  # whether each dataset has its own shuffle; otherwise, datasets of equal length share one
 
     def __post_init__(self):
         for stream in self.streams:
@@ -301,10 +311,12 @@ class Batches:
         n = self.streams[dataset].num_windows(self.seq_len)
         if not self.shuffled:
             return np.arange(first, first + count) % n
+        # The first dataset has the same shuffle either way, and so has a dataset alone.
+        own = (0, dataset) if self.own_orders and dataset > 0 else ()
         parts, end = [], first + count
         while first < end:
             epoch, index = divmod(first, n)
-            parts.append(permuted_block(index // BLOCK, n, self.seed, epoch)[index % BLOCK :][: end - first])
+            parts.append(permuted_block(index // BLOCK, n, self.seed, epoch, *own)[index % BLOCK :][: end - first])
             first += len(parts[-1])
         return np.concatenate(parts)
 
@@ -340,7 +352,7 @@ def make_batches(config: Config, mixture: Mixture) -> Batches:
     for stream in mixture.streams("val"):
         stream.check_length(config.model.seq_len, "validation")
     sizes = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
-    order = config.run.seed, config.data.order == "shuffled", config.skipped_batches
+    order = config.run.seed, config.data.order == "shuffled", config.skipped_batches, config.data.mixture_order == "own"
     return Batches(mixture.streams("train"), mixture.phases, *sizes, *order)
 
 

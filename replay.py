@@ -180,13 +180,13 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
         raise CannotReplay(f"{computed}, and its bits depend on their number; use {command.again(era['world_size'], 0)}")
     dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
-    if data.mixtures_seen(dataset.identity, step) != data.mixtures_seen(state.dataset, step):
+    if data.mixtures_seen(dataset.identity, step) != data.mixtures_seen(dataset.translate(state.dataset), step):
         problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
         raise UserError(f"{problem}; set --tokens to the current location of the tokens (for a mixture, with weights)")
     earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]
     path = path or next((path for path in reversed(earlier) if retention.find_damage(path) is None), None)
     if path:
-        start = lookup.Start(checkpoint.load_state(path), path)
+        start = lookup.Start(checkpoint.load_state(path, dataset), path)
     else:
         began = settings.from_record(state.history[0]["settings"], str(directory))
         start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it first started

@@ -55,6 +55,9 @@ class DataConfig:
     Several phases go in one list, such as 8000:tokens/web,9000:tokens/math. A run that continues may add future phases."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows within an epoch."""
+    mixture_order: Literal["auto", "own", "shared"] = "auto"
+    """own: each dataset of a mixture has its own shuffle. shared: datasets of the same length have the same one, as in earlier
+    versions. auto: as the run began; own for a new run."""
     skip_steps: str = ""
     """Skip the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
     attend: Literal["window", "document"] = "window"
@@ -327,12 +330,15 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
         content = tomllib.loads(files.read_text(path, 1 << 20))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a valid TOML preset: {error}") from None
-    values, before = {}, content.pop("asked") if isinstance(content.get("asked"), dict) else {}
+    of_run = isinstance(content.get("asked"), dict)  # as written by `dumps`
+    values, before = {}, content.pop("asked") if of_run else {}
     for table, keys in content.items():
         for key, value in keys.items() if isinstance(keys, dict) else [(table, keys)]:
             if key in values:
                 raise UserError(f"{path}: {key} is set twice; keep one")
             values[key] = ",".join(map(str, value)) if key in ("tokens", "phase") and isinstance(value, list) else value
+    if of_run:
+        values.setdefault("mixture_order", "shared")  # so repeating a run of an earlier version gives the same run
     return values | (before if asked else {})
 
 

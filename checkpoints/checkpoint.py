@@ -97,11 +97,16 @@ def versions(config: Config, own: torch.device) -> dict[str, str]:
     return packages | {"hardware": device.describe(own)}
 
 
-def load_state(directory: Path) -> TrainState:
-    """Return the trainer state of an intact checkpoint. Raises UserError."""
+def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
+    """Return the trainer state of an intact checkpoint. dataset: to recognize data by an earlier identity. Raises UserError."""
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
+    for record in (state.settings, *(era["settings"] for era in state.history)):
+        if record:  # earlier versions shuffled all datasets of a mixture with the same key
+            record.setdefault("mixture_order", "shared")
     settings.from_record(state.settings, str(path))
+    if dataset:
+        state.dataset = dataset.translate(state.dataset)
     return state
 
 

@@ -22,7 +22,7 @@ from settings import Config, ModelConfig
 # Settings that a run can never change, because they determine what the weights mean and which tokens a step sees. A new run
 # that starts from a checkpoint with optimizer state need only keep OF_WEIGHTS.
 OF_WEIGHTS = [*cli.flat_fields(ModelConfig), "optimizer"]
-FIXED = [*OF_WEIGHTS, "order", "attend", "seed", "tokens_per_update"]
+FIXED = [*OF_WEIGHTS, "order", "mixture_order", "attend", "seed", "tokens_per_update"]
 SILENT = {"name", "out_dir", "resume", "tokens", "phase", "prepare_command"}  # may change without a note
 LINKS = ("best", "latest")  # in a run's checkpoints/
 NO_URL = "for a model on the Hub, use OWNER/NAME; train.py --mirror=URL continues a run from a store"
@@ -217,11 +217,11 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         kept = " with the run's own settings, except for your flags" * (run / "config.toml").exists()
         notes = [f"--resume={resume} is ignored: this run already has checkpoints"] if resume != "auto" else []
         notes += [f"warning: {line}" for line in damaged]
-        return Start(load_state(path), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
+        return Start(load_state(path, dataset), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
         unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
-        return Start(load_state(path), path, notes=[*notes, f"starting from {path}", *unchecked])
+        return Start(load_state(path, dataset), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"

@@ -45,6 +45,8 @@ def check(directory: Path, spec: str = "") -> None:
         beginning = stream.read(0, SHOWN_TOKENS) if len(stream) else np.empty(0, np.int64)
         shown = repr(tokenizer.decode(beginning)) if tokenizer else str(beginning.tolist())
         lines += [describe(split, records), f"  {shown[:SHOWN_CHARACTERS]}"]
+    if not own:
+        lines.append("checked sizes and token ids; another tool's tokens have no sha256 to compare with")
     say("\n".join([*lines, "every shard is intact" + " and matches its sha256" * own]))
 
 

@@ -29,6 +29,7 @@ MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 GPT2_VOCAB_SIZE, GPT2_PADDED = 50257, 50304
 RESTORE = "restore the file, then run the same command to continue"
 SCAN_TOKENS = 1 << 22  # how many of a split's ids to check when it is opened
+SAMPLES, SAMPLE_BYTES = 16, 1 << 15  # blocks of a foreign file that identify it, and the size of each
 
 
 class Source(TypedDict, total=False):
@@ -246,9 +247,10 @@ class Dataset:
     eot_token: int | None  # the token between documents, or None if unknown
     tokenizer: Path | None  # the tokenizer.json, if it exists
     splits: dict[str, Stream]  # "train" and "val"
-    identity: str  # sha256 of the shards' contents, or of the names and sizes of foreign files
+    identity: str  # sha256 of the shards' recorded sha256, or of the names, sizes and samples of foreign files
     bytes_of_text: dict[str, int] = field(default_factory=dict)  # size of each split's text, if known
     remark: str = ""  # assumptions about foreign files
+    earlier_identity: str = ""  # if it differs: the identity in runs of earlier versions, which took no samples
 
     @functools.cached_property
     def tokenizer_sha256(self) -> str | None:
@@ -358,8 +360,23 @@ def _open_foreign(directory: Path, vocab_size: int) -> Dataset:
         maker = shlex.join(["python", "tools/char_tokenizer.py", f"{directory}/input.txt"])
         made = f": {maker}" if characters else ", such as --tokenizer=gpt2"
         remark += f"; sample.py will need the tokenizer of these tokens{made}"
-    sizes = [(str(path.relative_to(directory)), path.stat().st_size) for paths in names.values() for path in paths]
-    return Dataset(directory, vocab_size, eot_token, tokenizer, splits, digest(sizes), remark=remark)
+    paths = [path for found in names.values() for path in found]
+    sizes = [(str(path.relative_to(directory)), path.stat().st_size) for path in paths]
+    identity = digest([[*size, sample_sha256(path)] for size, path in zip(sizes, paths, strict=True)])
+    return Dataset(directory, vocab_size, eot_token, tokenizer, splits, identity, {}, remark, digest(sizes))
+
+
+def sample_sha256(path: Path) -> str:
+    """Return the sha256 of SAMPLES blocks of a file, from its beginning to its end. A small file is hashed completely.
+
+    Foreign files have no sha256 to compare with, and to hash them all would delay every start by minutes.
+    """
+    found, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        for i in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+            found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def _foreign_files(directory: Path, split: str) -> list[Path]:

@@ -29,8 +29,8 @@ class Machines:
 def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict) -> Config:
     """Resolve every `auto` in `config`. Raises UserError if settings conflict.
 
-    previous: the run's settings so far, and its world_size. The run keeps its precision, micro-batch size, warmup and
-    --compile, because its bits depend on them.
+    previous: the run's settings so far, and its world_size. The run keeps its precision, micro-batch size, warmup, order of a
+    mixture and --compile, because its bits depend on them.
     """
     config = for_portable(config, machines.ranks)
     train, optim, model = config.train, config.optim, settings.resolve_model(config.model, vocab_size)
@@ -47,6 +47,8 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
         optim = dataclasses.replace(optim, warmup_steps=warmup)
     config = dataclasses.replace(config, model=model, optim=settings.resolve_schedule(optim, train.steps))
     config = settings.replace(config, device=machines.device, threads=machines.threads, **chosen)
+    if config.data.mixture_order == "auto":
+        config = settings.replace(config, mixture_order=previous.get("mixture_order", "own"))
     alike = config.parallel.strategy == kept.get("strategy") == "fsdp" and machines.ranks == kept.get("world_size")
     if config.parallel.shard_gradients == "auto" and alike:  # with other ranks, the bits differ anyway
         config = settings.replace(config, shard_gradients=kept["shard_gradients"])

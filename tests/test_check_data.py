@@ -89,6 +89,7 @@ def test_tokens_of_another_tool_are_described(tmp_path, kind):
     out = run("--check", folder)
     assert "train: 1 shard, 2,000 tokens, 2 documents\n  [50256, " in out
     assert "val: 1 shard, 1,000 tokens, 3 documents\n" in out and "every shard is intact\n" in out
+    assert "checked sizes and token ids; another tool's tokens have no sha256 to compare with\n" in out
 
 
 def test_tokens_of_another_tool_are_decoded_by_a_tokenizer_that_is_named(tmp_path):

@@ -168,6 +168,25 @@ def test_foreign_directories_are_read_without_conversion(tmp_path, kind):
     assert dataset.vocab_size == 50257 and dataset.bits_per_byte(1.0) is None
 
 
+def test_foreign_tokens_are_known_by_samples_of_their_content(tmp_path):
+    tokens = np.random.default_rng(1).integers(0, 50257, 3000).astype(np.uint16)
+    folder = foreign_tokens(tmp_path / "other", "nanoGPT", tokens)
+    before, identities = open_dataset(folder), set()
+    sizes = [("train.bin", 4000), ("val.bin", 2000)]
+    assert before.earlier_identity == hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+    for place in (0, 1999, 1234, 2500):
+        tokens[place] ^= 1
+        shutil.rmtree(folder)
+        changed = open_dataset(foreign_tokens(folder, "nanoGPT", tokens))
+        assert changed.earlier_identity == before.earlier_identity
+        identities.add(changed.identity)
+    assert len(identities | {before.identity}) == 5
+    mixture, old = opened(str(folder), f"7:{folder}"), changed.earlier_identity
+    later = hashlib.sha256(json.dumps([[0, old, 4096 * 4096]]).encode()).hexdigest()
+    assert mixture.translate(f"{old} 7:{later}") == mixture.identity and mixture.translate(old) == changed.identity
+    assert mixture.translate(f"another 7:{later}").split()[0] == "another" and mixture.translate("") == ""
+
+
 def test_llm_c_names_of_a_single_shard_are_read(tmp_path):
     tokens = np.random.default_rng(1).integers(0, 50257, 3000).astype(np.uint16)
     for split, part in (("train", tokens[:2000]), ("val", tokens[2000:])):
@@ -368,6 +387,21 @@ def test_mixtures_of_whole_shares_keep_the_order_of_earlier_versions():
         batches = data.Batches(streams, ((0, shares),), 64, 48, 4, seed=1337)
         order = [np.stack(batches.sequences(first, 100)).tobytes() for first in (0, 4090, 10**7)]
         assert hashlib.sha256(b"".join(order)).hexdigest()[:16] == wanted
+
+
+def test_datasets_of_equal_length_have_their_own_orders_but_in_runs_of_earlier_versions():
+    streams, phases = [stream_of([5000])] * 3, ((0, weights(1, 1, 1)),)
+    shared, own = (data.Batches(streams, phases, 4, 8, 1, seed=1, own_orders=own) for own in (False, True))
+    n = streams[0].num_windows(4)
+    for epoch in (0, 1):
+        before, after = ([batches.windows(i, epoch * n, n) for i in range(3)] for batches in (shared, own))
+        assert all(np.array_equal(before[0], other) for other in (before[1], before[2], after[0]))
+        for i in range(3):
+            assert sorted(after[i].tolist()) == list(range(n))
+            assert all((after[i] == after[j]).mean() < 0.01 for j in range(i))
+    assert np.array_equal(shared.sequences(0, 999)[0], own.sequences(0, 999)[0])  # which dataset comes next
+    alone = [data.Batches(streams[:1], ONE, 4, 8, 1, seed=1, own_orders=own) for own in (False, True)]
+    assert np.array_equal(*(batches.windows(0, 0, 2 * n) for batches in alone))
 
 
 def test_any_sequence_of_an_enormous_run_is_reached_at_once():

@@ -10,6 +10,7 @@ import pytest
 import data
 import machine
 import settings
+from checkpoints import retention
 from common.errors import UserError
 from conftest import ROOT, execute
 
@@ -172,3 +173,40 @@ def test_a_decay_on_another_mixture_has_the_bits_of_the_run_that_had_planned_bot
     before, *_, after = [record["epochs/tests"] for record in train.metrics("planned", "epochs/tests")[9:]]
     assert float(re.search(r"epochs of tests +(\S+)", table)[1]) == pytest.approx(after - before, abs=0.01)
     assert train.metrics("annealed", "epochs/tests") == train.metrics("planned", "epochs/tests")[10:]
+
+
+def as_an_earlier_version_left_it(run):
+    """Remove the setting --mixture_order from a run's records."""
+    path = run / "config.toml"
+    path.write_text(re.sub("mixture_order = .*\n", "", path.read_text()))
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        for record in (state["settings"], *(era["settings"] for era in state["history"])):
+            del record["mixture_order"]
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        (checkpoint / retention.MANIFEST).unlink()
+        retention.write_manifest(checkpoint)
+
+
+def test_a_run_of_an_earlier_version_keeps_its_order(train, mixture):
+    flags = dict(FLAGS, tokens=mixture, schedule="constant", eval_every=0, save_every=3, keep_last=0)
+    train("old", **flags, steps=6, mixture_order="shared")
+    train("new", **flags, steps=6)
+    assert train.metrics("old", "loss") != train.metrics("new", "loss")
+    assert train.state("new")["settings"]["mixture_order"] == "own"
+    train("undisturbed", **flags, steps=9, mixture_order="shared")
+    as_an_earlier_version_left_it(train.runs / "old")
+    repeated = [sys.executable, "train.py", train.runs / "old" / "config.toml"]
+    execute([*repeated, "--name=repeated"])
+    train.assert_same("repeated", "old")
+    trunk = train.runs / "old" / "checkpoints" / "step-00000003"
+    train("branch", **flags, steps=9, resume=trunk)
+    assert train.metrics("branch", "loss") == train.metrics("undisturbed", "loss")[3:]
+    (train.runs / "old" / "config.toml").unlink()  # as on an empty disk that a mirror fills
+    refused = train("old", **flags, steps=9, mixture_order="own", status=2).stderr
+    assert refused.startswith("error: --mixture_order=own, but the checkpoint used shared")
+    train("old", **flags, steps=9)
+    train.assert_same("old", "undisturbed")
+    for step in (5, 8):
+        assert "bit for bit" in execute([sys.executable, "replay.py", train.runs / "old", f"--step={step}"]).stdout
+    assert "DOES NOT" not in execute([sys.executable, "replay.py", train.runs / "old", "--verify"]).stdout
