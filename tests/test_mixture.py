@@ -206,7 +206,8 @@ def test_a_run_of_an_earlier_version_keeps_its_order(train, mixture):
     refused = train("old", **flags, steps=9, mixture_order="own", status=2).stderr
     assert refused.startswith("error: --mixture_order=own, but the checkpoint used shared")
     train("old", **flags, steps=9)
-    train.assert_same("old", "undisturbed")
+    assert train.metrics("old", "loss") == train.metrics("undisturbed", "loss")
+    assert train.files("old") == train.files("undisturbed")
     for step in (5, 8):
         assert "bit for bit" in execute([sys.executable, "replay.py", train.runs / "old", f"--step={step}"]).stdout
     assert "DOES NOT" not in execute([sys.executable, "replay.py", train.runs / "old", "--verify"]).stdout
