@@ -99,3 +99,9 @@ def test_ranks_compute_the_matrices_of_a_shape_while_they_send_those_of_the_one_
     assert did == [sent[0], sent[1], received[0], sent[2], received[1], received[2]]
     for weight in weights:
         torch.testing.assert_close(weight.data, torch.full_like(weight, -0.2 * 0.1 * max(weight.shape) ** 0.5))
+
+
+def test_each_setting_reaches_its_optimizer():
+    config = settings.OptimConfig(optimizer="muon", beta1=0.7, beta2=0.8, momentum=0.6, muon_dtype="float32")
+    adamw, muon = optim.build({"blocks.0": nn.Parameter(torch.ones(2, 2)), "norm": nn.Parameter(torch.ones(2))}, config).parts
+    assert (adamw.betas, muon.momentum, muon.dtype) == ((0.7, 0.8), 0.6, torch.float32)

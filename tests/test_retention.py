@@ -1,5 +1,6 @@
 """Which checkpoints stay: whatever is damaged, killed or put there, the program never removes the newest intact one."""
 
+import math
 import os
 import shutil
 import signal
@@ -73,6 +74,13 @@ def test_the_best_stays_until_a_better_one_is_there(tmp_path, monkeypatch):
     writing.set()
     run.checkpoints.finish(run.state)
     assert os.readlink(tmp_path / "best") == "step-00000004" and not (tmp_path / "step-00000001").exists()
+
+
+def test_of_equal_losses_the_first_is_the_best_and_one_that_is_not_finite_never_is(tmp_path):
+    run = Miniature(tmp_path, keep_last=1, keep_best=1)
+    for step, loss in ((1, math.nan), (2, 2.0), (3, 2.0), (4, math.inf)):
+        assert run.save(step, loss)
+    assert os.readlink(tmp_path / "best") == "step-00000002" and run.state.best == [(2.0, 2)]
 
 
 def test_older_checkpoints_are_verified_while_training_goes_on(tmp_path, monkeypatch):

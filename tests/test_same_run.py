@@ -1,5 +1,6 @@
 """The same run: bit for bit under `exact` whatever the number of ranks, and for every strategy however often it is killed."""
 
+import contextlib
 import functools
 import os
 import random
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from checkpoints import retention
+from common.errors import RunError
 from conftest import STRATEGIES, before_update, damage, wait_for
-from parallel.exact import LIMIT, SCALE, add_fixed_point, mean_from_fixed_point, raise_largest
+from parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
 
@@ -100,6 +102,7 @@ def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, str
     train.kill("parts", saved.exists, **flags)
     train("parts", **flags)
     train.assert_same("parts", "whole")
+    assert train.state("parts")["best"] == train.state("whole")["best"]
 
 
 HUGE = """
@@ -113,9 +116,11 @@ model.GPT = Huge
 
 def test_exact_reports_an_overflow_with_the_name_of_the_parameter(train):
     # 12 micro-batches: a gradient of LIMIT / 12 is the first that is refused
-    largest = torch.zeros(())
-    raise_largest(largest, torch.tensor([-LIMIT / 12]))
-    assert largest >= LIMIT / 12
+    for gradient, refused in ((LIMIT / 12 - 1, False), (-LIMIT / 12, True)):
+        model = Exact(torch.nn.Linear(1, 1, bias=False), micro_batches=12)
+        with pytest.raises(RunError) if refused else contextlib.nullcontext():
+            model(torch.tensor([[gradient]])).backward()
+        assert refused or model.module.weight.grad == pytest.approx(gradient / 12)
     done = train.changed(HUGE, "huge", 2, status=1, **dict(EXACT, steps=2))
     assert re.search(r"error: a gradient of [a-z0-9_.]+weight has reached .* --strategy=exact", done.stderr), done.stderr
 
@@ -265,6 +270,7 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train)
 def test_replicas_that_drift_apart_end_the_run_with_the_tensors_name(train, ranks, drifting, message):
     weight = "run.engine.module.blocks[1].mlp.down.weight.data.view(-1)[5]"
     drift = before_update(3, f"os.environ['RANK'] == '{drifting}' and {weight}.add_(1e-7)")
-    done = train.changed(drift, "drift", ranks, status=1, check_replicas_every=2)
+    done = train.changed(drift, "drift", ranks, status=1, check_replicas_every=2, save_every=2)
+    assert train.state("drift")["step"] == 2  # wrong weights are not saved
     assert f"blocks.1.mlp.down.weight {message}" in done.stderr
     assert "step      5/20" not in done.stdout

@@ -102,6 +102,8 @@ def test_a_run_that_fails_says_why(train):
     found = status(train.runs / "crashed")
     assert (found["state"], found["status"], found["reason"]) == ("failed", 1, "ZeroDivisionError: in the model")
     assert found["step"] == 3 and found["next"].startswith("python ")
+    train.changed("train.validate = lambda run: 1 / 0", "unevaluated", status=1)
+    assert train.state("unevaluated")["step"] == 5  # which was saved before it was evaluated
     change = before_update(2, "run.state.step = 20; train.validate = lambda run: setattr(run, 'val_loss', float('nan'))")
     train.changed(change, "useless", status=1)
     assert "ended at step 21 with a non-finite loss" in status(train.runs / "useless")["reason"]

@@ -144,7 +144,8 @@ def test_compile_without_a_compiler_falls_back_with_one_warning(train):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mixed_precision_stays_near_float32(train, shared, dtype):
     train("mixed", dtype=dtype)
-    wanted = shared.metrics("plain")[-1]["val_loss"]
+    first, wanted = shared.metrics("plain")[0], shared.metrics("plain")[-1]["val_loss"]
+    assert train.metrics("mixed")[0]["grad_norm"] == pytest.approx(first["grad_norm"], rel=0.05)
     assert train.metrics("mixed")[-1]["val_loss"] == pytest.approx(wanted, abs=0.05)
     assert {t.dtype for t in train.weights("mixed").values()} == {torch.float32}
 
