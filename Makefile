@@ -16,11 +16,11 @@ same: setup
 	$(BIN)/python bench/same.py
 
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -E -m pytest -m "not slow"
 
 # Including the tests that take minutes: many strategies and ranks, small benchmarks.
 test-all: .venv/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -E -m pytest
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -39,8 +40,18 @@ def prepare_to_fork() -> None:
 
 
 def free_port() -> int:
-    """Return a port of this process's own, outside the range from which the system takes ports for connections."""
-    return 12000 + os.getpid() % 20000
+    """Return a port on which nobody listens, outside the range from which the system takes ports for connections.
+
+    Each process begins its search elsewhere, because the port stays free until its user listens on it.
+    """
+    number = os.getpid()
+    while True:
+        port = 12000 + number % 20000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does, so earlier connections don't count
+            probe.bind(("", port))
+            return port
+        number += 997
 
 
 def fork_ranks(ranks: int, work: Callable[[], int], new_group: bool = False) -> list[int]:

@@ -3,16 +3,28 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import get_args
 
+# No variable of the shell that the tests start in may change their outcome, whatever program reads it. What remains finds
+# programs, libraries, compilers, GPUs and folders, or is pytest's own.
+KEPT = r"PATH|HOME|USER|TMPDIR|TEMP|TMP|PYENV_\w+|CONDA_\w+|NIX_\w+|PYTEST_\w+|LD_\w+|DYLD_\w+"
+KEPT += r"|CC|CXX|\w*CPATH|\w*INCLUDE_PATH|LIBRARY_PATH|SDKROOT|CUDA_HOME|CUDA_PATH|CUDA_VISIBLE_DEVICES|LLAMA_CPP"
+for variable in [name for name in os.environ if not re.fullmatch(KEPT, name)]:
+    del os.environ[variable]
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one test a core, and no thread before a fork
 os.environ["COLUMNS"] = "80"  # of --help
+os.environ["LC_ALL"] = "C.UTF-8"
+if sys.warnoptions:  # from PYTHONWARNINGS; the processes that tests start would inherit them
+    sys.warnoptions.clear()
+    warnings.resetwarnings()
 
 import hypothesis
 import numpy as np
@@ -32,6 +44,7 @@ from forks import free_port
 from machine import ROOT, damage  # noqa: F401  for tests
 from model import initial_weights
 
+PATIENCE = 300  # seconds for what takes a few on an idle machine; a test that reaches them hangs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
 hypothesis.settings.load_profile("ci")  # the same examples every time, without a deadline
 STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
@@ -66,6 +79,17 @@ def update(run, *args, original=train.update):
 train.update = update
 """
 
+KILLED = """
+import time
+def update(run, *args, original=train.update):
+    while run.state.step == {step} and run.world.is_master:
+        if (run.checkpoints.directory / "latest").exists():
+            os.killpg(0, 9)
+        time.sleep(0.01)
+    return original(run, *args)
+train.update = update
+"""
+
 
 def pytest_collection_modifyitems(items):
     """Begin with the files that take minutes: one that began last would keep a single core busy at the end."""
@@ -74,17 +98,23 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
+def pytest_runtest_logreport(report):
+    """Name a failure when it happens. The tracebacks come at the end."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)
+
+
 def before_update(step, code):
     """A change: the statement `code` runs before the update that follows `step`."""
     return BEFORE_UPDATE.format(step=step, code=code)
 
 
 def environment(**more):
-    """This process's environment variables and `more`, without those that another torchrun or a test has left."""
-    return machine.environment(WANDB_SILENT="true", **more)
+    """This process's environment variables, of which most are gone (see KEPT), and `more`."""
+    return machine.environment(WANDB_SILENT="true", WANDB__SERVICE_WAIT=str(PATIENCE), **more)
 
 
-def execute(command, status=0, env=None, cwd=ROOT, timeout=120, fork=True):
+def execute(command, status=0, env=None, cwd=ROOT, timeout=PATIENCE, fork=True):
     """Run a command to its end, as from a shell. The exit status must be `status`.
 
     fork: `python SCRIPT` is forked from a process that has imported torch.
@@ -101,7 +131,7 @@ def execute(command, status=0, env=None, cwd=ROOT, timeout=120, fork=True):
     return done
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=PATIENCE):
     """Poll until `condition()` holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -113,7 +143,7 @@ class Trainer:
     """Runs train.py on the tiny dataset with its runs in one folder."""
 
     def __init__(self, tokens: Path, runs: Path):
-        self.tokens, self.runs, self.started = tokens, runs, 0
+        self.tokens, self.runs, self.started, self.port = tokens, runs, 0, free_port()
 
     def arguments(self, name, script="train.py", **flags):
         """The script and its flags."""
@@ -133,20 +163,13 @@ class Trainer:
     def __call__(self, name, ranks=1, status=0, env=None, **flags):
         """Start, and wait for the end. The exit status must be `status`."""
         process = self.start(name, ranks, env, **flags)
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == status, f"exit {process.returncode}\n{stdout}\n{stderr}"
         return subprocess.CompletedProcess(process, status, stdout, stderr)
 
-    def kill(self, name, when, ranks=1, number=signal.SIGKILL, **flags):
-        """Start, and signal all processes once the text `when` is in train.log, or `when()` holds. Returns the exit status."""
-        process = self.start(name, ranks, **flags)
-        reached = when if callable(when) else lambda: when in self.log(name)
-        wait_for(lambda: reached() or process.poll() is not None)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        process.communicate(timeout=60)
-        assert process.returncode, "the run ended before it was signaled"
-        return process.returncode
+    def kill(self, name, step, ranks=1, **flags):
+        """Train, and kill all processes before the update that follows `step`, once there is a checkpoint to continue from."""
+        self.changed(KILLED.format(step=step), name, ranks, status=-signal.SIGKILL, **flags)
 
     def torchrun(self, name, ranks, launcher=(), **flags):
         """Start in the background under a real torchrun, in a new process group."""
@@ -154,7 +177,7 @@ class Trainer:
 
     def node(self, name, options, env=None, **flags):
         """Start one of several torchruns on this machine, with one rank. options: torchrun's."""
-        place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *place, *options]
         return self.background([*torchrun, *self.arguments(name, **flags)], env)
 

@@ -19,7 +19,7 @@ from conftest import execute, fake_checkpoint
 
 def run(script, out, result, case="", **flags):
     """Run a benchmark to its end. Returns its output and the JSON it wrote."""
-    done = execute([sys.executable, *machine.arguments(f"bench/{script}.py", case, out=out, **flags)], timeout=300, fork=False)
+    done = execute([sys.executable, *machine.arguments(f"bench/{script}.py", case, out=out, **flags)], fork=False)
     return done.stdout, json.loads((out / f"{result}.json").read_text())
 
 

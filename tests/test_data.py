@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import data
 from common.errors import RunError, UserError
-from conftest import foreign_tokens, wait_for
+from conftest import PATIENCE, foreign_tokens, wait_for
 from dataset.tokens import Stream, open_dataset, open_shard, write_shard
 from parallel.world import World
 from settings import DataConfig
@@ -408,7 +408,7 @@ def test_any_sequence_of_an_enormous_run_is_reached_at_once():
     batches = data.Batches([stream_of([5000])] * 3, ((0, weights(5, 3, 1)),), 4, 1, 1, seed=1)
     began = time.perf_counter()
     datasets, windows = batches.sequences(10**15 - 50, 100)
-    assert time.perf_counter() - began < 2 and set(datasets) == {0, 1, 2} and len(set(windows)) > 50
+    assert time.perf_counter() - began < 30 and set(datasets) == {0, 1, 2} and len(set(windows)) > 50
     assert sum(batches.epochs(10**15)) == pytest.approx(10**15 / 1249)
 
 
@@ -507,7 +507,7 @@ def test_a_shard_that_is_truncated_under_a_run_is_named_and_the_run_goes_on_when
     contents = {path: path.read_bytes() for path in train.tokens.glob("train_*.bin")}
     for path in contents:
         os.truncate(path, 2048)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1 and "SIGBUS" not in said and "Traceback" not in said.partition("error: ")[0], said
     assert re.search(r"error: \S+/train_\d+.bin was truncated to 2048 bytes since it was opened; restore the file", said), said
     reached = int((checkpoints / "latest").resolve().name[5:])

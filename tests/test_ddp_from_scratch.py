@@ -23,7 +23,7 @@ STRATEGIES = [
     pytest.param(SMALL_BUCKETS, id="overlap_small_buckets"),
 ]
 SEQUENCES, ACCUMULATION, STEPS, LENGTH, VOCABULARY = 12, 2, 20, 6, 19
-TIMEOUT = 50  # seconds for one collective
+TIMEOUT = 150  # seconds for one collective
 
 
 # Ranks: processes that stay for the whole file and run the functions they are sent ------------------------------------

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 import machine
 import warm
 from checkpoints import retention
-from conftest import ROOT, TINY, content, environment
+from conftest import PATIENCE, ROOT, TINY, content, environment
 from dataset import tokenizer
 
-SECONDS, MEGABYTES = 30, 400  # a case; the memory is what the command takes besides its imports
+SECONDS, MEGABYTES = 120, 400  # a case; the memory is what the command takes besides its imports
 OWN_FILES = {".lock", "train.log", "status.json"}  # of a run: they may appear before what is wrong is found, or tell it
 CHECKPOINT = Path("runs/run/checkpoints/step-00000002")
 TRAIN = machine.arguments(tokens="tokens", out_dir="runs", name="new", **TINY | dict(steps=2))
@@ -259,7 +259,7 @@ def originals(tokens, tmp_path_factory):
     folder = tmp_path_factory.mktemp("originals")
     shutil.copytree(tokens, folder / "tokens")
     streams = tmp_path_factory.mktemp("streams")
-    warm.Process([ROOT / TRAIN[0], *TRAIN[1:], "--name=run"], 1, environment(), folder, streams).communicate(120)
+    warm.Process([ROOT / TRAIN[0], *TRAIN[1:], "--name=run"], 1, environment(), folder, streams).communicate(PATIENCE)
     return folder
 
 

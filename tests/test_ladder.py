@@ -15,7 +15,7 @@ import pytest
 import ladder
 import warm
 from common.errors import EX_TEMPFAIL, UserError
-from conftest import ROOT, environment, execute, wait_for
+from conftest import PATIENCE, ROOT, environment, execute, wait_for
 from planning import law
 
 # 16 wide at every depth, so that the ladder takes seconds.
@@ -42,7 +42,7 @@ def climb(tmp_path_factory):
     def climb(words, capsys):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ladder.subprocess, "Popen", fork)
-            patch.setattr(warm.Process, "wait", lambda self: self.communicate(100) and self.returncode)
+            patch.setattr(warm.Process, "wait", lambda self: self.communicate(PATIENCE) and self.returncode)
             patch.setattr(ladder.signal, "signal", lambda *_: None)
             ladder.main(words[2:])
         return capsys.readouterr().out
@@ -59,7 +59,7 @@ def stopped(tokens, tmp_path_factory):
         process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True)
         wait_for(lambda least=number: len([*runs.glob("ladder-small-*/depth-*/metrics.jsonl")]) >= least)
         end(process.pid, how)
-        process.communicate(timeout=100)
+        process.communicate(timeout=PATIENCE)
         assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else EX_TEMPFAIL)
     return runs
 

@@ -230,10 +230,17 @@ def test_a_stopped_run_says_so_before_it_waits_for_the_store(train, tmp_path):
 
 
 MISSING = """
+import threading
 from checkpoints import mirror
+tried = threading.Event()
 def put_file(self, *args):
+    tried.set()
     raise FileNotFoundError("make sure that the repository exists")
 mirror.LAST_COPY_SECONDS = 1.0
+def finish(self, original=mirror.Mirror.finish):
+    tried.wait()
+    original(self)
+mirror.Mirror.finish = finish
 def __init__(self, *args, original=mirror.Mirror.__init__):
     original(self, *args)
     self.system.put_file = put_file.__get__(self.system)

@@ -84,7 +84,7 @@ import time
 from common import files
 def slow(path, hashed=[], sha256=files.sha256):
     if os.environ["RANK"] == "0" and not hashed:
-        hashed.append(time.sleep(5))
+        hashed.append(time.sleep(8))
     return sha256(path)
 files.sha256 = slow
 """
@@ -92,15 +92,15 @@ files.sha256 = slow
 
 def test_verifying_a_checkpoint_for_longer_than_the_timeout_does_not_end_the_other_ranks(train):
     train("slow", ranks=2, steps=3, eval_every=0)
-    done = train.changed(SLOW, "slow", 2, steps=4, eval_every=0, timeout_minutes=0.05)
+    done = train.changed(SLOW, "slow", 2, steps=4, eval_every=0, timeout_minutes=0.1)
     assert "continuing from" in done.stdout
 
 
 @pytest.mark.parametrize("save_every, async_save", [(0, "true"), (2, "true"), (2, "false")])
 def test_a_save_longer_than_the_timeout_does_not_end_the_other_ranks(train, save_every, async_save):
     slow = "import time\nfrom checkpoints.checkpoint import Checkpoints\nwrite = Checkpoints.write\n"
-    slow += "Checkpoints.write = lambda *args, pauses=[4]: (time.sleep(pauses.pop() if pauses else 0), write(*args))"
-    flags = dict(save_every=save_every, async_save=async_save, eval_every=0, timeout_minutes=0.05)
+    slow += "Checkpoints.write = lambda *args, pauses=[7]: (time.sleep(pauses.pop() if pauses else 0), write(*args))"
+    flags = dict(save_every=save_every, async_save=async_save, eval_every=0, timeout_minutes=0.1)
     train.changed(slow, "slow", 2, steps=3, **flags)
     assert os.path.exists(train.latest("slow") / "manifest.json")
 

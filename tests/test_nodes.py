@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import machine
-from conftest import ROOT, TINY, environment, wait_for
+from conftest import PATIENCE, ROOT, TINY, environment, wait_for
 
 HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}  # host a holds the rendezvous
 # Six micro-batches an update, which one rank can hold as well as two.
@@ -115,7 +115,7 @@ def torchruns(train, name, nodes="2", restarts=3, before=(), **flags):
 def two_ranks(train, tokens, folder, **variables):
     """Start a long run with one rank on each host, without torchrun. Returns the processes and the files with their output."""
     flags = TINY | dict(tokens=tokens, out_dir=train.runs, name="cut", steps=10**6, save_every=0, eval_every=0)
-    command = [sys.executable, *machine.arguments(**flags, timeout_minutes=0.1)]
+    command = [sys.executable, *machine.arguments(**flags, timeout_minutes=0.2)]
     processes, outputs = [], [folder / host for host in HOSTS]
     for rank, (host, output) in enumerate(zip(HOSTS, outputs, strict=True)):
         world = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "host-a", "MASTER_PORT": 29500} | variables
@@ -125,7 +125,7 @@ def two_ranks(train, tokens, folder, **variables):
 
 def test_ranks_that_cannot_reach_each_other_name_the_interface_that_is_set(train, tokens, tmp_path):
     processes, outputs = two_ranks(train, tokens, tmp_path, GLOO_SOCKET_IFNAME="public")
-    assert [process.wait(timeout=60) for process in processes] == [1, 1]
+    assert [process.wait(timeout=PATIENCE) for process in processes] == [1, 1]
     for output in outputs:
         said = output.read_text()
         assert "if rank 0 is up, set GLOO_SOCKET_IFNAME (here public) to the interface" in said and "Traceback" not in said
@@ -135,7 +135,7 @@ def test_both_sides_of_a_cut_end_in_time_and_say_what_to_do(train, tokens, tmp_p
     processes, outputs = two_ranks(train, tokens, tmp_path)
     wait_for(lambda: "step      9/" in outputs[0].read_text())
     plug("b", False)
-    assert [process.wait(timeout=30) for process in processes] == [1, 1]
+    assert [process.wait(timeout=PATIENCE) for process in processes] == [1, 1]
     for rank, output in enumerate(outputs):
         assert output.read_text().count(f"error: rank {rank} lost the other ranks: ") == 1
         assert "; run the same command again on all nodes" in output.read_text() and "Traceback" not in output.read_text()
@@ -144,7 +144,7 @@ def test_both_sides_of_a_cut_end_in_time_and_say_what_to_do(train, tokens, tmp_p
 def cut_until_both_sides_give_up(processes, outputs):
     """Both sides find each other again."""
     plug("b", False)
-    wait_for(lambda: all("lost the other ranks" in output.read_text() for output in outputs.values()), 120)
+    wait_for(lambda: all("lost the other ranks" in output.read_text() for output in outputs.values()))
     time.sleep(5)
     plug("b", True)
 
@@ -168,10 +168,10 @@ def whole(shared):
 )
 def test_a_run_goes_on_and_ends_with_the_same_bits(train, whole, happens, nodes, ranks):
     processes, outputs = torchruns(train, "nodes", nodes)
-    wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3, 120)
+    wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3)
     happens(processes, outputs)
     for host, process in processes.items():
-        assert process.wait(timeout=400) == 0, outputs[host].read_text()
+        assert process.wait(timeout=2 * PATIENCE) == 0, outputs[host].read_text()
     assert [int(number) for number in re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M)] == ranks
     train.assert_same("nodes", "on one host", of=whole)
 
@@ -180,11 +180,11 @@ def test_a_run_goes_on_and_ends_with_the_same_bits(train, whole, happens, nodes,
 def test_a_host_that_returns_joins_a_run_whose_hosts_repeat_the_command(train, whole):
     repeat = ["sh", "-c", 'until "$@"; do sleep 2; done', "-"]
     processes, outputs = torchruns(train, "nodes", restarts=0, before=repeat)
-    wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3, 120)
+    wait_for(lambda: machine.last_step(train.runs / "nodes") >= EXACT["steps"] / 3)
     machine.kill(processes["b"])
-    wait_for(lambda: "lost the other ranks" in outputs["a"].read_text(), 120)
+    wait_for(lambda: "lost the other ranks" in outputs["a"].read_text())
     processes["b"] = start_on("b", processes["b"].args[len(on("b")) :], outputs["b"])
     for host, process in processes.items():
-        assert process.wait(timeout=400) == 0, outputs[host].read_text()
+        assert process.wait(timeout=2 * PATIENCE) == 0, outputs[host].read_text()
     assert [int(number) for number in re.findall(r"^  ranks +(\d+)", train.log("nodes"), re.M)] == [2, 2]
     train.assert_same("nodes", "on one host", of=whole)

@@ -21,7 +21,7 @@ import pytest
 
 from common import cli, errors, files
 from common.errors import UserError
-from conftest import ROOT, content, execute, sentencepiece
+from conftest import PATIENCE, ROOT, content, execute, sentencepiece
 from dataset import encode, sources, tokenizer
 from dataset.tokens import open_dataset, open_shard
 from dataset.writer import DatasetWriter
@@ -244,7 +244,7 @@ def test_a_killed_run_goes_on_behind_its_finished_shards(here):
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
         assert all(path.stat().st_mtime_ns == when for path, when in kept.items())  # shards of the last life, untouched
         progress = json.loads((here / "killed" / "progress.json").read_text())
         finished = [here / "killed" / record["file"] for record in progress["splits"]["train"]["finished"]]

@@ -62,7 +62,7 @@ def run(command, folder):
         words[0] = sys.executable
     elif words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    return execute(["sh", "-c", " ".join(words)], cwd=folder, timeout=300).stdout
+    return execute(["sh", "-c", " ".join(words)], cwd=folder).stdout
 
 
 def shortened(command):

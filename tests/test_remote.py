@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import DatasetCard
 
-from conftest import ROOT, environment, execute
+from conftest import PATIENCE, ROOT, environment, execute
 from hub_server import HubServer
 
 TOKEN = "hf_TopSecretToken"
@@ -95,7 +95,7 @@ def start(tmp_path, source, *flags, out="out", **env):
 
 def prepare(*arguments, status=0, **more):
     process = start(*arguments, **more)
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == status, out + errors
     assert "Traceback" not in errors and TOKEN not in out + errors
     return out, errors

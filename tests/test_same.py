@@ -23,6 +23,16 @@ from settings import DataConfig
 SAME = same.FLAGS | dict(warmup_steps="auto", micro_batch_size="auto")  # without what a Trainer sets
 PORTABLE = dict(numerics="portable", strategy="exact", steps=12, tokens_per_update=96, save_every=3, keep_last=0, eval_every=0)
 
+MEANING = """Before you do, run `make same` without your change. If it says `the same`, your change alters the arithmetic of
+portable runs, which must keep their bits in all versions: undo that part. If it does not, this machine computes
+differently, and we want to know."""
+
+
+def compare(runs, wanted):
+    """Compare files below `runs` with the `wanted` sha256 by path, and say what a difference means."""
+    found = {path: sha256(runs.parent / path) for path in wanted}
+    assert found == wanted, f"\n{same.where()}\n{same.verdict(found, wanted)}\n{MEANING}"
+
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory):
@@ -43,19 +53,21 @@ def test_the_text_and_its_tokens_are_the_expected_ones(sums):
 def test_this_machine_gets_the_expected_digits(sums):
     sums("same-2", ranks=2, **SAME)
     wanted = {path: digest for path, digest in same.expected().items() if path.startswith("runs/same-2/")}
-    assert len(wanted) == 4 and {path: sha256(sums.runs.parent / path) for path in wanted} == wanted
+    assert len(wanted) == 4
+    compare(sums.runs, wanted)
 
 
 @pytest.mark.parametrize(
     "name, ranks, threads, env", [("sse", 1, 1, machines.SSE), ("threads", 1, 3, machine.AVX2), ("ranks", 3, 1, {})]
 )
 def test_other_machines_get_the_digits_of_the_first_checkpoint(sums, name, ranks, threads, env):
-    first = sums.runs / name / "checkpoints" / "step-00000012"
+    path = "checkpoints/step-00000012"
+    first, model = sums.runs / name / path, f"{path}/model.safetensors"
     command = sums.command(name, ranks, **SAME | dict(threads=threads))  # a fork would keep this process's instructions
     process = subprocess.Popen(command, cwd=ROOT, env=environment(**env), start_new_session=True)
-    wait_for(first.exists)
+    wait_for(lambda: first.exists() or process.poll() is not None)
     machine.kill(process)
-    assert sha256(first / "model.safetensors") == same.expected()[f"runs/same-1/checkpoints/{first.name}/model.safetensors"]
+    compare(sums.runs, {f"runs/{name}/{model}": same.expected()[f"runs/same-1/{model}"]})
 
 
 def test_the_last_lines_say_what_differs():

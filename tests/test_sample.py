@@ -19,7 +19,7 @@ import warm
 from checkpoints import huggingface
 from checkpoints.checkpoint import write_manifest
 from common import cli, errors
-from conftest import ROOT, environment, execute
+from conftest import PATIENCE, ROOT, environment, execute
 from dataset import tokenizer
 from model import GPT, generate, initial_weights
 from settings import ModelConfig, resolve_model
@@ -118,7 +118,7 @@ def test_a_character_that_the_model_does_not_know_is_named():
 @pytest.mark.parametrize("words", [["sample.py", "--max_new_tokens=2"], ["evaluate.py", "--eval_tokens=64"]])
 def test_of_several_ranks_only_the_first_prints(shared, tmp_path, words):
     process = warm.Process([words[0], shared.runs / "plain", words[1]], 2, environment(), ROOT, tmp_path)
-    said = process.communicate(timeout=60)
+    said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert sum(said[0].count(what) for what in ("\n---------------\n", "validation tokens\n")) == 1
 
@@ -160,7 +160,7 @@ class Terminal:
 
     def read_until(self, end):
         """What it shows next, up to `end`."""
-        while end not in self.seen and select.select([self.master], [], [], 60)[0]:
+        while end not in self.seen and select.select([self.master], [], [], PATIENCE)[0]:
             try:
                 self.seen += os.read(self.master, 1000).decode().replace("\r", "")
             except OSError:  # the process has ended
@@ -187,7 +187,7 @@ def test_in_a_terminal_it_goes_on_from_what_is_typed_and_ctrl_c_stops_the_text(r
         terminal.type("\x03")
         terminal.read_until("\n> ")
     terminal.type("\x04")
-    assert terminal.process.wait(60) == 0
+    assert terminal.process.wait(PATIENCE) == 0
 
 
 # Rank by rank, instead of the 14th update.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import machine
-from conftest import ROOT, environment, wait_for
+from conftest import PATIENCE, ROOT, environment, wait_for
 
 # One node. A requeue is noted and, as SLURM does, the script that asks for it is ended.
 TOOLS = {
@@ -53,16 +53,18 @@ def test_a_job_that_is_told_its_time_limit_goes_back_into_the_queue_and_ends_wit
     flags = dict(steps=300, tokens_per_update=64, save_every=0, eval_every=0)
     train("whole", RANKS, **flags)
     job = submit("job", **flags)
+    wait_for(lambda: train.log("job"))
+    torchrun = torchrun_of(job)  # listing the processes takes as long as many steps
     wait_for(lambda: "step      3/" in train.log("job"))
-    os.kill(torchrun_of(job), signal.SIGUSR1)
-    assert job.wait(timeout=120) == REQUEUED and submit.requeued()
+    os.kill(torchrun, signal.SIGUSR1)
+    assert job.wait(timeout=PATIENCE) == REQUEUED and submit.requeued()
     assert "(SIGUSR1), saved; run the same command to continue" in train.log("job")
     assert machine.last_step(train.runs / "job") < 300
-    assert submit("job", **flags).wait(timeout=120) == 0
+    assert submit("job", **flags).wait(timeout=PATIENCE) == 0
     assert train.log("job").count("continuing from") == 1
     train.assert_same("job", "whole")
 
 
 @pytest.mark.parametrize("flags, status", [(dict(steps=2), 0), (dict(lr=-1), 1)])
 def test_a_job_that_is_complete_or_was_refused_is_not_queued_again(submit, flags, status):
-    assert submit("job", **flags).wait(timeout=120) == status and not submit.requeued()
+    assert submit("job", **flags).wait(timeout=PATIENCE) == status and not submit.requeued()
