@@ -81,6 +81,8 @@ def test_of_equal_losses_the_first_is_the_best_and_one_that_is_not_finite_never_
     for step, loss in ((1, math.nan), (2, 2.0), (3, 2.0), (4, math.inf)):
         assert run.save(step, loss)
     assert os.readlink(tmp_path / "best") == "step-00000002" and run.state.best == [(2.0, 2)]
+    run = Miniature(tmp_path / "none", keep_best=0)
+    assert run.save(1, 2.0) and run.state.best_val_loss == 2.0 and not (tmp_path / "none" / "best").exists()
 
 
 def test_older_checkpoints_are_verified_while_training_goes_on(tmp_path, monkeypatch):
