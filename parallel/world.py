@@ -172,7 +172,7 @@ def reason(error: Exception) -> str:
     """Return NCCL's last error, or the first sentence of torch's message, without the location in torch's source."""
     if last := str(error).partition("Last error:")[2].strip():
         return last.splitlines()[0]
-    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).splitlines()[0].partition(". ")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
 
 
 def lack(rank: int, error: Exception) -> str:
@@ -205,7 +205,7 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
         except (RuntimeError, TimeoutError) as error:
             if problem := lack(rank, error):
                 raise RunError(problem) from None
-            found = f"within {timeout} (--timeout_minutes): {reason(error) if str(error) else 'no answer'}"
+            found = f"within {timeout} (--timeout_minutes): {reason(error) or 'no answer'}"
             if world_size > local_world_size() and "missing" not in found:
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
                 found += f"; if rank 0 is up, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"
