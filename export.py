@@ -57,12 +57,14 @@ def main(config: ExportConfig) -> None:
         for warning in warnings:
             say(warning)
         state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
-        eot_token = files.read_json(source / "generation_config.json")["eos_token_id"]
+        special = files.read_json(source / "generation_config.json")
+        known = dict(bos_token=special["bos_token_id"], vocab_size=huggingface.known_tokens(source, model.vocab_size))
         with files.publish_directory(out) as directory:
             dtype = getattr(torch, config.dtype)
             tokenizer = source / "tokenizer.json" if (source / "tokenizer.json").exists() else None
             origin = {"step": str(state.step), "dataset": state.dataset}
-            huggingface.write_model(directory, weights, model, tokenizer, eot_token, dtype, max_shard_size, origin)
+            about = weights, model, tokenizer, special["eos_token_id"], dtype, max_shard_size, origin
+            huggingface.write_model(directory, *about, **known)
             parameters = sum(value.numel() for value in weights.values())
             for name, text in model_card.describe(source, state, parameters, config.dtype, config.hub.card).items():
                 (directory / name).write_text(text, encoding="utf-8")

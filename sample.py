@@ -9,7 +9,7 @@ if __name__ == "__main__":
     command.require_packages()
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -51,7 +51,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import lookup
+from checkpoints import huggingface, lookup
 from common import files
 from common.errors import UserError
 from data import Mixture
@@ -71,6 +71,7 @@ def main(config: SampleConfig) -> None:
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json; pass the model's tokenizer with --tokenizer=FILE")
     text = tokenizer.resolve(config.tokenizer) if config.tokenizer else tokenizer.load(directory / "tokenizer.json")
+    text = replace(text, vocab_size=min(text.vocab_size, huggingface.known_tokens(directory, model.config.vocab_size)))
     is_file = config.prompt.startswith("FILE:")
     prompt = files.read_text(Path(config.prompt.removeprefix("FILE:"))) if is_file else config.prompt
     portable = model.numerics == "portable"
@@ -101,13 +102,13 @@ def encode(text, prompt: str, model) -> list[int]:
     A prompt may begin with the spelling of the end-of-text token.
     """
     rest = prompt.removeprefix(text.eot_text)
-    tokens, size = text.encode(rest).tolist(), model.config.vocab_size
+    tokens, size = text.encode(rest).tolist(), min(text.vocab_size, model.config.vocab_size)
     if rest != prompt or not prompt:
         tokens.insert(0, text.eot_token)
     if max(tokens) >= size:
         unknown = next((repr(c) for c in prompt if max(text.encode(c)) >= size), "the start of a document")
         fix = "leave it out" if prompt else 'give a prompt, such as --prompt="The "'
-        raise UserError(f"--prompt: {unknown} is token {max(tokens)}, but the model has only {size} tokens; {fix}")
+        raise UserError(f"--prompt: {unknown} is token {max(tokens)}, but the model knows only {size} tokens; {fix}")
     return tokens
 
 

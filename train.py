@@ -169,7 +169,8 @@ def prepare(
     peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
     run.progress = Progress(log, config.train, config.log.log_every, peak_speed, dataset.names, run.batches)
     state.begin(config, dataset.identity, world, start.continues)
-    run.checkpoints = Checkpoints(log.directory / "checkpoints", config.checkpoint, run.engine, dataset, log, mirror)
+    directory = log.directory / "checkpoints"
+    run.checkpoints = Checkpoints(directory, config.checkpoint, run.engine, dataset, log, mirror, start.weights)
     if world.is_master and config.log.wandb == "online":
         require_wandb_key()
     recorded = world.broadcast(log.begin(state.step))

@@ -39,7 +39,7 @@ from model import initial_weights, on_meta
 from parallel.world import World
 from settings import Config
 
-DATASET = SimpleNamespace(identity="0" * 64, tokenizer=None, eot_token=0)
+DATASET = SimpleNamespace(identity="0" * 64, tokenizer=None, eot_token=0, vocab_size=0)
 MODEL = settings.replace(Config(), architecture="gpt2", vocab_size=8, n_layer=1, n_head=1, n_embd=2, seq_len=4)
 MODEL = settings.replace(Config(), **cli.flat_values(settings.resolve_model(MODEL.model, 8)))
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # flushing takes no time there

@@ -209,12 +209,20 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: Path, options: CheckpointConfig, engine, dataset: Mixture, log: Log, mirror: Mirror | None = None
+        self,
+        directory: Path,
+        options: CheckpointConfig,
+        engine,
+        dataset: Mixture,
+        log: Log,
+        mirror: Mirror | None = None,
+        weights: Path | None = None,  # the directory that the weights came from; its bos_token is kept
     ):
         self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log
         self.world: World = engine.world
         self.intact: set[Path] = set()  # written and flushed by this process, or verified
         self.saved_at = 0  # step of the newest checkpoint, published or in progress
+        self._bos_token = huggingface.bos_token(weights, dataset.tokenizer) if weights and self.world.is_master else None
         self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may be in progress
         self._saver = ThreadPoolExecutor(1)
         self._save: Future | None = None  # the save in progress, or done but not yet checked
@@ -257,7 +265,9 @@ class Checkpoints:
             records = write_together(directory, snapshot, self._group)
             for stem, layout in snapshot.layouts.items():
                 tensor_files.write_index(directory, stem, layout)
-            huggingface.write_description(directory, self.engine.module.config, self.dataset.tokenizer, self.dataset.eot_token)
+            known = dict(bos_token=self._bos_token, vocab_size=self.dataset.vocab_size)
+            about = self.engine.module.config, self.dataset.tokenizer, self.dataset.eot_token
+            huggingface.write_description(directory, *about, **known)
             content = asdict(state) | {"best_val_loss": state.best_val_loss}
             tensor_files.write_json(directory / "trainer_state.json", content)
             write_manifest(directory, records)

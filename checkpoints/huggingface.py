@@ -251,6 +251,7 @@ def write_model(
     dtype: torch.dtype = torch.float32,
     max_shard_size: float = math.inf,
     origin: dict[str, str] | None = None,
+    **generation,
 ) -> None:
     """Write a Hugging Face model to `directory`, in files of up to `max_shard_size` bytes. See `write_description`.
 
@@ -261,18 +262,29 @@ def write_model(
     for file, names in divided.items():
         tensor_files.write(directory / file, {name: tensors[name] for name in names}, dtype, origin)
     tensor_files.write_index(directory, "model", divided)
-    write_description(directory, config, tokenizer, eot_token, dtype)
+    write_description(directory, config, tokenizer, eot_token, dtype, **generation)
 
 
 def write_description(
-    directory: Path, config: ModelConfig, tokenizer: Path | None, eot_token: int | None, dtype: torch.dtype = torch.float32
+    directory: Path,
+    config: ModelConfig,
+    tokenizer: Path | None,
+    eot_token: int | None,
+    dtype: torch.dtype = torch.float32,
+    bos_token: int | None = None,
+    vocab_size: int | None = None,
 ) -> None:
     """Write every file of a Hugging Face model except its weights.
 
     tokenizer: a tokenizer.json, or None. eot_token: the end-of-text token, or None. dtype: the precision of the weights.
+    bos_token: the token that begins a text (None: end-of-text). vocab_size: how many tokens the data has, if fewer than the
+    model; the others are never to be generated.
     """
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_token)
-    tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype))
+    bos_token = eot_token if bos_token is None else bos_token
+    special = {"bos_token_id": bos_token} | dict.fromkeys(("eos_token_id", "pad_token_id"), eot_token)
+    tensor_files.write_json(directory / "config.json", config_json(config, eot_token, dtype) | {"bos_token_id": bos_token})
+    if vocab_size and vocab_size < config.vocab_size:
+        special["suppress_tokens"] = list(range(vocab_size, config.vocab_size))
     tensor_files.write_json(directory / "generation_config.json", special)
     if tokenizer is None:
         return
@@ -282,6 +294,7 @@ def write_description(
         "model_max_length": config.seq_len,
         "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
         **(dict.fromkeys(special, token_text(tokenizer, eot_token)) if eot_token is not None else {}),
+        **({"bos_token": token_text(tokenizer, bos_token)} if bos_token is not None else {}),
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer.json").write_bytes(tokenizer.read_bytes())
@@ -296,6 +309,22 @@ def token_text(tokenizer: Path, token: int) -> str:
     return text
 
 
+def known_tokens(directory: Path, vocab_size: int) -> int:
+    """Return how many of a model's `vocab_size` tokens were in its training data, as far as `write_description` recorded it."""
+    path = directory / "generation_config.json"
+    suppressed = files.read_json(path).get("suppress_tokens") if path.exists() else None
+    first = suppressed[0] if isinstance(suppressed, list) and suppressed else None
+    return first if isinstance(first, int) and suppressed == list(range(first, vocab_size)) else vocab_size
+
+
+def bos_token(directory: Path, tokenizer: Path | None) -> int | None:
+    """Return the bos_token of a model directory, as an id of `tokenizer`. None: unknown, or not in that tokenizer."""
+    settings = directory / "tokenizer_config.json"
+    token = files.read_json(settings).get("bos_token") if settings.exists() and tokenizer else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return token_ids(tokenizer).get(text) if isinstance(text, str) else None
+
+
 def first_token(directory: Path) -> tuple[Path | None, int | None]:
     """Return the tokenizer.json of a model directory, and the token that starts a text: bos_token, eos_token or end-of-text."""
     path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
@@ -306,10 +335,11 @@ def first_token(directory: Path) -> tuple[Path | None, int | None]:
     return path, next((ids[text] for text in texts if text in ids), end_of_text(ids))
 
 
-def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
+def check_tokenizer(directory: Path, tokenizer: Path | None, eot_token: int | None = None) -> list[str]:
     """Raise UserError unless a model's tokenizer and a dataset's tokenizer agree on every token id of the dataset.
 
-    Returns a warning if either of them has no tokenizer.
+    Returns a warning if either of them has no tokenizer, or a note if the model begins texts with another token than the
+    dataset's documents begin with, `eot_token`.
     """
     path = directory / "tokenizer.json"
     if not tokenizer or not path.exists():
@@ -321,4 +351,8 @@ def check_tokenizer(directory: Path, tokenizer: Path | None) -> list[str]:
             differ = f"{token!r} is token {i} in {tokenizer}, but {theirs.get(token, 'no token')} in the model's"
             made = f"the tokens were not made with the tokenizer of {directory}"
             raise UserError(f"{made}: {differ}; prepare the text again with {shlex.quote(f'--tokenizer={path}')}")
-    return []
+    first = bos_token(directory, tokenizer)
+    if None in (first, eot_token) or first == eot_token:
+        return []
+    theirs, ours = token_text(tokenizer, first), token_text(tokenizer, eot_token)
+    return [f"{directory} begins texts with {theirs}, but the documents of this dataset begin with {ours}"]

@@ -220,12 +220,12 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         return Start(load_state(path, dataset), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
-        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
+        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer, dataset.eot_token)
         return Start(load_state(path, dataset), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"
-        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer)
+        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer, dataset.eot_token)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])
     return Start(TrainState())
 

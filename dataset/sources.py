@@ -392,9 +392,6 @@ def require_strings(file: SourceFile, schema: pyarrow.Schema) -> None:
     raise UserError(f"{file}: {problem}; " + "; or ".join(filter(None, [convert, others])))
 
 
-JSON = json.JSONDecoder(parse_int=float)  # an integer of thousands of digits is an error to Python's int
-
-
 def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
     """Yield the lines of a .jsonl file, each a document. Raises UserError for an invalid line."""
     first = 1
@@ -404,7 +401,7 @@ def jsonl_rows(file: SourceFile) -> Iterator[Piece]:
             if not line.strip():
                 continue
             try:
-                text = JSON.decode(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))[file.column]
+                text = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))[file.column]
                 content = b"" if text is None else to_utf8(text)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise UserError(f"{file}: line {number} {describe_line(line, file.column)}") from None
@@ -418,7 +415,7 @@ def describe_line(line: bytes, key: str) -> str:
         return f"contains NUL bytes, as UTF-16 does; convert the file to UTF-8: {ICONV}"
     try:
         text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass").strip()
-        value, end = JSON.raw_decode(text)
+        value, end = json.JSONDecoder().raw_decode(text)
     except UnicodeDecodeError as error:
         return f"is not UTF-8 (byte {error.start + 1} is 0x{line[error.start]:02x}); convert the file: {ICONV}"
     except RecursionError:
@@ -432,7 +429,17 @@ def describe_line(line: bytes, key: str) -> str:
             cut = "ends before its JSON value does; remove it if the file was cut off there"
             return f"{cut}, or, if values span several lines, write each on its own (jq -c . FILE does)"
         return f"is not valid JSON ({error.msg} at character {error.pos + 1}); write each line with json.dumps"
-    kinds = {dict: "an object", list: "a list", str: "a string", float: "a number", bool: "true or false", type(None): "null"}
+    except ValueError:  # Python's limit of digits
+        return "has an integer of thousands of digits; write it as a string"
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "null",
+    }
     if rest := text[end:].strip():
         if rest == ",":
             return "ends with a comma; write one object per line, with nothing after it (sed 's/,$//' FILE does)"

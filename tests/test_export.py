@@ -239,3 +239,23 @@ def test_bad_input_leaves_nothing_behind(shared, tmp_path):
     with pytest.raises(UserError, match=": strategy must be"):
         model_card.describe(shared.latest("plain"), state, 1, "float32", {})
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_token_that_begins_texts_in_the_first_model_is_kept(shared, train, tmp_path):
+    shutil.copytree((shared.runs / "plain/checkpoints/latest").resolve(), tmp_path / "first")
+    (tmp_path / "first/manifest.json").unlink()
+    settings = json.loads((tmp_path / "first/tokenizer_config.json").read_text())
+    first = next(
+        token for token, i in json.loads((tmp_path / "first/tokenizer.json").read_text())["model"]["vocab"].items() if i == 7
+    )
+    (tmp_path / "first/tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": {"content": first}}))
+    told = train("own", init_from=tmp_path / "first", steps=2).stdout
+    assert f"first begins texts with {first}, but the documents of this dataset begin with <|endoftext|>" in told
+    train("own", steps=3, schedule="constant")
+    execute([sys.executable, "export.py", train.runs / "own", f"--out={tmp_path}/export"])
+    for model in (train.runs / "own/checkpoints/latest", tmp_path / "export"):
+        found = json.loads((model / "tokenizer_config.json").read_text())
+        assert (found["bos_token"], found["eos_token"]) == (first, settings["eos_token"])
+        assert all(
+            json.loads((model / f"{name}.json").read_text())["bos_token_id"] == 7 for name in ("config", "generation_config")
+        )

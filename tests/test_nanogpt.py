@@ -176,6 +176,13 @@ def test_characters_train_as_they_are_and_are_sampled_later(characters, train, t
     tokenizer = f"--tokenizer={folder}/tokenizer.json"
     assert execute([*sample, tokenizer, "--prompt=To be"]).stdout.startswith("To be")
     assert re.search("start of a document is token .* give a prompt, such as", execute([*sample, tokenizer], status=2).stderr)
+    train("chars", tokens=folder, steps=4)  # the next checkpoint has the tokenizer, which also encodes other characters
+    beyond = execute([*sample, "--prompt=To be (act 2)"], status=2).stderr
+    assert "--prompt: '(' is token " in beyond and f"but the model knows only {len(stoi)} tokens; leave it out" in beyond
+    execute([sys.executable, "export.py", train.runs / "chars", f"--out={tmp_path}/export"])
+    for model in (train.runs / "chars", tmp_path / "export"):
+        sampled = execute([sys.executable, "sample.py", model, "--prompt=To", "--max_new_tokens=200", "--top_k=0"]).stdout
+        assert set(sampled.removesuffix("---------------\n")) <= stoi.keys()
 
 
 def test_a_character_model_trains_samples_and_converts(characters, train, tmp_path):

@@ -20,6 +20,7 @@ import replay as replay_py
 import settings
 import train as train_py
 from checkpoints import checkpoint, lookup, retention
+from common import errors
 from common.errors import RunError, UserError
 from conftest import content, execute, foreign_tokens
 from dataset.tokens import Stream
@@ -286,3 +287,9 @@ def test_tokens_with_a_tokenizer_of_another_kind_are_replayed_as_numbers(train, 
     train("words", **flags)
     out = replay(train.runs / "words", "--step=3")
     assert "bit for bit" in out and re.search(r"^ +\d+ \d+ \d+", out, re.M)
+
+
+def test_text_is_shown_as_it_is():
+    text = "Glória, größer 東京\u3000👩\u200d👧\n\tx \x1b[2J\u202e"
+    assert errors.one_line(text) == "Glória, größer 東京\u3000👩\u200d👧\\n\\tx \\x1b[2J\\u202e"
+    assert errors.printable(text) == text.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")

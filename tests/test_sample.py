@@ -111,7 +111,7 @@ def test_a_character_is_shown_whole(run):
 
 def test_a_character_that_the_model_does_not_know_is_named():
     small = SimpleNamespace(config=SimpleNamespace(vocab_size=128))
-    with pytest.raises(errors.UserError, match="--prompt: 'é' is token 195, but the model has only 128 tokens"):
+    with pytest.raises(errors.UserError, match="--prompt: 'é' is token 195, but the model knows only 128 tokens"):
         sample.encode(tokenizer.resolve("bytes"), "a café", small)
 
 
