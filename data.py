@@ -176,17 +176,27 @@ def directories(config: DataConfig) -> list[str]:
 def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture:
     """Open the datasets that --tokens and --phase name; see `open_dataset`. Raises UserError if their tokenizers differ."""
     vocab_size = 0 if vocab_size == "auto" else vocab_size
-    opened = functools.cache(lambda directory: open_dataset(directory, vocab_size, config.prepare_command))
+
+    @functools.cache
+    def opened(directory: str) -> Dataset:
+        dataset = open_dataset(directory, vocab_size, config.prepare_command)
+        if dataset.vocab_size == vocab_size and not is_own(directory):  # the model's size, which may be padded
+            largest = max(stream.largest for stream in dataset.splits.values())
+            stated = [opened(other).vocab_size for other in directories(config) if is_own(other)]
+            if stated and largest < stated[0] < vocab_size:
+                return open_dataset(directory, stated[0])
+        return dataset
+
     datasets, found, rounded = [], [], False
     for step, text in [(0, config.tokens), *read_phases(config.phase)]:
         flag = f"--phase={step}:" if step else "--tokens="
-        directories, weights = zip(*parse_mixture(text, flag), strict=True)
+        parts, weights = zip(*parse_mixture(text, flag), strict=True)
         shares = round_shares(weights)
         if not all(shares):
             raise UserError(f"{flag}{text}: a weight is too small; every dataset needs at least 1 of {BLOCK:,} sequences")
         rounded |= any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
         numbers = []  # indices into `datasets`; a dataset from an earlier phase keeps its index
-        for dataset in map(opened, directories):
+        for dataset in map(opened, parts):
             known = (i for i, d in enumerate(datasets) if d.directory.samefile(dataset.directory) and i not in numbers)
             numbers.append(next(known, len(datasets)))
             datasets += [dataset] * (numbers[-1] == len(datasets))
@@ -196,6 +206,11 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
         found.append((step, dict(zip(numbers, shares, strict=True))))
     every = range(len(datasets))
     return Mixture(tuple(datasets), tuple((step, tuple(shares.get(i, 0) for i in every)) for step, shares in found), rounded)
+
+
+def is_own(directory: str) -> bool:
+    """Return whether a dataset states its vocabulary, as those made by prepare_data.py do."""
+    return Path(directory, "dataset.json").exists()
 
 
 def check_tokenizers(first: Dataset, other: Dataset, flag: str) -> None:

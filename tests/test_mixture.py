@@ -12,7 +12,8 @@ import machine
 import settings
 from checkpoints import retention
 from common.errors import UserError
-from conftest import ROOT, execute
+from conftest import ROOT, execute, foreign_tokens
+from test_data import make
 
 CPU = ["--device=cpu", "--dtype=float32"]
 FLAGS = dict(strategy="exact", dropout=0.1, eval_tokens=1280)
@@ -53,6 +54,27 @@ def test_all_datasets_must_have_the_same_tokenizer(tokens, mixture, tmp_path):
     for directories in ((tokens, tmp_path / "other"), (tmp_path, tokens, tmp_path / "other")):
         with pytest.raises(UserError, match="were made with different tokenizers"):
             data.open_mixture(settings.DataConfig(",".join(f"{directory}:1" for directory in directories)), 257)
+
+
+def test_own_and_foreign_tokens_are_one_vocabulary_again_where_the_models_is_padded(train, tmp_path, rng):
+    """GPT-2's 50,257 tokens, which foreign files do not state, in a model of 50,304."""
+    own = make(tmp_path / "own", 50257, (4000,), (1000,))
+    (own / "dataset.json").write_text((own / "dataset.json").read_text().replace('"eot_token": 0', '"eot_token": 50256'))
+    other = foreign_tokens(tmp_path / "other", "llm.c", rng.integers(0, 50257, 4000))
+    flags = dict(steps=2, eval_tokens=160, eval_every=0)
+    for name, tokens in (("before", f"{own}:3,{other}:1"), ("after", f"{other}:1,{own}:1")):
+        train(name, tokens=tokens, **flags)
+        run = train.runs / name
+        assert "loss" in execute([sys.executable, "evaluate.py", run, "--eval_tokens=160", *CPU]).stdout
+        assert "bit for bit" in execute([sys.executable, "replay.py", run]).stdout
+        execute([sys.executable, "train.py", run / "config.toml", f"--name={name}-again"])
+        assert train.files(f"{name}-again") == train.files(name)
+    train("larger", tokens=f"{own}:1,{other}:1", vocab_size=50500, **flags)
+    train("phase", tokens=other, phase=f"1:{own}", **flags)
+    assert "bit for bit" in execute([sys.executable, "replay.py", train.runs / "phase"]).stdout
+    bytes_only = make(tmp_path / "bytes", 257, (4000,), (1000,))
+    refused = train("refused", tokens=f"{bytes_only}:1,{other}:1", vocab_size=50304, status=2, **flags).stderr
+    assert f"{bytes_only} and {other} were made with different tokenizers" in refused
 
 
 def test_a_preset_names_a_mixture_as_a_list(train, mixture, tmp_path):
