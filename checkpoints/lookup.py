@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def find(name: str) -> tuple[Path, list[str]]:
     if found is None:
         if (path / "metrics.jsonl").exists() and not damaged:
             raise UserError(f"{path} has no checkpoint yet; the first one is saved at step --save_every, or when the run stops")
-        refuse([f"{path} is neither a run with an intact checkpoint nor a checkpoint{cli.similar_runs(name)}", *damaged])
+        problem = f"is neither a run with an intact checkpoint nor a checkpoint{nanogpt_hint(path)}{cli.similar_runs(name)}"
+        refuse([f"{path} {problem}", *damaged])
     return found, [f"warning: {line}" for line in damaged]
 
 
@@ -61,8 +63,7 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
     if (path / "config.json").exists():
         return path, []
     if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-        nanogpt = "; convert nanoGPT's with tools/convert_nanogpt.py" if path.suffix in (".pt", ".pth") else ""
-        problem = f"is neither a run nor a model directory with a config.json{nanogpt}"
+        problem = f"is neither a run nor a model directory with a config.json{nanogpt_hint(path)}"
         raise UserError(f"{name} {problem}{cli.similar_runs(name)}")
     try:
         from huggingface_hub import snapshot_download  # reads HF_ENDPOINT, which may be invalid
@@ -72,6 +73,15 @@ def find_model(name: str, patterns: tuple[str, ...] = ("*.safetensors", "*.json"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         problem = f"is not a local directory and could not be fetched from the Hub: {reason}"
         raise UserError(f"{name} {problem}{cli.similar_runs(name)}") from None
+
+
+def nanogpt_hint(path: Path) -> str:
+    """Say how to convert a nanoGPT checkpoint, if `path` is one or a folder that holds one; else empty."""
+    found = [path] if path.suffix in (".pt", ".pth") else sorted(path.glob("*.pt"))
+    if not found:
+        return ""
+    command = shlex.join(["python", "tools/convert_nanogpt.py", str(found[-1]), "--out=models/NAME"])
+    return f"; to convert nanoGPT's, use {command}, then --init_from=models/NAME"
 
 
 def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[Path, GPT]:
