@@ -1,5 +1,6 @@
 """The tokens of a step: a pure function of (seed, step), the same for every number of ranks, across shard boundaries."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import evaluate
 from common.errors import RunError, UserError
 from conftest import PATIENCE, foreign_tokens, wait_for
 from dataset.tokens import Stream, open_dataset, open_shard, write_shard
@@ -141,6 +143,21 @@ def make(directory, vocab_size=300, train=(500, 300), val=(200,)):
     metadata["tokenizer"] = dict(name="bytes", sha256="0" * 64)
     (directory / "dataset.json").write_text(json.dumps(metadata))
     return directory
+
+
+@pytest.mark.parametrize(
+    "tokens, windows", [(0, range(20)), (32, [0, 5, 10, 15]), (17, [0, 6, 13]), (8, [0]), (999, range(20))]
+)
+def test_an_evaluation_reads_windows_spread_evenly_over_the_split(tokens, windows):
+    stream, seen = Stream([np.arange(161, dtype="<u2").view(Memory)], 161), []
+
+    def model(inputs, targets):
+        assert torch.equal(targets, inputs + 1)
+        seen.extend((inputs[:, 0] // 8).tolist())
+        return inputs[:, 0].double().mean()
+
+    loss = evaluate.evaluate(model, stream, 8, 3, tokens, world(0, 1), contextlib.nullcontext)
+    assert seen == list(windows) and loss == pytest.approx(8 * np.mean(windows))  # also if the last batch is smaller
 
 
 @pytest.mark.parametrize("vocab_size", [300, 65_536, 65_537, 200_000])

@@ -8,6 +8,7 @@ from torch import nn
 
 import optim
 import settings
+from model import GPT
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,22 @@ def test_a_parameter_without_gradient_stays():
     optimizer = optim.AdamW([{"params": mine, "lr": 0.02, "weight_decay": 0.1}], betas=(0.8, 0.95))
     optimizer.step()
     assert torch.equal(mine[1], before) and mine[1] not in optimizer.state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
+def test_weights_decay_but_norms_and_biases_do_not(architecture, optimizer):
+    """Without a gradient, an update only decays."""
+    config = settings.ModelConfig(architecture=architecture, n_layer=1, n_head=2, n_embd=32, seq_len=16)
+    model = GPT(settings.resolve_model(config, 257))
+    found = dict(model.named_parameters())
+    for parameter in found.values():
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.zeros_like(parameter)
+    optim.build(found, settings.OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.25)).step()
+    assert {parameter.ndim for parameter in found.values()} == {1, 2}
+    for name, parameter in found.items():
+        assert (parameter == (1.0 if parameter.ndim == 1 else 0.875)).all(), name
 
 
 def test_ranks_compute_the_matrices_of_a_shape_while_they_send_those_of_the_one_before(monkeypatch):
