@@ -59,7 +59,11 @@ class Tasks:
                 unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
                 near = [task for name in unknown for task in difflib.get_close_matches(name, manager.all_tasks)]
                 hint = f"; perhaps you meant {' or '.join(near)}" if near else ""
-                raise UserError(f"--tasks={','.join(names)}: {explain(error)}{hint}") from error
+                said = explain(error)
+                if isinstance(error, ConnectionError) or "is not cached in" in said:  # the cause names no cache, only None
+                    said = f"{str(error).splitlines()[0]}, and its data is not on this machine"
+                    hint = "; run this once where there is a network, then copy HF_HOME (~/.cache/huggingface) from there"
+                raise UserError(f"--tasks={','.join(names)}: {said}{hint}") from error
 
     @torch.no_grad()
     def measure(self, model: GPT, limit: int) -> Scores:
