@@ -44,12 +44,14 @@ if __name__ == "__main__":
     command.run("replay", lambda args: cli.parse(ReplayConfig, args, __doc__))
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
 from collections import ChainMap
 from itertools import pairwise, takewhile
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 
@@ -63,6 +65,7 @@ from dataset import tokenizer
 from parallel.world import World
 from reports.log import read_records
 
+OUTLIER = 8  # a loss this many median deviations above the median stands out
 WIDTH = 107  # characters of text to show per sequence
 CHANGED = "settings, versions, the hardware or the number of ranks changed"
 
@@ -110,10 +113,12 @@ def look_back(past: Past, step: int, count: int) -> int:
     run = open_before(past, step)
     say(f"replaying steps {run.state.step + 1} to {step}")
     found = replay(run, step - 1)
-    sequences = look_at_sequences(run)
+    first, losses = run.state.step, sequence_losses(run, run.state.step)
+    sequences = show_sequences(run, losses)
     found |= replay(run, step)
+    after = sequence_losses(run, first)
     same, said = compare(found, records)
-    say(said)
+    say(f"{said}; {verdict(losses, after)}" if same else said)
     loss, grad_norm = found[step]
     compared = "" if step in records else "  (not logged, so not compared; see --log_every)"
     say(f"\nstep {step}  loss {loss:.4f}  gradient norm {grad_norm:.3f}{compared}\n\nsequences, worst loss first")
@@ -139,8 +144,26 @@ def compare(found: dict[int, tuple], records: dict[int, tuple]) -> tuple[bool, s
             (loss, norm), (loss_before, norm_before) = found[step], records[step]
             differ = f"loss {loss!r} (recorded: {loss_before!r}), gradient norm {norm!r} (recorded: {norm_before!r})"
             return False, f"step {step} is the first that differs: {differ}"
-    same = "loss and gradient norm match the records bit for bit; look at the data"
+    same = "loss and gradient norm match the records bit for bit"
     return True, f"{plural(len(logged), 'recorded step')}: {same}" if logged else "no step was logged (see --log_every)"
+
+
+def verdict(losses: list[float], after: list[float]) -> str:
+    """Say whether to look at the data or at the optimizer, from the sequences' losses before and after the step."""
+    losses = list(map(badness, losses))
+    worst, typical = max(losses), median(losses)
+    spread = median(abs(loss - typical) for loss in losses)
+    before_after = f"the step took their mean loss from {fmean(losses):.4f} to {fmean(after):.4f}"
+    # Ordinary text differs less. Early in a run all losses are alike, so a small lead counts for nothing.
+    if worst > max(typical + OUTLIER * spread, 1.25 * typical):
+        return f"look at the data: the worst sequence has loss {worst:.4f}, the median {typical:.4f}; {before_after}"
+    near = f"no sequence stands out (worst {worst:.4f}, median {typical:.4f})"
+    return f"{near}, so look at the optimizer (--lr, --grad_clip): {before_after}"
+
+
+def badness(loss: float) -> float:
+    """Return a loss for comparisons: NaN is worst."""
+    return math.inf if math.isnan(loss) else loss
 
 
 def anywhere(config: settings.Config) -> settings.Config:
@@ -211,9 +234,9 @@ def replay(run: train.Run, last: int) -> dict[int, tuple[float, float]]:
 
 
 @torch.no_grad()
-def look_at_sequences(run: train.Run) -> list[str]:
-    """Return the sequences of the next update, worst loss first: their losses, locations and text."""
-    batches, step, each = run.batches, run.state.step, run.config.train.micro_batch_size
+def sequence_losses(run: train.Run, step: int) -> list[float]:
+    """Return the current loss of each sequence of update `step`. All ranks must call this."""
+    batches, each = run.batches, run.config.train.micro_batch_size
     losses = run.world.zeros(run.config.sequences_per_update)
     with run.engine.evaluating() as model:
         for micro_batch in run.world.share(run.config.micro_batches):
@@ -221,13 +244,17 @@ def look_at_sequences(run: train.Run) -> list[str]:
             for i, sequence in enumerate(tokens):
                 with run.engine.autocast():
                     losses[micro_batch * each + i] = model(sequence[None, :-1], sequence[None, 1:]).to(losses.dtype)
-    losses = run.world.sum_over_ranks(losses).tolist()
-    text = None
+    return run.world.sum_over_ranks(losses).tolist()
+
+
+def show_sequences(run: train.Run, losses: list[float]) -> list[str]:
+    """Return the sequences of the next update, worst of their `losses` first: the losses, locations and text."""
+    batches, step, text = run.batches, run.state.step, None
     with contextlib.suppress(UserError):  # the tokenizer of foreign tokens may be of a kind that we cannot decode
         text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
     datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))
     rows = []
-    for i in sorted(range(len(losses)), key=lambda i: -losses[i]):
+    for i in sorted(range(len(losses)), key=lambda i: -badness(losses[i])):
         stream = batches.streams[datasets[i]]
         shard, position = stream.locate(windows[i] * batches.seq_len)
         place = f"{run.dataset.datasets[datasets[i]].directory}/{shard.name} from token {position:,}"
