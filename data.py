@@ -5,7 +5,8 @@ T inputs, and T targets shifted by one. Sequence k of a dataset belongs to epoch
 In a mixture, every block of 4,096 sequences contains each dataset's share, in shuffled order, and each dataset has its own
 permutation. A phase changes the shares from a given step on, and each dataset carries on with its next sequence. All of this is
 a pure function of (seed, sequence). So a run need not save its position in the data, and a step sees the same tokens on any
-number of ranks.
+number of ranks. Only a run that begins from a checkpoint with another batch size records where it does, because a step alone no
+longer says which sequences came before it.
 """
 
 import bisect
@@ -32,6 +33,7 @@ from settings import Config, DataConfig
 
 ROUNDS = 6  # rounds of the Feistel network
 BLOCK = 4096  # sequences per block of a mixture; the shares are whole numbers that add up to this
+Sizes = Sequence[tuple[int, int, int]]  # for each size of the batch: its first step, its first sequence, and its sequences
 Phases = tuple[tuple[int, tuple[int, ...]], ...]  # for each phase: its first step, and the share of each dataset
 
 
@@ -77,11 +79,12 @@ class Mixture:
         Some files put this token at the end of documents instead. It is then predicted from the document that it ends, and the
         tokens after it don't see that document.
         """
+        token = {"window": None, "document": self.eot_token}[attend]
         for dataset in self.datasets:
             if attend == "document" and dataset.eot_token is None:
                 unknown = f"--attend=document: {dataset.directory} does not say which token separates documents"
                 raise UserError(f"{unknown}; put its tokenizer.json there, or use --attend=window")
-        return self.eot_token if attend == "document" else None
+        return token
 
     @property
     def tokenizer(self) -> Path | None:
@@ -286,6 +289,7 @@ class Batches:
     shuffled: bool = True
     skipped: tuple[int, ...] = ()  # batches that no step uses, in ascending order
     own_orders: bool = False  # whether each dataset has its own shuffle; otherwise, datasets of equal length share one
+    sizes: Sizes = ()  # the sizes of the batch so far, if it has changed; the last is `sequences_per_update`
 
     def __post_init__(self):
         for stream in self.streams:
@@ -308,7 +312,7 @@ class Batches:
     @functools.cached_property
     def starts(self) -> list[int]:
         """The first sequence of each phase: the one that follows the batch of the last step before the phase."""
-        return [(self.batch_number(step - 1) + 1) * self.sequences_per_update for step, _ in self.phases]
+        return [self.reached(step) for step, _ in self.phases]
 
     def read(self, sequence: int) -> np.ndarray:
         """Return how many of the sequences before this one come from each dataset, int64 [datasets]."""
@@ -354,7 +358,19 @@ class Batches:
 
     def first_sequence(self, step: int) -> int:
         """Return the first sequence of update `step`."""
-        return self.batch_number(step) * self.sequences_per_update
+        return self.first_of_batch(self.batch_number(step))
+
+    def reached(self, step: int) -> int:
+        """Return the sequence after the last one of the first `step` updates."""
+        return self.first_of_batch(self.batch_number(step - 1) + 1)
+
+    def first_of_batch(self, batch: int) -> int:
+        """Return the first sequence of a batch."""
+        first, begun, size = 0, 0, self.sequences_per_update
+        for step, sequence, sequences in self.sizes:
+            if (begins := self.batch_number(step - 1) + 1) <= batch:
+                first, begun, size = begins, sequence, sequences
+        return begun + (batch - first) * size
 
     def epochs(self, step: int) -> list[float]:
         """Return how many epochs of each dataset the first `step` updates read."""
@@ -362,13 +378,17 @@ class Batches:
         return [count / stream.num_windows(self.seq_len) for count, stream in zip(read, self.streams, strict=True)]
 
 
-def make_batches(config: Config, mixture: Mixture) -> Batches:
-    """Return the batches of a run. Raises UserError if a dataset is too short for one training and one validation window."""
+def make_batches(config: Config, mixture: Mixture, sizes: Sizes = ()) -> Batches:
+    """Return the batches of a run. Raises UserError if a dataset is too short for one training and one validation window.
+
+    sizes: see `Batches`.
+    """
     for stream in mixture.streams("val"):
         stream.check_length(config.model.seq_len, "validation")
-    sizes = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
-    order = config.run.seed, config.data.order == "shuffled", config.skipped_batches, config.data.mixture_order == "own"
-    return Batches(mixture.streams("train"), mixture.phases, *sizes, *order)
+    batch = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
+    order = config.run.seed, {"shuffled": True, "sequential": False}[config.data.order], config.skipped_batches
+    own_orders = {"own": True, "shared": False}[config.data.mixture_order]
+    return Batches(mixture.streams("train"), mixture.phases, *batch, *order, own_orders, sizes)
 
 
 class Prefetcher:

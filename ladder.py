@@ -239,7 +239,8 @@ def report(ladder: Ladder, rungs: list[dict]) -> None:
     if not (best / "metrics.jsonl").exists():  # once the run has started, its prediction is fixed
         best.mkdir(exist_ok=True)
         files.publish_text(best / "prediction.json", json.dumps(found))
-    flags = as_flags({"depth": depth} | length | {"out_dir": best.parent, "name": best.name})
+    flags = {name: value for name, value in length.items() if name not in ladder.given}
+    flags = as_flags({"depth": depth} | flags | {"out_dir": best.parent, "name": best.name})
     say(
         f"law     {formula}\n"
         f"best    --depth={depth}: {dial.weights(model):,} weights, {tokens:,.0f} tokens, in about "

@@ -152,9 +152,9 @@ class Attention(nn.Module):
         self.k = ops.Linear(config.n_embd, kv_width, bias=bias)
         self.v = ops.Linear(config.n_embd, kv_width, bias=bias)
         self.o = ops.Linear(width, config.n_embd, bias=bias)
-        qwen3 = config.architecture == "qwen3"
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if qwen3 else None
+        normed = {"gpt2": False, "llama": False, "qwen3": True}[config.architecture]
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if normed else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if normed else None
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """Map `x` [B, T, C] to [B, T, C]."""
@@ -178,7 +178,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ops):
         super().__init__()
         self.ops, gpt2 = ops, config.architecture == "gpt2"
-        self.gelu = ops.gelu_erf if config.gelu == "erf" else ops.gelu
+        self.gelu = {"tanh": ops.gelu, "erf": ops.gelu_erf}[config.gelu]
         self.gate = None if gpt2 else ops.Linear(config.n_embd, config.d_ff, bias=False)
         self.up = ops.Linear(config.n_embd, config.d_ff, bias=gpt2)
         self.down = ops.Linear(config.d_ff, config.n_embd, bias=gpt2)

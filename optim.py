@@ -5,12 +5,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import native
+from hardware.device import DTYPES
 from settings import OptimConfig
 
 
@@ -48,6 +50,7 @@ class AdamW:
 
 # torch 2.13 renames this function; 2.11 has only the old name.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+JUMP = 1.25  # a change of the learning rate by more than this factor, from one step to the next, is a jump
 BATCH = 4  # matrices per batch in Newton-Schulz: one small matrix underuses the CPU, and many overflow its cache
 # Arguments: N matrices of one shape, a dtype, and the module that computes (native or portable). Returns a function that waits
 # for the nearest orthogonal matrices [N, rows, columns] and returns them, or only this rank's part if they are sharded.
@@ -249,7 +252,8 @@ class Optimizers:
 
 def optimizer_of(name: str, parameter: Tensor, optimizer: str) -> type[AdamW] | type[Muon]:
     """Return the class that updates a parameter under --optimizer=`optimizer`."""
-    return Muon if optimizer == "muon" and parameter.ndim == 2 and name.startswith("blocks.") else AdamW
+    matrix = Muon if parameter.ndim == 2 and name.startswith("blocks.") else AdamW
+    return {"adamw": AdamW, "muon": matrix}[optimizer]
 
 
 def build(
@@ -273,8 +277,7 @@ def build(
     parts: list[AdamW | Muon] = [AdamW(groups, (config.beta1, config.beta2), ops=ops)]
     if matrices:
         group = {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay}
-        dtype = torch.float32 if config.muon_dtype == "float32" else torch.bfloat16
-        parts.append(Muon([group], config.momentum, dtype, orthogonalize, ops))
+        parts.append(Muon([group], config.momentum, DTYPES[config.muon_dtype], orthogonalize, ops))
     return Optimizers(parts, after_step)
 
 
@@ -287,10 +290,48 @@ def learning_rate(step: int, steps: int, config: OptimConfig, cosine=math.cos) -
     warmup, floor = config.warmup_steps, config.min_lr
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    if config.schedule == "constant":
-        return config.lr
-    if config.schedule == "cosine":
-        progress = (step - warmup) / max(1, steps - warmup)
-        return floor + (config.lr - floor) * 0.5 * (1 + float(cosine(torch.tensor(math.pi * progress, dtype=torch.float64))))
-    remaining = (steps - step) / (config.decay_steps or max(1, round(config.cooldown_fraction * steps)))
-    return floor + (config.lr - floor) * min(1.0, remaining)
+    match config.schedule:
+        case "constant":
+            return config.lr
+        case "cosine":
+            progress = (step - warmup) / max(1, steps - warmup)
+            angle = torch.tensor(math.pi * progress, dtype=torch.float64)
+            return floor + (config.lr - floor) * 0.5 * (1 + float(cosine(angle)))
+        case "wsd":
+            return floor + (config.lr - floor) * min(1.0, (steps - step) / cooldown(steps, config))
+        case _:
+            assert_never(config.schedule)
+
+
+def cooldown(steps: int, config: OptimConfig) -> int:
+    """Return over how many of a run's last steps wsd decays."""
+    return config.decay_steps or max(1, round(config.cooldown_fraction * steps))
+
+
+def warn_of_warmup(steps: int, config: OptimConfig) -> list[str]:
+    """Return a warning if the warmup leaves no room for the rest of the schedule. config: resolved."""
+    warmup, last = config.warmup_steps, steps - cooldown(steps, config)  # the last step before the decay
+    if warmup >= steps:
+        end = learning_rate(steps - 1, steps, config)
+        return [f"warning: --warmup_steps={warmup} takes up all of the {steps} steps; the learning rate ends at {end:.2g}"]
+    if config.schedule == "wsd" and warmup > last:
+        drop = f"falls from {config.lr:.2g} to {learning_rate(warmup, steps, config):.2g} at once"
+        return [f"warning: --warmup_steps={warmup} ends after the decay begins, at step {last + 1}; the learning rate {drop}"]
+    return []
+
+
+def warn_of_jump(done: int, before: tuple[int, OptimConfig], now: tuple[int, OptimConfig]) -> list[str]:
+    """Return a warning if a run's steps and schedule change so that its learning rate jumps after `done` steps.
+
+    A change of --lr alone is no jump. before, now: the number of steps, and the resolved settings.
+    """
+    (steps, old), (_, new) = before, now
+    last, planned = (learning_rate(step, steps, old) / old.lr for step in (done - 1, done))
+    following = learning_rate(done, *now) / new.lr
+    if min(last, planned) / JUMP <= following <= max(last, planned) * JUMP:
+        return []
+    rates = f"from {last * old.lr:.2g} to {following * new.lr:.2g} at step {done + 1}"
+    why = f"the steps so far followed the schedule of a run of {steps} steps"
+    return [
+        f"warning: the learning rate jumps {rates}: {why}; with --schedule=constant, a run can be lengthened without a jump"
+    ]

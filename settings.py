@@ -7,6 +7,7 @@ so that `--help` and errors in flags appear at once.
 import dataclasses
 import json
 import math
+import os
 import shlex
 import tomllib
 from contextlib import suppress
@@ -19,7 +20,7 @@ from msgspec import Meta
 
 from common import cli, files
 from common.cli import flat_fields, flat_values, parse, read_values, replace
-from common.errors import UserError, refuse
+from common.errors import UserError, messages, refuse
 from common.records import Auto, Count, Seed, Size
 from common.steps import read_phases, read_skipped
 
@@ -159,7 +160,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only each block's input for the backward pass and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
-    """CPU threads per rank. auto: cores // local ranks, or 1 under --strategy=exact."""
+    """CPU threads per rank. auto: cores // local ranks (without torchrun: OMP_NUM_THREADS), or 1 under --strategy=exact."""
     deterministic: bool = True
     """Use only CUDA kernels that give the same bits every time. CPU kernels always do."""
     max_skipped_steps: Count = 30
@@ -259,7 +260,9 @@ class Config:
 
 def load(args: list[str], description: str) -> Config:
     """Return the settings from a train.py command line, without its plan flags. See `complete`. Raises UserError."""
-    return complete(parse(Config, divide(args)[1], description, start_of(args)), args)
+    config = complete(parse(Config, divide(args)[1], description, start_of(args)), args)
+    check(config)
+    return config
 
 
 def start_of(args: list[str]) -> Config:
@@ -283,16 +286,10 @@ def complete(config: Config, args: list[str]) -> Config:
     A run that continues therefore keeps its settings unless a flag changes them. Raises UserError.
     """
     preset, flags = divide(args)
-    if sum(word.partition("=")[0] == "--phase" for word in flags) > 1:  # the last one would win
-        raise UserError("--phase is set twice; use one list, such as --phase=8000:tokens/web,9000:tokens/math")
     if not config.run.name:
         config = replace(config, name=preset.stem)
     if own := of_run(config):
         config = replace(own, **{name: value for name, value in flat_values(config).items() if name in given(flags)})
-    if config.optim.decay_steps and "steps" in given(flags):
-        decay = f"--decay_steps={config.optim.decay_steps} ends the run that many steps after its checkpoint"
-        raise UserError(f"{decay}; leave out --steps")
-    check(config)
     return config
 
 
@@ -304,7 +301,7 @@ def divide(args: list[str]) -> tuple[Path, list[str]]:
 
 def given(flags: list[str]) -> set[str]:
     """Return the names of the settings in `flags`."""
-    return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")}
+    return set(cli.flag_names(flags))
 
 
 def of_run(config: Config) -> Config | None:
@@ -316,6 +313,18 @@ def of_run(config: Config) -> Config | None:
     return replace(own, name=config.run.name, out_dir=config.run.out_dir, resume="auto")
 
 
+def first_choices(asked: Config) -> dict[str, Any]:
+    """Return the settings that a run resolved when it was started as `asked` before, by flag name; empty if it was not.
+
+    This matters until its first checkpoint, which records them too.
+    """
+    path = Path(asked.run.out_dir, asked.run.name, "config.toml")
+    with suppress(UserError):  # also if the file is missing: nothing depends on it yet
+        before = replace(read_preset(path, asked=True), name=asked.run.name, out_dir=asked.run.out_dir)
+        return flat_values(read_preset(path)) if before == asked else {}
+    return {}
+
+
 def read_preset(path: Path, asked: bool = False) -> Config:
     """Return the `Config` in a TOML file. See `read_toml`."""
     return from_record(read_toml(path, asked), str(path))
@@ -324,10 +333,12 @@ def read_preset(path: Path, asked: bool = False) -> Config:
 def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
     """Read the values in a TOML file by key; tables are only headings. asked: before `auto` was resolved. Raises UserError."""
     if not path.is_file():
-        presets = sorted(str(preset.relative_to(HERE)) for preset in HERE.glob("config/*.toml"))
-        raise UserError(f"no preset {path}; available: {', '.join(presets)}")
+        own = HERE / "config" / f"{path.stem}.toml"
+        presets = [own] if own.exists() else sorted(HERE.glob("config/*.toml"))
+        which = "perhaps you meant" if own.exists() else "available:"
+        raise UserError(f"no preset {path}; {which} {', '.join(map(from_here, presets))}")
     try:
-        content = tomllib.loads(files.read_text(path, 1 << 20))
+        content = tomllib.loads(files.read_text(path, 1 << 20).removeprefix("\ufeff"))  # Windows' editors mark UTF-8 so
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a valid TOML preset: {error}") from None
     of_run = isinstance(content.get("asked"), dict)  # as written by `dumps`
@@ -342,6 +353,12 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
     return values | (before if asked else {})
 
 
+def from_here(path: Path) -> str:
+    """Return `path` as a command in the current directory may name it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def from_record(values: dict[str, Any], where: str) -> Config:
     """Return a checked `Config` with these settings, keyed by flag name. Raises UserError, each line beginning with `where`."""
     flags = flat_fields(Config)
@@ -353,18 +370,28 @@ def from_record(values: dict[str, Any], where: str) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raise UserError for a setting that cannot be parsed or is not allowed here."""
-    _ = config.skipped_batches, read_phases(config.data.phase), config.model.rope_factors  # these may raise UserError
-    run, tokens = config.run, config.data.tokens
+    """Raise UserError for each setting that cannot be parsed or is not allowed here."""
+    refuse(problems(config))
+
+
+def problems(config: Config) -> list[str]:
+    """Return a message for each setting that cannot be parsed or is not allowed here."""
+    run, data, prepare = config.run, config.data, "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL"
+    found = messages(
+        lambda: config.skipped_batches,
+        lambda: read_phases(data.phase),
+        lambda: config.model.rope_factors,
+        lambda: cli.require_local("out_dir", run.out_dir, "use --mirror=URL to copy each checkpoint there"),
+        lambda: cli.require_local("tokens", data.tokens, prepare),
+        lambda: cli.require_local("phase", data.phase, prepare),
+    )
     if run.name in (".", "..") or "/" in run.name:
-        raise UserError(f"--name={run.name} must be a plain directory name; use --out_dir for its location")
+        found.append(f"--name={run.name} must be a plain directory name; use --out_dir for its location")
     if config.model.init_from == "resume":
-        raise UserError("--init_from=resume: leave it out; running the same command again continues a run")
+        found.append("--init_from=resume: leave it out; running the same command again continues a run")
     if "@" in urlsplit(config.checkpoint.mirror).netloc:
-        raise UserError("--mirror contains a password, which would appear in logs; put it in the storage client's own settings")
-    cli.require_local("out_dir", run.out_dir, "use --mirror=URL to copy each checkpoint there")
-    for flag, mixture in (("tokens", tokens), ("phase", config.data.phase)):
-        cli.require_local(flag, mixture, "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
+        found.append("--mirror contains a password, which would appear in logs; put it in the storage client's own settings")
+    return found
 
 
 def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
@@ -383,7 +410,7 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
 
 def resolve_schedule(optim: OptimConfig, steps: int) -> OptimConfig:
     """Return `optim` with a number in place of each auto, for a run of `steps`."""
-    min_lr = optim.lr / 10 if optim.schedule == "cosine" else 0.0
+    min_lr = {"cosine": optim.lr / 10, "wsd": 0.0, "constant": 0.0}[optim.schedule]
     return with_chosen(optim, {"warmup_steps": math.ceil(steps / 50), "min_lr": min_lr})
 
 

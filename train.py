@@ -138,15 +138,18 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
         require_tokenizer(dataset)
     mirror = Mirror(config.checkpoint.mirror, log) if config.checkpoint.mirror else None
     start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
-    ranks = start.state.history[-1]["world_size"] if start.state.history else world.size
-    previous = start.state.settings | {"world_size": ranks}
+    previous = start.state.settings
+    if not start.continues:
+        previous = previous | world.broadcast(settings.first_choices(asked))
+    previous = previous | {"world_size": start.state.history[-1]["world_size"] if start.state.history else 0}
+    kept = startup.keep_threads(config, previous, world)
     config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), previous)
     versions = checkpoint.versions(config, world.device)
-    notes = [*start.notes, *lookup.check_changes(start, config, dataset.identity, versions)]
+    notes = [*start.notes, *kept, *lookup.check_changes(start, config, dataset.identity, versions)]
     notes += startup.compare(config, world, versions)
     if start.state.step < config.train.steps:
         notes += startup.check(config, world)
-        log.say(startup.banner(config, dataset, world, start.state.step))
+        log.say(startup.banner(config, dataset, world, start.state.step, start.state.sizes(config)))
     for note in notes:
         log.say(note)
     return asked, config, world, dataset, start, mirror, log
@@ -202,7 +205,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
         engine.load_optimizer_state(saved)
         if state.grad_scaler:  # empty unless the dtype was float16
             engine.scaler.load_state_dict(state.grad_scaler)
-    return Run(config, world, dataset, data.make_batches(config, dataset), engine, state)
+    return Run(config, world, dataset, data.make_batches(config, dataset, state.sizes(config)), engine, state)
 
 
 def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:

@@ -88,6 +88,8 @@ def choose(description: str, **cases: tuple[type, Callable]) -> NoReturn:
 
 def arguments(script: str | Path = "train.py", preset: str = "", **flags) -> list[str]:
     """A script, its preset if any, and its flags, as on a command line."""
+    if flags.get("numerics") == "portable":  # its micro-batches are single sequences
+        flags.pop("micro_batch_size", None)
     return [str(script), *([preset] if preset else []), *(f"--{name}={value}" for name, value in flags.items())]
 
 
@@ -110,13 +112,13 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(ranks: int = 1, **flags) -> subprocess.Popen:
     """Start train.py in the background. Its train.log has what it prints."""
-    env, quiet = environment(OMP_NUM_THREADS="1"), subprocess.DEVNULL
+    env, quiet = environment(**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {})), subprocess.DEVNULL
     return subprocess.Popen(command(ranks, **flags), cwd=ROOT, env=env, stdout=quiet, stderr=quiet)
 
 
 def run(ranks: int = 1, **flags) -> None:
     """Run train.py to its end. Raises RunError with its last output if it fails."""
-    timed(command(ranks, **flags)[1:], OMP_NUM_THREADS="1")
+    timed(command(ranks, **flags)[1:], **({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}))
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -15,7 +15,7 @@ import machine  # puts the project's folder on the path
 from reports import curves
 
 # A smaller laptop preset. Bits depend on the warmup, so it must not depend on the length.
-SMALL = dict(n_layer=3, n_embd=96, seq_len=128, tokens_per_update=2048, warmup_steps=20, min_lr=0.0, compile="off")
+SMALL = dict(n_layer=3, n_embd=96, seq_len=128, tokens_per_update=2048, warmup_steps=20, compile="off")
 SMALL |= dict(eval_every=20, eval_tokens=32768, log_every=1)
 PROSE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "bench/LOG.md"]  # for the other mixture
 LENGTHS = (100, 200, 400)  # of the runs, in steps
@@ -47,7 +47,7 @@ def train(config: machine.Options, runs: Path) -> list[dict]:
         start = runs / "trunk" / "checkpoints" / f"step-{begin:08d}"
         ending = dict(preset=runs / "trunk" / "config.toml", resume=start, decay_steps=steps - begin)
         rows.append(finish(runs, ending | dict(name=f"decay-{steps}"), begin))
-        rows.append(finish(runs, common | dict(name=f"cosine-{steps}", schedule="cosine", steps=steps), 0))
+        rows.append(finish(runs, common | dict(name=f"cosine-{steps}", schedule="cosine", min_lr=0.0, steps=steps), 0))
     mixture = f"{last}:{config.tokens}:0.5,{runs / 'prose'}:0.5"
     rows.append(finish(runs, ending | dict(name="annealed", phase=mixture), last))
     straight = dict(name="straight", schedule="wsd", cooldown_fraction=1 / DECAY, steps=LENGTHS[-1])

@@ -36,7 +36,7 @@ from checkpoints.retention import FileRecord, step_directory, write_manifest
 from common import cli, files
 from common.errors import RunError, UserError
 from common.records import Count
-from data import Mixture
+from data import Batches, Mixture
 from hardware import device
 from parallel.world import World
 from reports.log import Log
@@ -63,6 +63,7 @@ class TrainState:
     dataset: str = ""  # identity of the dataset
     settings: dict = field(default_factory=dict)  # every flag as resolved
     versions: dict = field(default_factory=dict)
+    batch_sizes: list[tuple[Count, Count, Count]] = field(default_factory=list)  # see `data.Batches.sizes`; empty: always one
     history: list[Era] = field(default_factory=list)
 
     @property
@@ -75,10 +76,19 @@ class TrainState:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
+    def sizes(self, config: Config) -> list[tuple[int, int, int]]:
+        """Return the sizes of the batch until now and from here on, if the run goes on as `config` (see `data.Batches`)."""
+        if not self.settings or (before := self.config).sequences_per_update == config.sequences_per_update:
+            return self.batch_sizes
+        earlier = self.batch_sizes or [(0, 0, before.sequences_per_update)]
+        batches = Batches([], (), 0, before.sequences_per_update, 1, 0, skipped=before.skipped_batches, sizes=earlier)
+        return [*earlier, (self.step, batches.reached(self.step), config.sequences_per_update)]
+
     def begin(self, config: Config, dataset: str, world: World, continues: bool) -> None:
         """Record that the run continues from this step with the resolved `config`."""
         if not continues:
             self.best, self.history = [], []  # they describe another run
+        self.batch_sizes = self.sizes(config)
         self.dataset, self.settings, self.versions = dataset, cli.flat_values(config), versions(config, world.device)
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **era} != self.history[-1]:

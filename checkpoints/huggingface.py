@@ -72,7 +72,7 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
     if config.architecture == "gpt2":
         return common | {
             "n_ctx": config.seq_len,
-            "activation_function": "gelu" if config.gelu == "erf" else "gelu_new",
+            "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
         }
     sliding = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.n_layer}

@@ -16,7 +16,7 @@ from common.errors import UserError, refuse, say
 from common.steps import read_phases
 from data import Mixture, mixtures_seen, step_of_phase
 from model import GPT, on_meta
-from optim import learning_rate
+from optim import learning_rate, warn_of_jump
 from parallel.world import World
 from settings import Config, ModelConfig
 
@@ -285,6 +285,9 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
         lines.append(f"changed: tokens {was.data.tokens} -> {now['tokens']}")
     if (state.dataset or dataset).split()[1:] != dataset.split()[1:]:
         lines.append(f"changed: phase {was.data.phase or 'none'} -> {now['phase'] or 'none'}")
+    if done:
+        schedule = settings.resolve_schedule(was.optim, was.train.steps)
+        lines += warn_of_jump(done, (was.train.steps, schedule), (config.train.steps, config.optim))
     return lines
 
 

@@ -10,7 +10,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -23,17 +24,30 @@ from common.errors import UserError, refuse
 OTHER_NAMES = {
     **dict(learning_rate="lr", max_lr="lr", decay_lr="schedule", lr_scheduler_type="schedule", warmup_iters="warmup_steps"),
     **dict(max_iters="steps", max_steps="steps", lr_decay_iters="steps", max_grad_norm="grad_clip", dataset="tokens"),
-    **dict(block_size="seq_len", max_seq_len="seq_len", batch_size="micro_batch_size", run_name="name", start="prompt"),
-    **dict(per_device_train_batch_size="micro_batch_size", gradient_accumulation_steps="tokens_per_update"),
+    **dict(block_size="seq_len", max_seq_len="seq_len", context_length="seq_len", run_name="name", start="prompt"),
+    **dict(batch_size="micro_batch_size", per_device_train_batch_size="micro_batch_size"),
+    **dict(gradient_accumulation_steps="tokens_per_update", global_batch_size="tokens_per_update"),
     **dict(total_batch_size="tokens_per_update", eval_interval="eval_every", eval_steps="eval_every", eval_iters="eval_tokens"),
     **dict(log_interval="log_every", logging_steps="log_every", save_steps="save_every", always_save_checkpoint="save_every"),
-    **dict(output_dir="out_dir", wandb_run_name="name", wandb_log="wandb", report_to="wandb"),
+    **dict(save_interval="save_every", save_total_limit="keep_last", resume_from_checkpoint="resume"),
+    **dict(output_dir="out_dir", wandb_run_name="name", wandb_log="wandb", report_to="wandb", optim="optimizer"),
+    **dict(adam_beta1="beta1", adam_beta2="beta2", torch_compile="compile", data_seed="seed", num_threads="threads"),
+    **dict(gradient_checkpointing="activation_checkpointing", model_name_or_path="init_from", precision="dtype"),
+    **dict(num_layers="n_layer", num_hidden_layers="n_layer", num_heads="n_head", num_attention_heads="n_head"),
+    **dict(num_key_value_heads="n_kv_head", hidden_size="n_embd", intermediate_size="d_ff", wd="weight_decay"),
 }
-# Flags of nanoGPT that have no counterpart, and what to do instead.
+EPOCHS = "set the length in updates: --steps = epochs x tokens of the dataset / --tokens_per_update"
+# Flags of others that have no counterpart, and what to do instead. A hint is shown if the command has the flags it names.
 NO_FLAGS = {
     "eval_only": "use python evaluate.py runs/NAME",
     "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
     "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs"), EPOCHS),
+    "warmup_ratio": "use --warmup_steps, a number of updates",
+    "fp16": "use --dtype=float16",
+    "bf16": "use --dtype=bfloat16",
+    **dict.fromkeys(("amp", "mixed_precision"), "use --dtype=bfloat16 or float16"),
+    **dict.fromkeys(("nproc_per_node", "num_gpus", "gpus"), "torchrun starts one process per GPU (README.md)"),
 }
 SCALARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}  # types as `--help` and errors show them
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}  # the limits of msgspec's Meta, in words
@@ -74,6 +88,7 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
     import tyro
 
     refuse(f"{word!a} is not UTF-8; rename it, if it is a file or folder" for word in args if not is_utf8(word))
+    flags = flat_fields(cls)
     if "--version" in args:
         print(f"Lockstep {version()}")
         raise SystemExit(0)
@@ -88,19 +103,41 @@ def parse(cls, args: list[str], description: str, default=None, first: str = "")
         return_unknown_args=True,
         use_underscores=True,
     )
-    for word in sorted(unknown, key=lambda word: not word.startswith("--"))[:1]:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            raise UserError(f"unknown flag --{name}{suggestion(name, flat_fields(cls))} (--help lists all flags)")
-        raise UserError(f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value")
     given = flat_values(config)
     values, wrong = read_values(cls, given, strict=False)
-    refuse(f"--{name.rstrip('_')} {mistake}" for name, mistake in wrong.items())  # --from is from_ in Python
-    for name, item in flat_fields(cls).items():
+    mistakes = {name.rstrip("_"): mistake for name, mistake in wrong.items()}  # --from is from_ in Python
+    wrong_words = [*repeated(args, flags), *unexpected(unknown, flags)]
+    refuse([*wrong_words, *(f"--{name} {mistake}" for name, mistake in mistakes.items())])
+    for name, item in flags.items():
         if item.default is dataclasses.MISSING and given[name] == "":  # the argument without --
             runs = f", such as runs/NAME{similar_runs('runs')}" if name == "run" else "; --help describes it"
             raise UserError(f"name a {name}{runs}")
     return replace(config, **values)
+
+
+def flag_names(args: list[str]) -> list[str]:
+    """Return the names of the flags in `args`, in order, with underscores."""
+    return [word[2:].partition("=")[0].replace("-", "_") for word in args if word.startswith("--")]
+
+
+def repeated(args: list[str], flags: dict[str, dataclasses.Field]) -> Iterator[str]:
+    """Yield a message for each flag that `args` set more than once: only the last value would count."""
+    counts = Counter(flag_names(args))
+    for name, item in flags.items():
+        if counts[name.rstrip("_")] > 1:
+            how = ", with commas between the items of a list" if item.type is str else ""
+            yield f"--{name.rstrip('_')} is set more than once; set it once{how}"
+
+
+def unexpected(words: list[str], flags: Iterable[str]) -> Iterator[str]:
+    """Yield a message for each of the `words` of a command line that is no argument of it."""
+    unknown, value = list(dict.fromkeys(flag_names(words))), False
+    for name in unknown:
+        yield f"unknown flag --{name}{suggestion(name, flags)}" + (" (--help lists all flags)" if name == unknown[-1] else "")
+    for word in words:
+        if not word.startswith("--") and not value:
+            yield f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value"
+        value = word.startswith("--") and "=" not in word  # in --a v, the next word is the value of --a
 
 
 def version() -> str:
@@ -164,6 +201,8 @@ def read_values(cls, values: dict[str, Any], strict: bool) -> tuple[dict[str, An
             value = "true"
         try:
             found[name] = msgspec.convert(value, kind, strict=strict)
+            if "\0" in str(value):  # the system accepts it in no path
+                wrong[name] = f"must not contain a NUL character, as in {value!r}"
         except (msgspec.ValidationError, OverflowError) as error:
             outside = str(error).startswith("Expected") and ("<" in str(error) or ">" in str(error))
             allowed = limits(kind) + ", or auto" * syntax(kind).endswith("|auto") if outside else syntax(kind)
@@ -203,11 +242,10 @@ def new_directory(out: str) -> Path:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Suggest a replacement for the flag `name`, or the nearest of `known`, as in `; perhaps you meant --lr`. May be empty."""
-    if name in NO_FLAGS:
-        return f"; {NO_FLAGS[name]}"
     names = OTHER_NAMES | {ours: ours for ours in known}
-    near = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; perhaps you meant --{names[near[0]]}" if near and names[near[0]] in known else ""
+    near = difflib.get_close_matches(name.lower(), [*names, *NO_FLAGS], n=1)
+    hint = NO_FLAGS.get(near[0], f"perhaps you meant --{names.get(near[0])}") if near else ""
+    return f"; {hint}" if hint and set(re.findall(r"--(\w+)", hint)).issubset(known) else ""
 
 
 def similar_runs(name: str) -> str:

@@ -138,6 +138,17 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError("\n       ".join(problems))
 
 
+def messages(*checks: Callable[[], Any]) -> list[str]:
+    """Call each of the `checks`, and return the messages of those that raise UserError."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
 def within(seconds: float, work: Callable[[], Any]) -> Any:
     """Run `work` in a thread, and return or raise what it does. After `seconds`, abandons it and raises TimeoutError."""
     return ThreadPoolExecutor(1).submit(work).result(seconds)

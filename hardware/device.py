@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from common.errors import PIP, UserError
 from common.records import Auto
 from hardware.gpus import GPU_PEAK_FLOPS
-from hardware.host import cores, cpu_name, cpuinfo, has_blackwell, memory_bytes, nvidia_driver
+from hardware.host import cores, cpu_name, cpuinfo, default_threads, has_blackwell, memory_bytes, nvidia_driver
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
@@ -59,13 +59,13 @@ def prepare_device(
     Call this before creating the process group: NCCL reads its environment variables when it creates the first communicator.
 
     name: auto, cpu, cuda or mps; each rank uses the accelerator with index `local_rank`. threads: CPU threads per rank (auto:
-    cores // local ranks). deterministic: CUDA and NCCL use only kernels that give the same bits every time (the model's CPU
+    see `default_threads`). deterministic: CUDA and NCCL use only kernels that give the same bits every time (the model's CPU
     kernels always do). integers_only: the ranks add only integers, whose sum does not depend on the order.
     """
     device = find_device(name, local_rank)
     if name == "auto" and device.type == "cpu":
         require_no_gpu()
-    torch.set_num_threads(max(1, cores() // local_world_size()) if threads == "auto" else threads)
+    torch.set_num_threads(default_threads() if threads == "auto" else threads)
     if device.type == "mps" and integers_only:
         raise UserError("exact and portable runs need float64, which Metal devices do not support; use --device=cpu")
     if device.type == "cuda":

@@ -30,7 +30,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     """Return the number of parameters of the resolved `model`, by part. Tied embeddings count once."""
     C, F, Q, K = widths(model)
     layers, gpt2 = model.n_layer, model.architecture == "gpt2"
-    head_norms = 2 * model.head_dim if model.architecture == "qwen3" else 0
+    head_norms = {"gpt2": 0, "llama": 0, "qwen3": 2 * model.head_dim}[model.architecture]
     biases = gpt2 * (2 * C + 2 * K), gpt2 * (F + C)
     return {
         "token embedding": model.vocab_size * C,
@@ -84,7 +84,7 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
     """
     model, sequences = config.model, config.sequences_per_update
     exact = config.parallel.strategy == "exact"
-    share = math.gcd(sequences, sequences // min(8, sequences)) if exact else sequences // world_size
+    share, most = (sequences, sequences // min(8, sequences)) if exact else (sequences // world_size, sequences)
     rows = rows_at_a_time(model.vocab_size, device)
     per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff) + document_mask(config, device)
 
@@ -94,7 +94,7 @@ def largest_micro_batch(config: Config, world_size: int, device: str, budget: fl
         return sum(of_rank(replace(config, micro_batch_size=micro_batch), 1 if exact else world_size, device).values())
 
     small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
-    return max((n for n in {*small, *(share // n for n in small)} if size(n) <= budget), default=1)
+    return max((n for n in {*small, *(share // n for n in small)} if n <= most and size(n) <= budget), default=1)
 
 
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
@@ -122,6 +122,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
         "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
         "gradient buckets": buckets,
         "exact's integers": 8.0 * P / (shards if sharded else 1) if exact else 0.0,
+        "portable's copies": portable_copies(config),
     }
     # After the reduction, DDP's gradients are views of its buckets; with fsdp and exact, gradients are shards.
     reduced = 0.0 if buckets else 4.0 * P / shards
@@ -149,6 +150,19 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     if exact and not model.tie_embeddings:  # the output layer's gradient is sent first
         moments[1]["temporary"] = travels
     return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
+
+
+def portable_copies(config: Config) -> float:
+    """Return the bytes of what `portable` keeps and `native` does not.
+
+    That is two float64 copies of each matrix in a matmul, for the forward and for the backward pass (`portable.stacked`), and
+    all attention weights, of which the causal mask removes a quarter by halves.
+    """
+    model = config.model
+    if config.numerics.numerics == "native":
+        return 0.0
+    weights = config.train.micro_batch_size * model.n_layer * model.n_head * model.seq_len**2 * 3 / 4
+    return 16.0 * (block_parameters(model) + model.vocab_size * model.n_embd) + 4.0 * weights
 
 
 def weight_casts(model: ModelConfig, train: TrainConfig, fsdp: bool) -> tuple[float, float]:
@@ -230,7 +244,8 @@ def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[f
 
 def optimizer_state(model: ModelConfig, optimizer: str) -> float:
     """Return the bytes of the optimizer's state: two float32 numbers per parameter for AdamW, one for Muon's matrices."""
-    return 8.0 * parameter_count(model) - (4.0 * block_parameters(model) if optimizer == "muon" else 0.0)
+    fewer = {"adamw": 0.0, "muon": 4.0 * block_parameters(model)}[optimizer]
+    return 8.0 * parameter_count(model) - fewer
 
 
 def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int) -> float:

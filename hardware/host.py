@@ -60,6 +60,17 @@ def cpu_quota(group: Path) -> float:
     return math.inf
 
 
+def default_threads() -> int:
+    """Return how many CPU threads a rank uses: OMP_NUM_THREADS if the user has set it, else its share of the cores.
+
+    torchrun sets this variable too, to 1 on several ranks, so under torchrun it does not count.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if wanted.isdecimal() and int(wanted) and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return int(wanted)
+    return max(1, cores() // read_ranks()[3])
+
+
 def prepare_torch() -> None:
     """Set the environment variables that torch and its libraries read at startup, unless the user has set them."""
     # Only in its reproducible mode does MKL guarantee the same float32 matmul results in every run. On AMD, that mode also puts

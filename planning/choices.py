@@ -16,6 +16,7 @@ class Machines:
     """What all ranks can do, as limited by the slowest one and by the one with the least memory."""
 
     ranks: int
+    local_ranks: int  # ranks of one node, which on a CPU share its memory
     device: str  # cpu, cuda or mps
     kind: str  # from `hardware.device.kind`
     dtype: str  # the fastest precision
@@ -52,7 +53,7 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
     alike = config.parallel.strategy == kept.get("strategy") == "fsdp" and machines.ranks == kept.get("world_size")
     if config.parallel.shard_gradients == "auto" and alike:  # with other ranks, the bits differ anyway
         config = settings.replace(config, shard_gradients=kept["shard_gradients"])
-    room = footprint.USABLE * machines.total / (machines.ranks if machines.device == "cpu" else 1)
+    room = footprint.USABLE * machines.total / (machines.local_ranks if machines.device == "cpu" else 1)
     smallest = settings.replace(config, micro_batch_size=1) if train.micro_batch_size == "auto" else config
     shards = shard_gradients(smallest, machines.ranks, machines.device, room).parallel.shard_gradients
     config = settings.replace(config, shard_gradients=shards)

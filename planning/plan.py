@@ -17,7 +17,7 @@ from msgspec import Meta
 
 import settings
 from common import cli, files
-from common.errors import UserError, plural, refuse, say
+from common.errors import UserError, plural, say
 from common.records import Auto
 from common.steps import read_phases
 from hardware import footprint, gpus
@@ -57,10 +57,12 @@ def read_command(args: list[str], description: str) -> Config:
     rank, world_size = read_ranks()[:2]
     if rank == 0 and (note := not_taken(args, config)):
         say(note)
+    given = settings.given(settings.divide(args)[1])
+    unplanned = [f"--{name} needs --plan" for name in vars(options) if name in given and not options.plan and name != "plan"]
     try:
-        rules.check(config, options.plan_world_size if options.plan else world_size)
+        rules.check(config, options.plan_world_size if options.plan else world_size, given, unplanned)
     except UserError:
-        if options.plan:
+        if options.plan or settings.problems(config):
             raise
         with Log(Path(config.run.out_dir, config.run.name), rank == 0):  # records the error in status.json
             raise
@@ -75,9 +77,6 @@ def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]
     """Return the settings of a command line, including those from the dial, and its plan flags. Raises UserError."""
     start = Command(settings.start_of(args))
     command = cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]")
-    if not command.plan.plan:
-        planned = (name for name, value in vars(command.plan).items() if value != getattr(PlanConfig, name))
-        refuse(f"--{name} needs --plan" for name in planned)
     return dial.turn(settings.complete(command.config, args), args), command.plan
 
 
@@ -111,7 +110,7 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
 
     memory = gpus.GPUS[options.plan_gpu].memory
     gpu = ("cuda", "cuda", "bfloat16", "bfloat16", memory, memory)
-    machines = choices.Machines(options.plan_world_size, *gpu, 1, choose_compile)
+    machines = choices.Machines(options.plan_world_size, options.plan_world_size, *gpu, 1, choose_compile)
     config = choices.resolve(config, vocab_size, machines, {})
     if mixture is None:
         return config, {}

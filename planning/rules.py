@@ -6,9 +6,10 @@ This module does not import torch, so errors in flags appear at once. A single n
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from common.cli import flat_values
+import settings
+from common.cli import flat_fields, flat_values
 from common.errors import refuse
 from common.steps import read_phases
 from settings import Config, ModelConfig
@@ -17,18 +18,67 @@ from settings import Config, ModelConfig
 PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off", "fp8": False}
 
 
-def check(config: Config, world_size: int) -> None:
-    """Raise one UserError that lists every setting that does not work on `world_size` ranks. config: resolved or not."""
-    shape, share = shape_problems(config.model), share_problems(config, world_size)
-    refuse(itertools.chain(portable_problems(config, world_size), setting_problems(config, world_size), shape, share))
+# Settings whose effect depends on others: whether they have one, and why not. All other settings always have one.
+EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    **dict.fromkeys(
+        ("rope_theta", "rope_scaling"),
+        (lambda c: c.model.architecture != "gpt2", "with --architecture=gpt2, which has no rotary positions"),
+    ),
+    "gelu": (lambda c: c.model.architecture == "gpt2", "with --architecture={architecture}, which has no GELU"),
+    "min_lr": (lambda c: c.optim.schedule != "constant" or c.optim.decay_steps > 0, "with --schedule=constant"),
+    "cooldown_fraction": (
+        lambda c: c.optim.schedule == "wsd" and not c.optim.decay_steps,
+        "without --schedule=wsd, or with --decay_steps",
+    ),
+    **dict.fromkeys(
+        ("schedule", "steps"),
+        (
+            lambda c: not c.optim.decay_steps,
+            "because --decay_steps={decay_steps} ends the run that many steps after its checkpoint",
+        ),
+    ),
+    **dict.fromkeys(("momentum", "muon_dtype"), (lambda c: c.optim.optimizer == "muon", "without --optimizer=muon")),
+    "micro_batch_size": (
+        lambda c: c.numerics.numerics == "native" or c.train.micro_batch_size == 1,
+        "with --numerics=portable, whose micro-batches are single sequences",
+    ),
+    "deterministic": (
+        lambda c: c.numerics.numerics == "native" and c.parallel.strategy != "exact",
+        "with --strategy=exact or --numerics=portable, which always repeat",
+    ),
+    **dict.fromkeys(
+        ("tasks_every", "tasks_limit"),
+        (lambda c: bool(c.eval.tasks), "without --tasks, such as --tasks=hellaswag,arc_easy"),
+    ),
+    "wandb_project": (lambda c: c.log.wandb != "off", "without --wandb=online or --wandb=offline"),
+}
 
 
-def setting_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a message for each setting that the strategy, or another setting, does not support."""
-    parallel, strategy, train, optim = config.parallel, config.parallel.strategy, config.train, config.optim
-    if optim.min_lr != "auto" and optim.min_lr > optim.lr:
-        yield f"--min_lr={optim.min_lr} must be at most --lr={optim.lr}"
-    steps = math.inf if optim.decay_steps else train.steps  # --decay_steps sets train.steps later
+def check(config: Config, world_size: int, given: Iterable[str] = (), also: Iterable[str] = ()) -> None:
+    """Raise one UserError that lists every setting that does not work on `world_size` ranks. config: resolved or not.
+
+    given: the settings that were given as flags, which must have an effect. A preset may have others: it serves several runs.
+    also: further problems to list.
+    """
+    unreadable = settings.problems(config)
+    parts = [also, unreadable, without_effect(config, given), portable_problems(config, world_size)]
+    parts += [] if unreadable else [step_problems(config)]
+    parts += [setting_problems(config, world_size), shape_problems(config.model), share_problems(config, world_size)]
+    refuse(dict.fromkeys(itertools.chain(*parts)))
+
+
+def without_effect(config: Config, given: Iterable[str]) -> Iterator[str]:
+    """Yield a message for each setting in `given` that has no effect, unless its value says so, such as 0, off or auto."""
+    values, fields = flat_values(config), flat_fields(Config)
+    for name, (has_effect, why) in EFFECTS.items():
+        turned_off = values[name] == fields[name].default and values[name] in (True, 0, "", "off", "none", "auto")
+        if name in given and not turned_off and not has_effect(config):
+            yield f"--{name}={values[name]} has no effect {why.format(**values)}; leave it out"
+
+
+def step_problems(config: Config) -> Iterator[str]:
+    """Yield a message for each step in a list that the run will not reach."""
+    steps = math.inf if config.optim.decay_steps else config.train.steps  # --decay_steps sets train.steps later
     for number, batch in enumerate(config.skipped_batches):
         if batch >= (end := steps + number):
             skipped = f"--skip_steps={config.data.skip_steps} includes {batch + 1}"
@@ -36,6 +86,13 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     for step, mixture in read_phases(config.data.phase):
         if step >= steps:
             yield f"--phase={step}:{mixture} begins after the last step; --steps must be more than {step}"
+
+
+def setting_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a message for each setting that the strategy, or another setting, does not support."""
+    parallel, strategy, train, optim = config.parallel, config.parallel.strategy, config.train, config.optim
+    if optim.min_lr != "auto" and optim.min_lr > optim.lr:
+        yield f"--min_lr={optim.min_lr} must be at most --lr={optim.lr}"
     if not re.fullmatch(r"([1-9]\d{0,11}:[1-9]\d{0,5})?", config.log.profile):
         yield f"--profile={config.log.profile} must be STEP:COUNT, such as 100:3 to trace steps 100 to 102"
     if config.eval.tasks_every and not config.eval.tasks:

@@ -13,6 +13,7 @@ from attention import activate_attention_kernel
 from common.cli import flat_values
 from common.errors import PIP, RunError, UserError, plural
 from hardware import device, footprint, host
+from optim import warn_of_warmup
 from parallel.world import World
 from planning.choices import Machines
 from settings import Config
@@ -30,15 +31,33 @@ BLAME = {
 def survey(world: World) -> Machines:
     """Return what the hardware of all ranks can do. All ranks must call this."""
     own = world.device
-    facts = world.all_gather((device.choose_dtype("auto", own), device.fast_at_bfloat16(own), *device.memory(own)))
-    dtypes, fasts, free, total = zip(*facts, strict=True)
+    can = device.choose_dtype("auto", own), device.fast_at_bfloat16(own)
+    dtypes, fasts, locals_, free, total = zip(*world.all_gather((*can, world.local_size, *device.memory(own))), strict=True)
 
     def choose_compile(wanted: str, dtype: str, run_flops: float) -> str:
         return min(world.all_gather(device.choose_compile(wanted, own, dtype, run_flops)))  # "off" < "on"
 
     slowest, muon_dtype = min(dtypes, key=list(device.DTYPES).index), "bfloat16" if all(fasts) else "float32"
     memory, threads = (min(free), min(total)), torch.get_num_threads()
-    return Machines(world.size, own.type, device.kind(own), slowest, muon_dtype, *memory, threads, choose_compile)
+    ranks = world.size, max(locals_)
+    return Machines(*ranks, own.type, device.kind(own), slowest, muon_dtype, *memory, threads, choose_compile)
+
+
+def keep_threads(config: Config, previous: dict, world: World) -> list[str]:
+    """Use the number of CPU threads that the run has used so far, on which its bits depend. All ranks must call this.
+
+    Returns a note if the ranks would otherwise use another number. If the machine lacks the cores, or the number of ranks has
+    changed, the bits will differ anyway. previous: the run's settings so far, and its world_size.
+    """
+    threads, exact = previous.get("threads"), config.parallel.strategy == "exact" or config.numerics.numerics == "portable"
+    same = previous["world_size"] == world.size and previous.get("device") == world.device.type == "cpu"
+    if config.train.threads != "auto" or exact or not same:  # exact uses one thread, and portable has the same bits
+        return []
+    own, enough = torch.get_num_threads(), all(world.all_gather(threads <= host.cores() // world.local_size))
+    if own == threads or not enough:
+        return []
+    torch.set_num_threads(threads)
+    return [f"note: the run keeps {plural(threads, 'thread')} per rank; --threads={own} gives different bits"]
 
 
 def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]:
@@ -55,10 +74,12 @@ def check(config: Config, world: World) -> list[str]:
     check_memory(config, world)
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise UserError(f"--tensorboard=true needs tensorboard, which is not installed; try: {PIP} tensorboard")
-    warnings, train, optim = check_disk(config), config.train, config.optim
+    train, optim = config.train, config.optim
+    warnings = [*check_disk(config), *warn_of_warmup(train.steps, optim)]
     chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
-        faster = "--dtype=float32 --muon_dtype=float32 may be faster, but gives different bits"
+        muon = " --muon_dtype=float32" if optim.optimizer == "muon" else ""
+        faster = f"--dtype=float32{muon} may be faster, but gives different bits"
         warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
     if world.device.type == "cuda" and (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
@@ -132,10 +153,10 @@ def check_disk(config: Config) -> list[str]:
     return [f"warning: {where}: {kept}; lower --keep_last or --keep_best"] if more * size > free else []
 
 
-def banner(config: Config, mixture: data.Mixture, world: World, step: int) -> str:
-    """Return what is about to run, as aligned lines. config: resolved. step: where the run begins."""
+def banner(config: Config, mixture: data.Mixture, world: World, step: int, sizes: data.Sizes) -> str:
+    """Return what is about to run, as aligned lines. config: resolved. step: where the run begins. sizes: as in `Batches`."""
     model, train, own, ranks = config.model, config.train, world.device, plural(world.size, "rank")
-    batches = data.make_batches(config, mixture)
+    batches = data.make_batches(config, mixture, sizes)
     each, more = divmod(config.micro_batches, world.size)
     shared = f", {each}{f' or {each + 1}' * bool(more)} on each of {ranks}" * (world.size > 1)
     hardware = torch.cuda.get_device_name(own) if own.type == "cuda" else f"{own.type} ({plural(host.cores(), 'core')})"

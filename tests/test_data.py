@@ -390,6 +390,28 @@ def test_each_dataset_goes_on_with_its_next_sequence_through_phases_and_skips(mi
     assert np.array_equal(batches.read(batch * per_update), read)
 
 
+def test_a_batch_of_another_size_begins_where_the_last_one_ended():
+    """Also a third one, after skipped batches, and through a phase that began with batches of the first size."""
+    streams = [stream_of([5000]), stream_of([3000])]
+    phases = ((0, weights(1, 1)), (4, weights(3, 1)))
+
+    def of(step, size, sizes, skipped):
+        batches = data.Batches(streams, phases, 4, size, 1, 1, skipped=skipped, sizes=sizes)
+        return batches, [window for part in batches.sequences(batches.first_sequence(step), size) for window in part.tolist()]
+
+    for skipped in ((), (3, 12)):
+        one, _ = of(0, 8, (), skipped)
+        larger = [(0, 0, 8), (10, reached := one.reached(10), 16)]
+        assert reached == 8 * (10 + (3 in skipped))
+        two, found = of(10, 16, larger, skipped)
+        assert found[:8] + found[16:24] == of(10, 8, (), skipped)[1]  # the datasets and windows of its first half
+        assert two.first_sequence(12) - two.first_sequence(10) == 16 * (2 + (12 in skipped))
+        assert [two.first_sequence(step) for step in range(10)] == [one.first_sequence(step) for step in range(10)]
+        three, _ = of(14, 4, [*larger, (14, two.reached(14), 4)], skipped)
+        assert three.first_sequence(14) == two.reached(14) and three.starts == one.starts
+        assert three.epochs(10) == one.epochs(10)
+
+
 def test_a_batch_that_a_phase_begins_with_can_be_left_out():
     streams, phases = [stream_of([5000]), stream_of([7000])], ((0, weights(1, 0)), (3, weights(1, 1)))
     plain, skipping = (data.Batches(streams, phases, 4, 8, 1, 1, skipped=skipped) for skipped in ((), (3,)))

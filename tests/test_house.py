@@ -55,7 +55,7 @@ def test_every_file_has_its_place():
 
 def test_no_file_is_longer_than_400_lines():
     files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]
-    longer = {"settings.py": 420, "sources.py": 500, "tokens.py": 420}
+    longer = {"settings.py": 470, "data.py": 440, "sources.py": 500, "tokens.py": 420}
     lines = {path: len(path.read_text().splitlines()) for path in files if path.parent.name != "tests"}
     assert not [path for path, count in lines.items() if count > longer.get(path.name, 400)]
 

@@ -159,7 +159,7 @@ def test_a_preset_names_phases_as_a_list_and_a_plan_has_the_epochs_of_each(train
         assert f"{epochs:.2f}" == re.search(rf"epochs of {name} +(\S+)", planned)[1]
     assert re.search(rf"another mixture after step +15 +{train.tokens}\n", planned)
     twice = execute([*train_py, "--phase=5:a", "--phase=6:b"], status=2).stderr
-    assert twice.startswith("error: --phase is set twice; use one list")
+    assert twice.startswith("error: --phase is set more than once; set it once, with commas between the items of a list")
 
 
 def test_a_dataset_of_a_phase_alone_is_evaluated_beside_the_mean(train, mixture):

@@ -157,7 +157,7 @@ def test_exact_takes_the_same_micro_batch_on_any_number_of_gpus(memory):
     """Also where a rank with one micro-batch, which keeps no earlier gradient, could take a larger one."""
     sizes = set()
     for ranks in (1, 2, 4, 8):
-        machines = choices.Machines(ranks, "cuda", "cuda", "bfloat16", "bfloat16", memory, memory, 1, lambda *_: "off")
+        machines = choices.Machines(ranks, ranks, "cuda", "cuda", "bfloat16", "bfloat16", memory, memory, 1, lambda *_: "off")
         config = settings.load([str(ROOT / "config/gpt2_124m.toml"), "--strategy=exact", "--tokens_per_update=8192"], "")
         sizes.add(choices.resolve(config, 50257, machines, {}).train.micro_batch_size)
     assert len(sizes) == 1
@@ -234,7 +234,7 @@ def test_gradients_are_sharded_where_a_rank_would_not_hold_them_otherwise(flags)
 
 def test_a_run_of_fsdp_keeps_how_it_sends_gradients_and_one_of_exact_may_change_it():
     def chosen(strategy, memory, previous):
-        machines = choices.Machines(8, "cuda", "cuda", "bfloat16", "bfloat16", memory, memory, 1, lambda *_: "off")
+        machines = choices.Machines(8, 8, "cuda", "cuda", "bfloat16", "bfloat16", memory, memory, 1, lambda *_: "off")
         config = settings.load([str(ROOT / "config/gpt2_124m.toml"), f"--strategy={strategy}", "--micro_batch_size=1"], "")
         return choices.resolve(config, 50257, machines, previous).parallel.shard_gradients
 
@@ -287,6 +287,19 @@ def test_init_from_takes_what_training_takes_and_downloads_no_weights(monkeypatc
     assert planned("--init_from=somebody/model", *few).config.model.n_embd == 2 and asked == [["config.json"]]
 
 
+def test_exact_takes_the_largest_micro_batch_that_leaves_eight_and_nodes_share_only_their_own_memory():
+    for sequences, size in [(60, 6), (64, 8), (7, 1), (24, 3), (62, 2)]:
+        flags = ["--seq_len=16", f"--tokens_per_update={16 * sequences}", "--strategy=exact", "--n_embd=32", "--n_head=2"]
+        assert planned(*flags).config.train.micro_batch_size == size
+
+    def sharded(local_ranks):
+        machines = choices.Machines(16, local_ranks, "cpu", "cpu", *["float32"] * 2, 8e9, 8e9, 1, lambda *_: "off")
+        config = settings.load([str(ROOT / "config/gpt2_124m.toml"), "--strategy=fsdp", "--micro_batch_size=1"], "")
+        return choices.resolve(config, 50257, machines, {}).parallel.shard_gradients
+
+    assert (sharded(16), sharded(2)) == ("on", "off")
+
+
 def test_plan_flags_are_no_settings_of_the_run():
     config, options = plan.load_command(["--plan", "--plan_gpu=h200"], "")
     assert options == plan.PlanConfig(plan=True, plan_gpu="h200")
@@ -294,7 +307,7 @@ def test_plan_flags_are_no_settings_of_the_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["ddp, accumulating", "llama, documents"])
+@pytest.mark.parametrize("setting", ["ddp, accumulating", "llama, documents", "portable, one rank"])
 def test_predicted_memory_is_that_of_a_run(setting, tmp_path):
     command = [sys.executable, "bench/memory.py", f"--only={setting}", f"--out={tmp_path}"]
     assert "1 predictions" in execute(command, fork=False).stdout

@@ -223,6 +223,27 @@ def test_a_run_that_began_from_another_is_replayed_and_repeated_from_that_very_c
     assert "step-00000004 is neither a run with an intact checkpoint nor a checkpoint" in gone
 
 
+def test_a_new_run_with_another_batch_begins_with_the_sequence_that_its_checkpoint_reached(train):
+    flags = dict(schedule="constant", save_every=3, **FLAGS)
+    train("trunk", steps=6, **flags)
+    start = dict(resume=train.runs / "trunk/checkpoints/step-00000003", tokens_per_update=192, **flags)
+    train("half", steps=4, **start)
+    train("half", steps=7, **start)
+    train("straight", steps=7, **start)
+    assert train.files("half") == train.files("straight")
+    assert train.metrics("half", "loss") == train.metrics("straight", "loss")
+    assert train.state("half")["batch_sizes"] == [[0, 0, 24], [3, 72, 12]] and train.state("trunk")["batch_sizes"] == []
+    rows = [row for run in ("trunk", "half") for row in train.metrics(run, "loss")]
+    epochs = [next(value for name, value in row.items() if name.startswith("epochs")) for row in rows]
+    assert [row["tokens"] / rows[0]["tokens"] for row in rows] == pytest.approx([epoch / epochs[0] for epoch in epochs])
+
+    def windows(run, step):
+        return re.findall(r"from token [\d,]+", replay(train.runs / run, f"--step={step}", "--sequences=0"))
+
+    assert sorted(windows("half", 4) + windows("half", 5)) == sorted(windows("trunk", 4))
+    assert "step-00000007 follows from step-00000006" in replay(train.runs / "half", "--verify")
+
+
 def test_a_record_that_lacks_settings_has_their_defaults(train):
     train("older", **FLAGS)
     latest = train.latest("older").resolve()

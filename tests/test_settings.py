@@ -1,24 +1,32 @@
 """Presets and flags: one parser, flags win, bad input is refused with what would work."""
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import data
 import evaluate
 import machine
+import optim
 import sample
 import settings
+import train as train_py
 from common import cli, errors
 from common.errors import UserError
 from conftest import ROOT, execute
+from hardware import footprint
+from model import initial_weights, on_meta
+from parallel.world import World
 from planning import plan, rules
 
 
@@ -36,9 +44,7 @@ def test_flags_win_over_the_preset_and_the_preset_over_the_defaults(tmp_path):
     assert config.optim.beta1 == settings.OptimConfig().beta1
 
 
-@pytest.mark.parametrize(
-    "args", [("--n_head=6",), ("--n-head=6",), ("--n_head", "6"), ("--n-head", "6"), ("--n_head=4", "--n_head=6")]
-)
+@pytest.mark.parametrize("args", [("--n_head=6",), ("--n-head=6",), ("--n_head", "6"), ("--n-head", "6")])
 def test_every_way_to_write_a_flag(args):
     assert load("--n_embd=384", *args).model.n_head == 6
 
@@ -57,7 +63,12 @@ def test_every_way_to_write_a_boolean():
         (["--micro_batch_size=all"], "--micro_batch_size must be INTEGER|auto, not 'all'"),
         (["--min_lr=-inf"], "--min_lr must be at least 0 and at most 1,000, or auto"),
         (["--tie_embeddings=maybe"], "--tie_embeddings must be true|false, not 'maybe'"),
-        (["laptop"], "no preset laptop; available: config/gpt2_124m.toml, "),
+        (["laptop"], "no preset laptop; perhaps you meant config/laptop.toml"),
+        (["other"], "no preset other; available: config/gpt2_124m.toml, "),
+        (["--epoch=3"], "unknown flag --epoch; set the length in updates: --steps = epochs x tokens of the dataset / "),
+        (["--fp16"], "unknown flag --fp16; use --dtype=float16 ("),
+        (["--skip-steps=2", "--skip_steps", "4"], "--skip_steps is set more than once; set it once, with commas between"),
+        (["--lr=1", "--steps=9", "--lr=1"], "--lr is set more than once; set it once"),
         (["train.py"], "train.py is not a valid TOML preset"),
         (
             ["--n_embd=256", "--n_head=5"],
@@ -107,12 +118,94 @@ def test_the_update_must_divide_among_the_ranks(monkeypatch):
         ('[train]\nmicro_batch_size = "4"\n', r"micro_batch_size must be INTEGER|auto"),
         ("[model]\ntie_embeddings = 1\n", r"tie_embeddings must be true|false, not 1"),
         ("[optim\n", "mine.toml"),
+        ('out_dir = "a\\u0000b"\n', "mine.toml: out_dir must not contain a NUL character"),
     ],
 )
 def test_bad_presets_are_refused(tmp_path, text, said):
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(UserError, match=said):
         load(str(tmp_path / "mine.toml"))
+
+
+def test_a_preset_of_a_windows_editor_is_read_and_one_of_another_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 77\n", encoding="utf-8-sig")
+    assert load(str(tmp_path / "mine.toml")).train.steps == 77
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        load("config/laptop.toml")
+    assert str(error.value) == f"no preset config/laptop.toml; perhaps you meant {ROOT}/config/laptop.toml"
+
+
+@pytest.mark.parametrize(
+    "flag, others, why",
+    [
+        ("--momentum=0.9", ["--optimizer=adamw"], "without --optimizer=muon"),
+        ("--muon_dtype=float32", ["--optimizer=adamw"], "without --optimizer=muon"),
+        ("--cooldown_fraction=0.2", ["--schedule=cosine"], "without --schedule=wsd"),
+        ("--min_lr=0.0", ["--schedule=constant"], "with --schedule=constant"),
+        ("--gelu=tanh", ["--architecture=qwen3"], "with --architecture=qwen3, which has no GELU"),
+        ("--rope_theta=10000.0", ["--architecture=gpt2"], "with --architecture=gpt2, which has no rotary positions"),
+        ("--rope_scaling=8,1,4,8192", ["--architecture=gpt2"], "with --architecture=gpt2, which has no rotary positions"),
+        ("--schedule=cosine", ["--decay_steps=3"], "because --decay_steps=3 ends the run that many steps after"),
+        ("--steps=9", ["--decay_steps=3"], "because --decay_steps=3 ends the run that many steps after"),
+        ("--micro_batch_size=2", ["--numerics=portable"], "with --numerics=portable, whose micro-batches are single"),
+        ("--deterministic=False", ["--strategy=exact"], "with --strategy=exact or --numerics=portable"),
+        ("--tasks_limit=5", [], "without --tasks"),
+        ("--wandb_project=mine", ["--wandb=off"], "without --wandb=online or --wandb=offline"),
+    ],
+)
+def test_a_flag_without_effect_is_refused_and_a_preset_may_set_it(tmp_path, flag, others, why):
+    with pytest.raises(UserError) as error:
+        load("config/laptop.toml", flag, *others)
+    assert str(error.value).startswith(f"{flag} has no effect {why}") and "leave it out" in str(error.value)
+    name, _, value = flag[2:].partition("=")
+    quoted = value.lower() if value[0].isdigit() and "," not in value or value == "False" else f'"{value}"'
+    (tmp_path / "mine.toml").write_text(f"{name} = {quoted}\n")
+    load(str(tmp_path / "mine.toml"), *others)
+
+
+def test_every_conflict_is_told_at_once_and_a_flag_that_turns_something_off_is_none():
+    with pytest.raises(UserError) as error:
+        load(
+            "--skip_steps=x", "--name=a/b", "--momentum=0.5", "--optimizer=adamw", "--n_head=5", "--plan_gpu=h100", "--min_lr=9"
+        )
+    for said in (
+        "--plan_gpu needs",
+        "--skip_steps=x must",
+        "--name=a/b must",
+        "--momentum=0.5 has no",
+        "--n_embd=192",
+        "--min_lr",
+    ):
+        assert said in str(error.value)
+    load("--tasks_every=0", "--optimizer=adamw", "--muon_dtype=auto", "--numerics=portable", "--micro_batch_size=1")
+    assert rules.EFFECTS.keys() < cli.flat_fields(settings.Config).keys()
+
+
+CHOICES = {
+    name: get_args(item.type) for name, item in cli.flat_fields(settings.Config).items() if get_origin(item.type) is Literal
+}
+
+
+def assemble(config, tokens):
+    """What a run is made of."""
+    mixture = data.open_mixture(settings.replace(config.data, tokens=str(tokens)))
+    model = settings.resolve_model(config.model, mixture.vocab_size)
+    config = dataclasses.replace(config, model=model, optim=settings.resolve_schedule(config.optim, config.train.steps))
+    module = on_meta(config.model, mixture.document_token(config.data.attend), config.numerics.numerics)
+    train_py.build_engine(module, initial_weights(module, 1), config, World(0, 1, 1, torch.device("cpu")))
+    optim.learning_rate(9, 10, config.optim), data.make_batches(config, mixture), footprint.of_rank(config, 1, "cpu")
+
+
+@pytest.mark.parametrize("name", sorted(CHOICES.keys() - {"device", "compile", "shard_gradients", "wandb"}))
+def test_a_value_that_only_settings_knows_fails_loudly(name, tokens):
+    """As after the first step of an addition: no part of a run takes a new value for another one."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, seq_len=16, micro_batch_size=2, tokens_per_update=64)
+    config = machine.TINY | sizes | dict(architecture="gpt2", optimizer="muon", muon_dtype="float32", warmup_steps=0)
+    config = settings.replace(settings.Config(), **config)
+    assemble(config, tokens)
+    with pytest.raises((KeyError, AssertionError), match="half-finished"):
+        assemble(settings.replace(config, **{name: "half-finished"}), tokens)
 
 
 @pytest.mark.parametrize("config", [plan.Command, sample.SampleConfig, evaluate.EvaluateConfig])
@@ -194,8 +287,15 @@ def test_a_refused_command_says_what_would_work_on_any_terminal():
         "       --steps must be INTEGER, not 'many'",
         "       --wandb must be off|offline|online, not 'on'",
     ]
-    refused = run("--weight-decy=3", "x")
-    assert refused.stderr == "error: unknown flag --weight_decy; perhaps you meant --weight_decay (--help lists all flags)\n"
+    refused = run("--weight-decy=3", "--batch_size", "4", "x", "--max-iters=9", "--lr=1e", "--seed=1", "--seed=2")
+    assert refused.stderr.splitlines() == [
+        "error: --seed is set more than once; set it once",
+        "       unknown flag --weight_decy; perhaps you meant --weight_decay",
+        "       unknown flag --batch_size; perhaps you meant --micro_batch_size",
+        "       unknown flag --max_iters; perhaps you meant --steps (--help lists all flags)",
+        "       unexpected x: put a preset or a run before all flags, and write flags as --name=value",
+        "       --lr must be NUMBER, not '1e'",
+    ]
     escaped = run("--steps=\x1b[2J").stderr  # a control character does not reach the terminal
     assert "\x1b" not in escaped and "\\x1b" in escaped
     assert run("--name=1", "x", "--plan").stderr.startswith("error: unexpected x: put a preset or a run before all flags")

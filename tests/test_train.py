@@ -370,6 +370,38 @@ def test_a_run_that_goes_on_keeps_what_it_chose(train):
     assert (kept.compile, kept.micro_batch_size) == ("off", 24)
 
 
+def test_a_run_keeps_its_threads_where_the_machine_has_them(train):
+    """OMP_NUM_THREADS counts without torchrun, and a run that continues elsewhere keeps its own number."""
+    cores = "from hardware import host\nhost.cores = lambda: {}\n"
+    flags = dict(threads="auto", eval_every=0, save_every=0)
+    train.changed(cores.format(4), "run", steps=2, env={"OMP_NUM_THREADS": "2"}, **flags)
+    said = train.changed(cores.format(4), "run", steps=3, env={"OMP_NUM_THREADS": "1"}, **flags).stdout
+    assert "note: the run keeps 2 threads per rank; --threads=1 gives different bits" in said and "changed: threads" not in said
+    said = train.changed(cores.format(1), "run", steps=4, env={"OMP_NUM_THREADS": "1"}, **flags).stdout
+    assert "changed: threads 2 -> 1" in said
+
+
+def test_a_run_killed_before_its_first_checkpoint_keeps_what_it_chose(train):
+    """Unless it is started with other flags: then it is another run."""
+    flags = dict(micro_batch_size="auto", steps=3, eval_every=0, save_every=0)
+    small = "from hardware import footprint\nfootprint.largest_micro_batch = lambda *_: 3\n"
+    train.changed(small + before_update(1, "os._exit(7)"), "run", status=7, **flags)
+    assert not list((train.runs / "run").glob("checkpoints/step-*"))
+    train("run", **flags)
+    assert settings.read_preset(train.runs / "run/config.toml").train.micro_batch_size == 3
+    train.changed(small + before_update(1, "os._exit(7)"), "other", status=7, **flags)
+    train("other", **flags | dict(lr=5e-3))
+    assert settings.read_preset(train.runs / "other/config.toml").train.micro_batch_size > 3
+
+
+def test_a_schedule_that_cannot_work_as_meant_is_told_in_one_line(train):
+    flags = dict(eval_every=0, save_every=0, schedule="cosine")
+    assert "warning: --warmup_steps=9 takes up all of the 4 steps" in train("warm", steps=4, warmup_steps=9, **flags).stdout
+    assert "warning" not in train("run", steps=6, **flags).stdout
+    jump = r"warning: the learning rate jumps from \S+ to \S+ at step 7: the steps so far followed the schedule of a run of 6 "
+    assert re.search(jump, train("run", steps=12, **flags).stdout)
+
+
 # A disk that is full until the files of a run have been written to so many times.
 FULL = """
 import io
