@@ -22,9 +22,15 @@ PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off", "fp8"
 EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(
         ("rope_theta", "rope_scaling"),
-        (lambda c: c.model.architecture != "gpt2", "with --architecture=gpt2, which has no rotary positions"),
+        (
+            lambda c: c.model.architecture != "gpt2" or c.model.init_from != "scratch",  # has the architecture of that model
+            "with --architecture=gpt2, which has no rotary positions",
+        ),
     ),
-    "gelu": (lambda c: c.model.architecture == "gpt2", "with --architecture={architecture}, which has no GELU"),
+    "gelu": (
+        lambda c: c.model.architecture == "gpt2" or c.model.init_from != "scratch",
+        "with --architecture={architecture}, which has no GELU",
+    ),
     "min_lr": (lambda c: c.optim.schedule != "constant" or c.optim.decay_steps > 0, "with --schedule=constant"),
     "cooldown_fraction": (
         lambda c: c.optim.schedule == "wsd" and not c.optim.decay_steps,

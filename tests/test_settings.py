@@ -201,7 +201,11 @@ def assemble(config, tokens):
 def test_a_value_that_only_settings_knows_fails_loudly(name, tokens):
     """As after the first step of an addition: no part of a run takes a new value for another one."""
     sizes = dict(n_layer=1, n_head=2, n_embd=16, seq_len=16, micro_batch_size=2, tokens_per_update=64)
-    config = machine.TINY | sizes | dict(architecture="gpt2", optimizer="muon", muon_dtype="float32", warmup_steps=0)
+    config = (
+        machine.TINY
+        | sizes
+        | dict(architecture="gpt2", optimizer="muon", muon_dtype="float32", warmup_steps=0, mixture_order="own")
+    )
     config = settings.replace(settings.Config(), **config)
     assemble(config, tokens)
     with pytest.raises((KeyError, AssertionError), match="half-finished"):

@@ -156,8 +156,13 @@ def test_settings_that_decide_what_the_weights_mean_may_not_change(train):
     assert refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
     for line in ("--n_layer=3, but the checkpoint used 2", "--seq_len=32", "--seed=7", f"leave {train.runs}/fixed as it is"):
         assert line in refused.stderr
-    taken = train("fixed", steps=10, lr=0.005, micro_batch_size=4, save_every=3)
-    for line in ("changed: lr 0.01 -> 0.005", "changed: micro_batch_size 2 -> 4", "changed: steps 5 -> 10"):
+    taken = train("fixed", steps=10, lr=0.005, micro_batch_size=4, save_every=3, dropout=0.1)
+    for line in (
+        "changed: dropout 0.0 -> 0.1",
+        "changed: lr 0.01 -> 0.005",
+        "changed: micro_batch_size 2 -> 4",
+        "changed: steps 5 -> 10",
+    ):
         assert line in taken.stdout
     assert train.state("fixed")["step"] == 10
 
