@@ -38,6 +38,11 @@ SETTINGS = {
     "fsdp, four ranks, two copies": (4, 2, dict(strategy="fsdp", replicate=2, dtype="float32", micro_batch_size=1)),
     "fsdp, Muon": (2, 2, dict(strategy="fsdp", architecture="qwen3", optimizer="muon")),
     "exact, one rank": (1, 2, dict(strategy="exact")),
+    "portable, one rank": (
+        1,
+        2,
+        dict(numerics="portable", dtype="float32", n_layer=3, n_head=4, n_embd=256, vocab_size=2048, seq_len=128),
+    ),
     "exact, accumulating": (2, 2, dict(strategy="exact", shard_gradients="off")),
     "exact, sharded gradients": (2, 2, dict(strategy="exact", shard_gradients="on")),
     "exact, four ranks, sharded gradients, Muon": (
