@@ -13,12 +13,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from common.errors import UserError, user_errors
+from common.errors import UserError, printable, user_errors
 from hardware import host
 
 
 def require_packages() -> None:
     """End the script with one line if a package is missing that it imports before `run`, or if the system is Windows."""
+    open_streams()
     with user_errors():
         if sys.version_info < (3, 11):  # noqa: UP036  that is what this checks
             raise UserError(f"Lockstep needs Python 3.11 or newer, but {sys.executable} is {platform.python_version()}")
@@ -32,6 +33,7 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
     This answers --help and wrong flags at once, and prepares the environment before the script imports torch. The exit status
     is what `main` returns (None: 0), or the status from `user_errors`.
     """
+    open_streams()
     status = 1
     try:
         with user_errors():
@@ -42,13 +44,35 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
             status = importlib.import_module(name).main(settings) or 0
     except SystemExit as end:
         status = end.code or 0
+        if not isinstance(status, int):  # a library called sys.exit("text")
+            sys.stderr.write(f"{printable(str(status))}\n")
+            status = 1
     except BaseException:
         traceback.print_exc()
     # Everything is on disk by now, so skip the interpreter's teardown. Threads of torch's libraries and of the process group
     # may deadlock there, while other ranks wait for this process to end.
-    with contextlib.suppress(OSError):  # stdout may be closed, or its disk full
-        sys.stdout.flush()
+    for console in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody may read it any more, or its disk may be full
+            console.flush()
     os._exit(status)
+
+
+def open_streams() -> None:
+    """Open /dev/null as stdin, stdout and stderr where the parent process left them closed, as some daemons do.
+
+    Otherwise, Python has no such stream, and the next file that is opened gets its number and receives what libraries print.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
 
 
 def launcher(ranks: int, of_node: int = 0) -> str:

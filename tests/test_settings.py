@@ -379,6 +379,22 @@ def test_a_reader_that_ends_early_ends_a_command_quietly_but_no_run(tokens, tmp_
     assert (process.communicate()[1], process.returncode) == ("", status)
 
 
+def test_a_command_works_without_standard_streams(tokens, tmp_path):
+    """As some daemons start it."""
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
+    execute([*closed, *short_run(tokens, tmp_path)])
+    assert any("done: " in path.read_text() for path in tmp_path.rglob("train.log"))
+    for command in ("sample.py", "evaluate.py", "prepare_data.py", "export.py", "replay.py", "plot.py", "ladder.py"):
+        execute([*closed, sys.executable, command, "--help"])
+    assert execute([*closed[:2], 'exec "$@" <&- >&-', "bash", sys.executable, "sample.py", "absent"], status=2).stderr
+
+
+def test_a_library_that_exits_with_a_text_is_heard(tmp_path):
+    (tmp_path / "boom.py").write_text("import sys\ndef main(_):\n    sys.exit('no driver')\n")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']; import command; command.run('boom', lambda _: None)"
+    assert execute([sys.executable, "-c", code], status=1).stderr == "no driver\n"
+
+
 @pytest.fixture
 def mine(tmp_path):
     """The flags of a run that has a checkpoint. It was started with `config/gpt2_124m.toml --lr=0.01 --steps=30`."""
