@@ -90,12 +90,16 @@ def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype =
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the model that config.json in `directory` describes. Its dropout is 0, because training sets its own.
-
-    Raises a UserError that names the key if the model needs arithmetic that we do not support.
-    """
+    """Return the model that config.json in `directory` describes. See `parse_config`."""
     path = directory / "config.json"
-    config = files.read_json(path)
+    return parse_config(files.read_json(path), path)
+
+
+def parse_config(config: dict, path: Path) -> ModelConfig:
+    """Return the model that the contents of a config.json describe. Its dropout is 0, because training sets its own.
+
+    Raises a UserError that names the `path` and the key if the model needs arithmetic that we do not support.
+    """
     architecture = config.get("model_type")
     if architecture not in list(ARCHITECTURES):
         raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
@@ -204,7 +208,17 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     This is the inverse of `to_hf`. Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head
     are ignored. seq_len: shorten the context to this (learned positions lose their last rows).
     """
-    config, tensors = read_config(directory), tensor_files.open_tensors(directory, "model")
+    config = read_config(directory)
+    found = match(config, tensor_files.open_tensors(directory, "model"), directory)
+    if seq_len and seq_len < config.seq_len:
+        config = dataclasses.replace(config, seq_len=seq_len)
+        if positions := found.get("positions.weight"):
+            found["positions.weight"] = dataclasses.replace(positions, shape=(seq_len, config.n_embd))
+    return config, found
+
+
+def match(config: ModelConfig, tensors: dict[str, LazyTensor], directory: Path) -> dict[str, LazyTensor]:
+    """Return the parameters of a model, under our names, among the tensors of `directory`, under theirs. Raises UserError."""
     shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
     names = tensor_names(shapes, config)
     root = names["embed.weight"].partition(".")[0] + "."
@@ -216,12 +230,37 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     if missing or unknown:
         problem = f"{', '.join(missing[:3])} missing" if missing else f"{', '.join(unknown[:3])} unknown"
         raise UserError(f"{directory}: the weights do not match config.json: {problem}")
-    found = {name: rows_of(tensors[theirs], name, shapes[name]) for name, theirs in names.items()}
-    if seq_len and seq_len < config.seq_len:
-        config = dataclasses.replace(config, seq_len=seq_len)
-        if positions := found.get("positions.weight"):
-            found["positions.weight"] = dataclasses.replace(positions, shape=(seq_len, config.n_embd))
-    return config, found
+    return {name: rows_of(tensors[theirs], name, shapes[name]) for name, theirs in names.items()}
+
+
+def check_description(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless we could open a checkpoint of this model: its config.json and tensor names must describe it.
+
+    config: resolved. shapes: of the model's parameters.
+    """
+    path, way_out = Path("config.json"), "describe it in checkpoints/huggingface.py before you train it"
+    ignored = {"dropout", "init_from", *(("rope_theta", "rope_scaling") if config.architecture == "gpt2" else ("gelu",))}
+    try:
+        described = parse_config(config_json(config, None), path)
+        for name, given in vars(config).items():
+            read, same = getattr(described, name), given == getattr(described, name)
+            if name == "rope_scaling":  # 8 or 8.0
+                same = config.rope_factors == described.rope_factors
+            if not same and name not in ignored:
+                raise UserError(f"--{name}={given} would be read back from config.json as {read}")
+        written = {}  # as `to_hf` would convert them
+        for name, theirs in tensor_names(shapes, config).items():
+            shape, fused = shapes[name], "c_attn" in theirs
+            if theirs in written and not fused:
+                raise UserError(f"{name} and another parameter are both called {theirs}")
+            shape = (3 * shape[0], *shape[1:]) if fused else shape
+            written[theirs] = LazyTensor(path, theirs, "F32", shape[::-1] if is_transposed(theirs, len(shape)) else shape)
+        read = {name: tensor.shape for name, tensor in match(described, written, path).items()}
+        if different := sorted(name for name in read.keys() | shapes.keys() if read.get(name) != shapes.get(name)):
+            raise UserError(f"{', '.join(different[:3])} would not be read back")
+    except (UserError, KeyError) as error:
+        reason = error if isinstance(error, UserError) else f"there is no Hugging Face name for {error}"
+        raise UserError(f"no checkpoint of this model could be opened: {reason}; {way_out}") from None
 
 
 def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor:

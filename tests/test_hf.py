@@ -255,3 +255,28 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not a local directory and could not be fetched from the Hub"):
         find_model("nobody/no-such-model-of-ours")
+
+
+@pytest.mark.parametrize(
+    "flags, change, said",
+    [
+        (dict(norm_eps=1e-3), "del huggingface.GPT2_KEYS['norm_eps']", "--norm_eps=0.001 would be read back"),
+        ({}, "add('up2')", "there is no Hugging Face name for 'mlp.up2'"),
+        ({}, "huggingface.tensor_names = lambda ours, *_, f=huggingface.tensor_names: "
+             "{n: t.replace('c_fc', 'c_proj') for n, t in f(ours, *_).items()}", "are both called"),
+    ],
+)  # fmt: skip
+def test_a_model_that_its_checkpoint_would_not_describe_is_not_trained(train, flags, change, said):
+    add = """
+import model
+from checkpoints import huggingface
+def add(name):
+    class Other(model.MLP):
+        def __init__(self, *args):
+            super().__init__(*args)
+            setattr(self, name, torch.nn.Linear(2, 2))
+    model.MLP = Other
+"""
+    refused = train.changed(add + change, "new", status=2, architecture="gpt2", **flags).stderr
+    assert "error: no checkpoint of this model could be opened: " in refused and said in refused
+    assert not (train.runs / "new").exists()
