@@ -93,6 +93,8 @@ def main(config: EvaluateConfig) -> None:
     rank, world_size, local_rank, _ = host.read_ranks()
     portable = model.numerics == "portable"
     world = connect(rank, world_size, device.prepare_device(config.device, local_rank, integers_only=portable))
+    if directory.name != (chosen := world.broadcast(directory.name)):  # the run has saved again meanwhile
+        directory, model = lookup.load_model(str(directory.with_name(chosen)), config.numerics, config.dtype)
     dtype = "float32" if portable else device.choose_dtype(config.dtype, world.device)
     autocast = partial(device.autocast, world.device, dtype)
     lines = (score if config.tasks else validate)(config, directory, model, world, autocast)

@@ -90,8 +90,9 @@ class Ladder:
 
 def main(args: list[str]) -> None:
     """Train the rungs, fit the law and print the best run. Raises UserError."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits for the rung to save
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits for the rung to save
     ladder = begin(args)
     rungs = choose(ladder, ladder.options.flops or measure(ladder))
     say(f"ladder  {len(rungs)} runs, at depths {str(sorted({depth for depth, _ in rungs}))[1:-1]}, in {ladder.directory}")

@@ -202,7 +202,9 @@ class EvalConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     save_every: Count = 250
-    """Steps between checkpoints (0: only at the end)."""
+    """Steps between checkpoints (0: no checkpoint depends on the step)."""
+    save_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 10.0
+    """Also save when this many minutes have passed since the last save (0: never). The last step is always saved."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep (0: all)."""
     keep_best: Count = 1

@@ -60,6 +60,7 @@ from sample import require_tokenizer, write_sample
 from settings import Config
 from tasks import Tasks
 
+HOPELESS = 10  # times the loss of guessing; NaN and infinity are above any limit
 COLLECT_EVERY = 100  # steps between collections of Python's garbage, on all ranks at once
 
 
@@ -145,7 +146,8 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
     kept = startup.keep_threads(config, previous, world)
     config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), previous)
     versions = checkpoint.versions(config, world.device)
-    notes = [*start.notes, *kept, *lookup.check_changes(start, config, dataset.identity, versions)]
+    lost = lookup.describe_loss(log.directory, start.state.step, config) if world.is_master and not start.continues else []
+    notes = [*start.notes, *lost, *kept, *lookup.check_changes(start, config, dataset.identity, versions)]
     notes += startup.compare(config, world, versions)
     if start.state.step < config.train.steps:
         notes += startup.check(config, world)
@@ -165,6 +167,7 @@ def prepare(
         loaded = tasks.load(names, dataset.tokenizer, dataset.eot_token, config.model.seq_len, world)
     began, state = time.monotonic(), start.state
     run = build(config, world, dataset, start)
+    huggingface.check_description(config.model, {name: tuple(tensor.shape) for name, tensor in run.engine.parameters.items()})
     if start.weights and state.step < config.train.steps:
         which = "weights and optimizer state" if start.checkpoint else "weights"
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
@@ -172,6 +175,8 @@ def prepare(
     peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
     run.progress = Progress(log, config.train, config.log.log_every, peak_speed, dataset.names, run.batches)
     state.begin(config, dataset.identity, world, start.continues)
+    if mirror:
+        mirror.identity = state.identity
     directory = log.directory / "checkpoints"
     run.checkpoints = Checkpoints(directory, config.checkpoint, run.engine, dataset, log, mirror, start.weights)
     if world.is_master and config.log.wandb == "online":
@@ -264,10 +269,10 @@ def train(run: Run) -> int:
     while True:
         if due(COLLECT_EVERY, state.step):
             gc.collect()
-        last, stopping = state.step >= steps, stop.agreed()  # the answer to `ask` from before the last update
+        last, (stopping, overdue) = state.step >= steps, stop.agreed()  # the answer to `ask` from before the last update
         if due(config.parallel.check_replicas_every, state.step):
             engine.check_replicas()  # before a save, so that wrong weights are never saved
-        run.checkpoints.save(state, now=last or stopping)
+        run.checkpoints.save(state, last or stopping, overdue)
         if stopping:  # a scheduler leaves little time, so a due evaluation waits until the run continues
             break
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
@@ -276,7 +281,7 @@ def train(run: Run) -> int:
             score(run)
         if last:
             break
-        stop.ask()
+        stop.ask(save=run.checkpoints.overdue())
         with trace.around(state.step + 1):
             began, waited = time.perf_counter(), prefetcher.wait_seconds
             loss, grad_norm = update(run, prefetcher)
@@ -323,10 +328,17 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
         optimizers.step()
     engine.scaler.update()
     engine.zero_grad()
+    loss = math.fsum(losses.tolist()) / len(losses)  # fsum rounds once, whatever the order
     state.skipped += not math.isfinite(grad_norm)
+    state.unsound = not (math.isfinite(grad_norm) and is_sound(loss, config))
     state.step += 1
     state.tokens += config.train.tokens_per_update
-    return math.fsum(losses.tolist()) / len(losses), grad_norm  # fsum rounds once, whatever the order
+    return loss, grad_norm
+
+
+def is_sound(loss: float, config: Config) -> bool:
+    """Return whether `loss` may come from a model worth keeping. One that guesses has log(vocab_size)."""
+    return loss < HOPELESS * math.log(max(2, config.model.vocab_size))
 
 
 def warm_up(run: Run) -> None:
@@ -348,6 +360,7 @@ def validate(run: Run) -> None:
         losses = [evaluate(model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
     validation = run.dataset.validation(losses)
     run.evaluated_at, run.val_loss = state.step, validation["val_loss"]
+    state.unsound |= not is_sound(run.val_loss, config)
     run.checkpoints.evaluated(state, run.val_loss)
     run.progress.evaluated(state, validation, time.monotonic() - began)
 

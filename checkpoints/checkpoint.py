@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import time
+import uuid
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +59,8 @@ class TrainState:
     tokens: Count = 0  # tokens seen
     best: list[tuple[float, Count]] = field(default_factory=list)  # lowest (validation loss, step), best first
     skipped: Count = 0  # updates skipped because of a non-finite gradient
+    unsound: bool = False  # whether the last gradient was not finite or the loss hopeless, so the weights may be useless
+    identity: str = ""  # of the run, random; empty in older runs. Two runs may have the same name
     wandb_run_id: str = ""
     grad_scaler: dict[str, float | int] = field(default_factory=dict)
     dataset: str = ""  # identity of the dataset
@@ -87,7 +90,7 @@ class TrainState:
     def begin(self, config: Config, dataset: str, world: World, continues: bool) -> None:
         """Record that the run continues from this step with the resolved `config`."""
         if not continues:
-            self.best, self.history = [], []  # they describe another run
+            self.best, self.history, self.identity = [], [], uuid.uuid4().hex  # the old ones describe another run
         self.batch_sizes = self.sizes(config)
         self.dataset, self.settings, self.versions = dataset, cli.flat_values(config), versions(config, world.device)
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
@@ -231,7 +234,9 @@ class Checkpoints:
         self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log
         self.world: World = engine.world
         self.intact: set[Path] = set()  # written and flushed by this process, or verified
-        self.saved_at = 0  # step of the newest checkpoint, published or in progress
+        self.saved_at, self._saved_time = 0, time.monotonic()  # step of the newest checkpoint, published or in progress
+        self._due = False  # whether a save of --save_every waits for sound weights
+        self.between: set[Path] = set()  # checkpoints that only --save_minutes asked for
         self._bos_token = huggingface.bos_token(weights, dataset.tokenizer) if weights and self.world.is_master else None
         self._evaluated: tuple[float, int] | None = None  # (validation loss, step) of a checkpoint that may be in progress
         self._saver = ThreadPoolExecutor(1)
@@ -245,18 +250,36 @@ class Checkpoints:
 
     def begin(self, start_step: int) -> None:
         """Prepare the directory for saving. If a checkpoint of `start_step` exists, it is intact. Raises UserError."""
-        self.saved_at = start_step
+        self.saved_at, self._saved_time = start_step, time.monotonic()
         if self.world.is_master:
             self.intact = retention.prepare(self.directory, step_directory(self.directory, start_step))
 
-    def save(self, state: TrainState, now: bool) -> None:
-        """Save a checkpoint if one is due or `now` is true. With async_save, training waits only for the copy to the host."""
-        if state.step == self.saved_at or not (now or due(self.options.save_every, state.step)):
+    @property
+    def keep_last(self) -> int:
+        """How many of the newest checkpoints to keep (0: all), with those that only --save_minutes asked for."""
+        return self.options.keep_last and self.options.keep_last + len(self.between)
+
+    def overdue(self) -> bool:
+        """Return whether --save_minutes have passed since the last save."""
+        return 0 < 60 * self.options.save_minutes < time.monotonic() - self._saved_time
+
+    def save(self, state: TrainState, now: bool, overdue: bool = False) -> None:
+        """Save a checkpoint if one is due, or `now`. With async_save, training waits only for the copy to the host.
+
+        A save that is due waits while the weights are unsound, because they may never be of use. overdue: whether
+        --save_minutes have passed on any rank; a save for only this reason is removed after the next one.
+        """
+        if state.step == self.saved_at:
+            return
+        self._due |= due(self.options.save_every, state.step)
+        if not now and (state.unsound or not (self._due or overdue)):
             return
         began = time.perf_counter()
         self.finish(state)  # one save at a time: two would need twice the memory
         snapshot = take_snapshot(self.engine, self.options.max_shard_bytes)
-        self.saved_at = state.step
+        if not now and not self._due:
+            self.between.add(step_directory(self.directory, state.step))
+        self.saved_at, self._saved_time, self._due = state.step, time.monotonic(), False
         if self.world.rank in self._writers:
             state = replace(state, best=list(state.best), grad_scaler=self.engine.scaler.state_dict())
             self._save = self._saver.submit(self.write, state, snapshot)
@@ -283,7 +306,7 @@ class Checkpoints:
             write_manifest(directory, records)
         files.link(self.directory / "latest", path)
         self.intact.add(path)
-        retention.verify(self.directory, self.intact, self.options.keep_last)
+        retention.verify(self.directory, self.intact, self.keep_last)
 
     def wait(self, failed: bool = False) -> None:
         """Wait for the save in progress, if any. If training has `failed`, wait only briefly: other writers may be gone."""
@@ -315,10 +338,13 @@ class Checkpoints:
         """Remember the validation loss of the weights at `state.step`, if a checkpoint of them exists or is in progress."""
         if self.saved_at == state.step and math.isfinite(val_loss):
             self._evaluated = (val_loss, state.step)
-        self.prune(state)
+        self.prune(state, remove=False)
 
-    def prune(self, state: TrainState) -> None:
-        """Point `best` at the best evaluated checkpoint and remove checkpoints that need not be kept."""
+    def prune(self, state: TrainState, remove: bool = True) -> None:
+        """Point `best` at the best evaluated checkpoint and remove checkpoints that need not be kept.
+
+        Removes nothing right after a save, because the next update may find its weights unsound, and nothing while they are.
+        """
         if not self.world.is_master:
             return
         keep_best = self.options.keep_best
@@ -332,9 +358,10 @@ class Checkpoints:
                 files.link(self.directory / "best", best[0])
             else:
                 files.remove(self.directory / "best")
-            retention.prune(self.directory, self.intact, self.options.keep_last, best)
+            if remove and not state.unsound:
+                retention.prune(self.directory, self.intact, self.options.keep_last, best, self.between)
         except OSError as error:  # such as a full disk: training can continue
             self.log.warn(f"could not remove older checkpoints or set the link `best`: {error}")
         if self._mirror:
             kept = [step_directory(self.directory, step).name for _, step in state.best[:keep_best]]
-            self._mirror.update(sorted(self.intact), self.options.keep_last, kept)
+            self._mirror.update(sorted(self.intact), 0 if state.unsound else self.keep_last, kept)

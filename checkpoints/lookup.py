@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shlex
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import settings
 from checkpoints import huggingface
 from checkpoints.checkpoint import TrainState, load_state, while_others_wait
 from checkpoints.mirror import Mirror
-from checkpoints.retention import MANIFEST, find_damage, newest, published, step_of
+from checkpoints.retention import MANIFEST, find_damage, hold, newest, published, step_of
 from common import cli
 from common.errors import UserError, refuse, say
 from common.steps import read_phases
@@ -18,6 +19,7 @@ from data import Mixture, mixtures_seen, step_of_phase
 from model import GPT, on_meta
 from optim import learning_rate, warn_of_jump
 from parallel.world import World
+from reports.log import read_records
 from settings import Config, ModelConfig
 
 # Settings that a run can never change, because they determine what the weights mean and which tokens a step sees. A new run
@@ -30,17 +32,22 @@ NO_URL = "for a model on the Hub, use OWNER/NAME; train.py --mirror=URL continue
 
 
 def find(name: str) -> tuple[Path, list[str]]:
-    """Return the checkpoint at a path, or the newest intact one of the run at that path, with warnings. Raises UserError."""
+    """Return the checkpoint at a path, or the newest intact one of the run at that path, with warnings. Raises UserError.
+
+    The run may go on meanwhile. It keeps this checkpoint until this process ends.
+    """
     cli.require_local("", name, NO_URL)
-    path = behind(Path(name))
-    if (path / MANIFEST).exists():
-        if reason := find_damage(path):
-            raise UserError(f"{path} is damaged: {reason}")
-        return path, []
-    found, damaged = newest(path / "checkpoints")
+    while (path := behind(Path(name))) and ((path / MANIFEST).exists() or path != behind(Path(name))):
+        if hold(path):
+            if reason := find_damage(path):
+                raise UserError(f"{path} is damaged: {reason}")
+            return path, []
+        time.sleep(0.01)  # a link may point to another checkpoint now
+    found, damaged = newest(path / "checkpoints", reserve=True)
     if found is None:
         if (path / "metrics.jsonl").exists() and not damaged:
-            raise UserError(f"{path} has no checkpoint yet; the first one is saved at step --save_every, or when the run stops")
+            first = "the first one is saved after --save_every or --save_minutes, or when the run stops"
+            raise UserError(f"{path} has no checkpoint yet; {first}")
         problem = f"is neither a run with an intact checkpoint nor a checkpoint{nanogpt_hint(path)}{cli.similar_runs(name)}"
         refuse([f"{path} {problem}", *damaged])
     return found, [f"warning: {line}" for line in damaged]
@@ -89,7 +96,14 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
 
     numerics: native or portable; auto: as in training, if known. dtype: the requested precision of matmuls.
     """
-    directory, warnings = find_model(name)
+    while True:
+        directory, warnings = find_model(name)
+        try:
+            config, weights = huggingface.read_model(directory)
+            break
+        except (UserError, OSError):
+            if directory.exists():
+                raise  # otherwise its run has removed it on a disk without locks, so take the next one
     for warning in warnings:
         say(warning)
     if numerics == "auto":
@@ -98,7 +112,6 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
             numerics = settings_of(directory).numerics.numerics
     if numerics == "portable" and dtype not in ("auto", "float32"):
         raise UserError(f"--numerics=portable computes in float32; leave out --dtype={dtype}, or use --numerics=native")
-    config, weights = huggingface.read_model(directory)
     model = on_meta(config, numerics=numerics).eval()
     model.load_state_dict(weights, assign=True)
     return directory, model
@@ -198,6 +211,7 @@ def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
 
     def find_newest() -> tuple[str, bytes]:
         here, _ = newest(checkpoints)
+        mirror.identity = load_state(here).identity if here else None
         name = mirror.fetch(step_of(here) if here else -1) or (here.name if here else "")
         if name and several_nodes:  # other nodes may need it
             mirror.retried(lambda: mirror.copy([checkpoints / name], 0, []))
@@ -230,14 +244,39 @@ def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
         return Start(load_state(path, dataset), path, continues=True, notes=[*notes, f"continuing from {path}{kept}"])
     if resume not in ("auto", "off"):
         path, notes = find(resume)
-        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer, dataset.eot_token)
+        unchecked = check_vocabulary(path, dataset)
         return Start(load_state(path, dataset), path, notes=[*notes, f"starting from {path}", *unchecked])
     if init_from != "scratch":
         path, notes = find_model(init_from)
         shape = f"starting from the weights of {path}; its shape overrides settings and flags"
-        unchecked = huggingface.check_tokenizer(path, dataset.tokenizer, dataset.eot_token)
+        unchecked = check_vocabulary(path, dataset)
         return Start(TrainState(), pretrained=path, notes=[*notes, shape, *unchecked])
     return Start(TrainState())
+
+
+def describe_loss(run: Path, done: int, config: Config) -> list[str]:
+    """Say if an earlier start of this run ended without a checkpoint, and when the first one will be.
+
+    done: steps before this start.
+    """
+    path, options, steps = run / "metrics.jsonl", config.checkpoint, config.train.steps
+    records = read_records(path) if path.exists() else []
+    reached = max((record["step"] for _, record in records if record), default=0)
+    if reached <= done:
+        return []
+    first = min(steps, (done // options.save_every + 1) * options.save_every) if options.save_every else steps
+    when = f"at step {first}" + (f" or after {options.save_minutes:g} minutes" if options.save_minutes else "")
+    ended = f"an earlier start of {run} reached step {reached}, but ended before its first checkpoint"
+    return [f"{ended}, so the run begins again; the first checkpoint will be {when} (--save_every, --save_minutes)"]
+
+
+def check_vocabulary(directory: Path, dataset: Mixture) -> list[str]:
+    """Raise UserError unless the model in `directory` knows the dataset's tokens. Returns a warning if that is uncertain."""
+    unchecked = huggingface.check_tokenizer(directory, dataset.tokenizer, dataset.eot_token)
+    if (size := huggingface.read_config(directory).vocab_size) < dataset.vocab_size:
+        found = f"the model in {directory} has {size} tokens, but {dataset} has {dataset.vocab_size}"
+        raise UserError(f"{found}; prepare the text again with the model's own tokenizer (prepare_data.py --tokenizer=FILE)")
+    return unchecked
 
 
 def check_changes(start: Start, config: Config, dataset: str, versions: dict[str, str]) -> list[str]:

@@ -44,6 +44,7 @@ class Mirror:
         self.wanted: tuple[list[Path], int, list[str]] = ([], 0, [])
         self.served = self.wanted  # the last request that was carried out
         self.copier, self.work = ThreadPoolExecutor(1), None
+        self.identity: str | None = None  # of this run; None while it is unknown, because there is nothing on this disk
         self.own: set[bytes] = set()  # manifests in the store that are known to be of this run
         self.damaged: set[str] = set()  # checkpoints in the store that do not match their manifest
         self.ending = False
@@ -70,9 +71,15 @@ class Mirror:
             return
         state = self.system.cat_file(f"{self.root}/{name}/trainer_state.json")
         with contextlib.suppress(UserError, KeyError, TypeError):  # damaged: `download` will say so
-            run = files.decode(state, dict, name)["settings"]["name"]
+            found = files.decode(state, dict, name)
+            run, identity = found["settings"]["name"], found.get("identity", "")
             if run != self.run.name:
                 problem = f"has checkpoints of the run {run}, not of {self.run.name}"
+                raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
+            if self.identity is None:
+                return
+            if identity != self.identity:
+                problem = f"has checkpoints of another run that is also called {run}"
                 raise RunError(f"--mirror={self.url} {problem}; give each run its own URL")
             self.own.add(manifest)
 
@@ -102,6 +109,7 @@ class Mirror:
     def download(self, name: str) -> str | None:
         """Download a checkpoint and its RECORDS. Returns what is wrong if it is damaged or incomplete, else None."""
         target = self.run / "checkpoints" / name
+        self.log.claim()
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with files.publish_directory(target) as directory:

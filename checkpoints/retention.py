@@ -5,7 +5,10 @@ checkpoints that this process wrote or verified count towards `keep_last`, so da
 out a fresh save.
 """
 
+import contextlib
+import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
@@ -15,9 +18,11 @@ from common import files
 from common.errors import UserError
 from common.records import Count, FileName, Sha256
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "trainer_state.json"
 NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
 FileRecord = TypedDict("FileRecord", {"size": Count, "sha256": Sha256})  # an entry of manifest.json
+
+Step = TypedDict("Step", {"step": Count})  # what we read here of STATE
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
@@ -55,7 +60,7 @@ def read_manifest(directory: Path) -> dict[str, FileRecord]:
 
 
 def find_damage(directory: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None if every file matches the manifest."""
+    """Return what is wrong with a checkpoint, or None if every file matches the manifest, and its name the step in it."""
     try:
         manifest = read_manifest(directory)
         with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
@@ -69,17 +74,55 @@ def find_damage(directory: Path) -> str | None:
             return f"{name} has {found['size']} bytes, not {expected['size']}"
         if found != expected:
             return f"{name} does not match its sha256"
+    with contextlib.suppress(UserError):  # not a checkpoint of ours; whoever reads the state says why
+        if NAME.fullmatch(directory.name) and (step := files.read_json(directory / STATE, Step)["step"]) != step_of(directory):
+            return f"{STATE} is of step {step}"
     return None
 
 
-def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint, and a line for each newer, damaged one."""
-    damaged = []
-    for path in reversed(published(checkpoints)):
-        if (reason := find_damage(path)) is None:
-            return path, damaged
-        damaged.append(f"skipped {path}: {reason}")
-    return None, damaged
+def newest(checkpoints: Path, reserve: bool = False) -> tuple[Path | None, list[str]]:
+    """Return the newest intact checkpoint, and a line for each newer, damaged one.
+
+    reserve: it may belong to a run that goes on and removes checkpoints, so `hold` it.
+    """
+    while True:
+        damaged, removed = [], False
+        for path in reversed(published(checkpoints)):
+            if reserve and not hold(path):
+                removed = True
+            elif (reason := find_damage(path)) is None:
+                return path, damaged
+            elif path.is_dir():
+                damaged.append(f"skipped {path}: {reason}")
+            else:
+                removed = True
+        if not removed:
+            return None, damaged
+        time.sleep(0.01)  # the run has removed a checkpoint, so there is a newer one
+
+
+def hold(directory: Path) -> bool:
+    """Keep a checkpoint of another run until this process ends. Returns False if that run has removed it."""
+    try:
+        manifest = os.open(directory / MANIFEST, os.O_RDONLY)  # stays open, and so locked
+    except OSError:  # `find_damage` says why
+        return directory.is_dir()
+    if files.lock(manifest, shared=True):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(manifest), os.stat(directory / MANIFEST)):
+                return True
+    os.close(manifest)
+    return False
+
+
+def retire_unread(directory: Path) -> None:
+    """Remove a checkpoint, unless another process holds it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError):
+            manifest = stack.enter_context(open(directory / MANIFEST, "rb+"))  # NFS locks only files open for writing
+            if not files.lock(manifest):
+                return
+        files.retire(directory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,12 +159,17 @@ def verify(checkpoints: Path, intact: set[Path], keep_last: int) -> None:
         count += path in intact
 
 
-def prune(checkpoints: Path, intact: set[Path], keep_last: int, best: list[Path]) -> None:
-    """Remove checkpoints older than the last `keep_last` (0: all) `intact` ones, except `best`. Raises OSError."""
+def prune(checkpoints: Path, intact: set[Path], keep_last: int, best: list[Path], between: set[Path]) -> None:
+    """Remove checkpoints older than the last `keep_last` (0: all) `intact` ones, except `best`. Raises OSError.
+
+    between: checkpoints that do not count towards `keep_last`, and are removed once there is a newer one.
+    """
     existing = published(checkpoints)
-    counted = [path for path in existing if path in intact]
-    if 0 < keep_last <= len(counted):
-        for path in existing[: existing.index(counted[-keep_last])]:
-            if path not in best:
-                files.retire(path)
-                intact.discard(path)
+    counted = [path for path in existing if path in intact and path not in between]
+    newest = max(intact, key=step_of, default=None)
+    doomed = existing[: existing.index(counted[-keep_last])] if 0 < keep_last <= len(counted) else []
+    for path in sorted({*doomed, *between} - {newest, *best}, key=step_of):
+        intact.discard(path)
+        if path.exists():
+            retire_unread(path)
+    between.intersection_update(intact)

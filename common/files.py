@@ -4,6 +4,7 @@ Everything is written under a hidden name, flushed to disk, and then renamed. So
 content or the new, never a mixture. `read_json` validates JSON against a type.
 """
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -27,10 +28,15 @@ def hidden(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or directory to disk."""
+    """Flush a file or directory to disk. Some file systems cannot flush a directory; they are trusted with its entries."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # such as CIFS and WSL's DrvFs
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -124,13 +130,13 @@ def is_open_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def lock(file: int | BinaryIO) -> bool:
+def lock(file: int | BinaryIO, shared: bool = False) -> bool:
     """Lock a file or directory for as long as it is open. Returns False if another live process has locked it.
 
-    On file systems without locks, such as some shared ones, this always succeeds.
+    On file systems without locks, such as some shared ones, this always succeeds. shared: other shared locks are allowed.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, BlockingIOError)
     return True

@@ -278,4 +278,5 @@ def checkpoint_bytes(config: Config) -> float:
 def checkpoints_at_once(checkpoint: CheckpointConfig, steps: int) -> int:
     """Return the maximum number of a run's checkpoints on disk at once: the ones kept, and the one being written."""
     saves = -(-steps // (checkpoint.save_every or steps))  # the last step is always saved
-    return min(saves, checkpoint.keep_last + checkpoint.keep_best + 1) if checkpoint.keep_last else saves
+    most = min(saves, checkpoint.keep_last + checkpoint.keep_best + 1) if checkpoint.keep_last else saves
+    return min(steps, most + 1) if checkpoint.save_minutes else most  # one of --save_minutes, until the next save

@@ -199,12 +199,19 @@ def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: f
             )
         if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
             raise UserError("MASTER_ADDR and MASTER_PORT must be the host and port of rank 0; torchrun sets them")
+        given, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+        if not {*given.split(",")} <= {"", *known}:
+            raise UserError(f"GLOO_SOCKET_IFNAME={given}: this machine has only the network interfaces {', '.join(known)}")
         timeout = timedelta(minutes=timeout_minutes)
         try:  # `within`, because torch's own timeouts add up, and NCCL's initialization has none
             within(1.1 * timeout.total_seconds(), lambda: rendezvous(rank, world_size, device, (host, int(port)), timeout))
         except (RuntimeError, TimeoutError) as error:
             if problem := lack(rank, error):
                 raise RunError(problem) from None
+            if "failed to listen" in str(error):
+                why = str(error).rpartition("message: ")[2].rstrip(")")
+                way_out = "end the process that uses it, or choose another MASTER_PORT (torchrun --master-port) on all nodes"
+                raise RunError(f"rank 0 cannot listen on port {port}: {why}; {way_out}") from None
             found = f"within {timeout} (--timeout_minutes): {reason(error) or 'no answer'}"
             if world_size > local_world_size() and "missing" not in found:
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
@@ -285,18 +292,19 @@ def gloo_interface(store: dist.Store, size: int, host: str) -> str:
 
 
 class Stop:
-    """A request to stop: SIGTERM, SIGINT, SIGUSR1 or `max_minutes` after `began`. All ranks agree on it between two updates.
+    """A request to stop: SIGTERM, SIGINT, SIGHUP, SIGUSR1 or `max_minutes` after `began`; or to save.
 
-    `ask` starts an all-reduce before an update, and `agreed` reads the result afterwards, so the update hides its latency. A
-    second SIGINT ends the process at once.
+    All ranks agree on both between two updates: `ask` starts an all-reduce before an update, and `agreed` reads the result
+    afterwards, so the update hides its latency. A second SIGINT ends the process at once. Under nohup, SIGHUP is ignored.
     """
 
     def __init__(self, world: World, max_minutes: float, began: float):
         self.world, self.reason = world, ""
         self.deadline = began + 60 * max_minutes if max_minutes else float("inf")
-        self._asked, self._work = torch.zeros(1), None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        self._asked, self._work = torch.zeros(2), None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame) -> None:
         if self.world.is_master and not self.reason:
@@ -305,18 +313,19 @@ class Stop:
         self.reason = self.reason or signal.Signals(number).name
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def ask(self) -> None:
-        """Start asking all ranks whether any has seen a request so far."""
+    def ask(self, save: bool) -> None:
+        """Start asking all ranks whether any has seen a request to stop so far, or wants to `save`."""
         if time.monotonic() > self.deadline:
             self.reason = self.reason or "--max_minutes"
-        self._asked = torch.tensor([float(bool(self.reason))])
+        self._asked = torch.tensor([float(bool(self.reason)), float(save)])
         if self.world.size > 1:
             self._work = dist.all_reduce(self._asked, op=dist.ReduceOp.MAX, async_op=True)
 
-    def agreed(self) -> bool:
-        """Return whether any rank had seen a request at the last `ask`."""
+    def agreed(self) -> tuple[bool, bool]:
+        """Return whether to stop and whether to save: what any rank wanted at the last `ask`."""
         if self._work is not None:
             self._work.wait()
-        if self._asked:
+        stop, save = self._asked.tolist()
+        if stop:
             self.reason = self.reason or "requested on another rank"
-        return bool(self._asked)
+        return bool(stop), bool(save)

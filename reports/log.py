@@ -60,7 +60,8 @@ class Log:
         self.status, self._facts = 1, {}  # the exit status, and the content of status.json
         self.trackers: dict[str, tuple[Callable, Callable]] = {}  # for each name: show(record) and end(status)
         self._text, self._metrics = io.BytesIO(), io.BytesIO()  # buffers until the files are open
-        self._lock = lock(directory) if is_master and (directory / ".lock").exists() else None
+        # Locked from now on, or else from `claim` on: until then, a new run's directory does not exist.
+        self._lock = lock(directory, "ab") if is_master and (directory / ".lock").exists() else None
 
     def __enter__(self):
         return self
@@ -81,13 +82,25 @@ class Log:
         """Create the directory if needed, and open its files at `step`. Returns the record of that step, or an empty one."""
         if not self.is_master:
             return {}
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = self._lock or lock(self.directory)
+        self.claim()
         said, self._text = self._text, open_to_append(self.directory / "train.log")
         append(self._text, said.getvalue())
         recorded = self.rewind(step)
         self._metrics = open_to_append(self.directory / "metrics.jsonl")
         return recorded
+
+    def claim(self) -> None:
+        """Create the directory and lock it, if `__init__` found none. Raises UserError if another process did so since then.
+
+        That process may even have ended: whatever this one decided before, such as to start from scratch, is outdated.
+        """
+        if self.is_master and not self._lock:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock = lock(self.directory, "xb")
+            except FileExistsError:
+                problem = f"another process has started to train {self.directory} in the meantime"
+                raise UserError(f"{problem}; run the same command again to continue it, or choose another --name") from None
 
     def rewind(self, step: int) -> Record:
         """Cut metrics.jsonl back to `step`, so that steps are not logged twice. Returns the record of `step`."""
@@ -173,13 +186,16 @@ class Log:
                 self.trackers[name] = show, end
 
     def close(self, status: int) -> None:
-        """Write what is still buffered, and pass the exit status to the trackers."""
+        """Write what is still buffered, pass the exit status to the trackers, and unlock the directory."""
         with self.surviving(f"writing the last lines of {self.directory / 'metrics.jsonl'}"):
             self._metrics.flush()
         for name, (_, end) in self.trackers.items():
             seconds = FINISH_SECONDS[status == 1]
             with self.surviving(f"sending the rest to {name} within {seconds} s"):
                 within(seconds, partial(end, status))
+        if self._lock:
+            self._lock.close()
+            self._lock = None
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -194,9 +210,12 @@ def append(file: BinaryIO, content: bytes) -> None:
         file.flush()
 
 
-def lock(directory: Path) -> BinaryIO:
-    """Lock the directory for as long as the returned file is open. Raises UserError if another process holds the lock."""
-    file = open(directory / ".lock", "ab")  # noqa: SIM115
+def lock(directory: Path, mode: str) -> BinaryIO:
+    """Lock the directory for as long as the returned file is open. Raises UserError if another process holds the lock.
+
+    mode: in which to open the file, such as xb to create it.
+    """
+    file = open(directory / ".lock", mode)  # noqa: SIM115
     for _ in range(20):  # a killed process may take a moment to disappear
         if files.lock(file):
             return file

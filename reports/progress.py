@@ -47,7 +47,8 @@ class Progress:
             self.log.warn(f"step {state.step}: skipped the update, because its gradient is not finite ({count})")
         if self.skipped_in_a_row > self.train.max_skipped_steps:
             found = f"skipped {self.skipped_in_a_row} updates in a row with non-finite gradients (--max_skipped_steps)"
-            raise RunError(f"{found}; lower --lr, or try --dtype=float32; checkpoints are in {self.log.directory}/checkpoints")
+            way_out = "lower --lr, or try --dtype=float32; if the newest checkpoint fails, too, start from an earlier one with"
+            raise RunError(f"{found}; {way_out} --name=NEW --resume=PATH; checkpoints are in {self.log.directory}/checkpoints")
         self.watch(state, loss)
         if due(self.log_every, state.step) or state.step in (1, self.train.steps):
             self.report(state, loss, grad_norm, lr)

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from checkpoints import huggingface, lookup, retention
 from common import files
 from conftest import ROOT, damage, execute
+from power_cut import Miniature
 
 
 def test_a_run_copied_by_something_that_follows_links_continues_and_gets_its_links_back(train):
@@ -48,8 +50,33 @@ def test_everybody_takes_the_newest_intact_checkpoint_with_the_same_warning(trai
 
     named = execute([sys.executable, "evaluate.py", train.latest("damaged")], status=2)
     assert named.stderr.startswith("error: ") and "is damaged: model.safetensors does not match" in named.stderr
+    renamed = older.with_name("step-00000099")
+    shutil.copytree(older, renamed)
+    assert f"skipped {renamed}: trainer_state.json is of step 5" in execute(commands[0]).stdout
+    shutil.rmtree(renamed)
     shutil.rmtree(older)
     assert "neither a run with an intact checkpoint nor a checkpoint" in execute(commands[0], status=2).stderr
+
+
+def test_a_checkpoint_that_somebody_reads_stays_although_its_run_goes_on(tmp_path, monkeypatch):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    run = Miniature(checkpoints, keep_last=1, keep_best=0)
+    for step in range(1, 4):
+        run.save(step)
+    read, _ = lookup.find(str(tmp_path / "run"))
+    for step in range(4, 8):
+        run.save(step)
+    kept = ["step-00000003", "step-00000007"]
+    assert read.name == kept[0] and [path.name for path in retention.published(checkpoints)] == kept
+
+    def read_model(directory, original=huggingface.read_model):  # on a disk without locks, the run removes what is read
+        monkeypatch.undo()
+        shutil.rmtree(directory)
+        run.save(8)
+        return original(directory)
+
+    monkeypatch.setattr(huggingface, "read_model", read_model)
+    assert lookup.load_model(str(tmp_path / "run"))[0].name == "step-00000008"
 
 
 @pytest.mark.parametrize(
@@ -90,3 +117,19 @@ def test_what_is_published_appears_whole_or_not_at_all(tmp_path):
         (temporary / "a").write_text("half")
         raise RuntimeError
     assert (directory / "a").read_text() == "new" and sorted(os.listdir(tmp_path)) == ["directory", "file"]
+
+
+def test_a_disk_that_cannot_flush_directories_is_used_and_one_that_cannot_flush_files_is_not(train):
+    """CIFS and WSL's DrvFs flush no directory."""
+    change = """
+import stat
+def fsync(file, original=os.fsync):
+    if stat.S_ISDIR(os.fstat(file).st_mode) == {directories}:
+        raise OSError({number}, "Invalid argument")
+    original(file)
+os.fsync = fsync
+"""
+    for number in (errno.EINVAL, errno.ENOTSUP):
+        train.changed(change.format(directories=True, number=number), f"run{number}", steps=2)
+    train.changed(change.format(directories=True, number=errno.EIO), "broken", steps=2, status=1)
+    train.changed(change.format(directories=False, number=errno.EINVAL), "broken", steps=2, status=1)

@@ -15,7 +15,7 @@ import machine
 from checkpoints import lookup, retention
 from checkpoints.mirror import MANIFEST, Mirror
 from common.errors import RunError
-from conftest import damage
+from conftest import Trainer, content, damage
 from parallel.world import World
 from power_cut import Miniature
 from reports.log import Log
@@ -50,6 +50,20 @@ def test_a_store_of_another_run_is_refused(train, tmp_path):
     train("first", steps=2, mirror=tmp_path / "store")
     done = train("second", steps=2, mirror=tmp_path / "store", status=1)
     assert "has checkpoints of the run first, not of second; give each run its own URL" in done.stderr
+
+
+def test_two_runs_of_one_name_do_not_share_a_store(train, tmp_path):
+    (tmp_path / "other").mkdir()
+    store, other = tmp_path / "store", Trainer(train.tokens, tmp_path / "other" / "runs")
+    train("laptop", steps=2, save_every=1, mirror=store)
+    stored = content(store)
+    other("laptop", steps=3)
+    refused = other("laptop", steps=4, mirror=store, status=1).stderr
+    assert f"--mirror={store} has checkpoints of another run that is also called laptop; give each" in refused
+    assert content(store) == stored
+    train("laptop", steps=4, mirror=store)  # its own, and from an empty disk, too
+    shutil.rmtree(train.runs / "laptop")
+    assert "downloading step-00000004" in train("laptop", steps=5, mirror=store).stdout
 
 
 @pytest.mark.parametrize(
@@ -126,6 +140,7 @@ def test_nothing_announced_is_lost_whatever_instant_a_copy_ends_at(tmp_path, mon
             assert len(list((tmp_path / "store").iterdir())) <= 2
         except (KeyboardInterrupt, OSError):
             cut += 1
+        log.close(0)
         if chance.random() < 0.5:
             shutil.rmtree(disk)
             lost += 1

@@ -208,7 +208,9 @@ def test_a_disk_with_room_for_one_checkpoint_is_warned_of(monkeypatch, tmp_path)
     "steps, every, kept, most", [(100, 500, 2, 1), (501, 500, 2, 2), (9000, 500, 2, 4), (9000, 500, 0, 18)]
 )
 def test_the_most_checkpoints_on_the_disk(steps, every, kept, most):
-    assert footprint.checkpoints_at_once(CheckpointConfig(save_every=every, keep_last=kept), steps) == most
+    config = CheckpointConfig(save_every=every, keep_last=kept, save_minutes=0)
+    assert footprint.checkpoints_at_once(config, steps) == most
+    assert footprint.checkpoints_at_once(dataclasses.replace(config, save_minutes=10), steps) == most + 1
 
 
 def test_checkpointing_and_sharding_save_memory():

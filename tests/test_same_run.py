@@ -155,15 +155,38 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_the_run_goes_on(train):
 def test_a_signal_saves_and_exits_75(train):  # SIGUSR1: tests/test_slurm.py
     flags = dict(dropout=0.1, optimizer="muon", dtype="bfloat16", architecture="gpt2", save_every=0, eval_every=0)
     flags |= dict(schedule="constant")  # its steps do not depend on how many there are
-    process = train.start("asked", steps=10**6, **flags)
-    wait_for(lambda: "step      3/" in train.log("asked"))
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 75 and "SIGTERM" in train.log("asked")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        process = train.start("asked", steps=10**6, **flags)
+        before = train.state("asked")["step"] if train.log("asked") else 0
+        wait_for(lambda before=before: f"step {before + 3:>6}/" in train.log("asked"))
+        process.send_signal(number)
+        process.communicate(timeout=PATIENCE)
+        assert process.returncode == 75 and number.name in train.log("asked")
     steps = train.state("asked")["step"] + 5
-    train("asked", steps=steps, **flags)
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as nohup does
+    train.changed(ignored + before_update(steps - 3, f"os.kill(os.getpid(), {signal.SIGHUP:d})"), "asked", steps=steps, **flags)
     train("whole", steps=steps, **flags)
     train.assert_same("asked", "whole")
+
+
+def test_time_saves_too_on_all_ranks_at_the_same_step_and_changes_no_bit(train):
+    flags = dict(ranks=2, strategy="fsdp", eval_every=0, save_every=7)
+    slow = "import time\n" + before_update("run.state.step", "time.sleep(0.02)")
+    train.changed(slow, "timed", **flags, save_minutes=0.05 / 60, keep_last=1)
+    saved = [int(step) for step in re.findall(r"step +(\d+)  checkpoint", train.log("timed"))]
+    assert {7, 14, 20} < {*saved}, saved
+    assert [path.name for path in retention.published(train.runs / "timed" / "checkpoints")] == ["step-00000020"]
+    train("plain", **flags)
+    assert re.findall(r"step +(\d+)  checkpoint", train.log("plain")) == ["7", "14", "20"]
+    train.assert_same("timed", "plain")
+
+
+def test_a_start_that_lost_everything_is_told_before_it_is_repeated(train):
+    train.kill("lost", "step      3/", save_every=0)
+    done = train("lost", save_every=8, steps=9)
+    assert re.search(r"reached step \d+, but ended before its first checkpoint, so the run begins again", done.stdout)
+    assert "the first checkpoint will be at step 8 or after 10 minutes (--save_every, --save_minutes)" in done.stdout
+    assert "begins again" not in train("lost", save_every=8, steps=10).stdout
 
 
 def test_a_second_sigint_ends_at_once(train):
@@ -262,6 +285,21 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train)
     newest = train.latest("nan").resolve()
     assert retention.find_damage(newest) is None and f"checkpoints are in {newest.parent}" in done.stderr
     assert all(tensor.isfinite().all() for tensor in train.weights("nan").values())
+
+
+@pytest.mark.parametrize("save_every, lr, bad", [(5, 1e3, "False"), (1, 1e3, "False"), (1, 1e-2, "len(calls) > 12")])
+def test_weights_that_no_update_improves_push_out_no_good_checkpoint(train, save_every, lr, bad):
+    flags = dict(architecture="gpt2", keep_last=1, keep_best=0, eval_every=0, save_every=save_every, warmup_steps=0)
+    flags |= dict(max_skipped_steps=9)
+    train("run", steps=6, **flags)
+    checkpoints = train.runs / "run" / "checkpoints"
+    train.changed(POISONED.format(bad=bad), "run", status=1, steps=60, lr=lr, **flags)
+    assert (checkpoints / "step-00000006").exists() and len(retention.published(checkpoints)) < 4
+    stopped = before_update("run.state.step", "len(calls) == 36 and os.kill(os.getpid(), 15)")  # saves what is bad
+    train.changed(POISONED.format(bad="True") + stopped, "run", status=75, steps=60, lr=lr, **flags)
+    assert (checkpoints / "step-00000006").exists() and train.state("run")["unsound"]
+    train("new", resume=checkpoints / "step-00000006", steps=8, **flags)
+    assert all(tensor.isfinite().all() for tensor in train.weights("new").values())
 
 
 @pytest.mark.parametrize(

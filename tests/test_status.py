@@ -8,7 +8,11 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
+
+from common.errors import UserError
 from conftest import PATIENCE, before_update, execute, wait_for
+from reports.log import Log
 
 
 def status(run):
@@ -120,3 +124,18 @@ def test_a_killed_run_is_running_by_a_process_that_is_gone_and_a_second_start_ch
     found = status(train.runs / "killed")
     assert found["state"] == "running" and found["step"] >= 5 and "status" not in found
     wait_for(lambda: not is_alive(found["pid"]))
+
+
+def test_a_start_that_others_overtook_is_refused(tmp_path):
+    first, second, third = (Log(tmp_path / "run", is_master=True) for _ in range(3))
+    first.begin(0)
+    first.metrics({"step": 1})
+    with pytest.raises(UserError, match="in the meantime; run the same command again to continue it"):
+        second.begin(0)
+    first.close(0)
+    with pytest.raises(UserError, match="in the meantime"):
+        third.claim()
+    assert '"step": 1' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    again = Log(tmp_path / "run", is_master=True)
+    again.begin(1)
+    again.close(0)

@@ -361,6 +361,9 @@ def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
     assert "bits per byte" not in done.stdout and "validation loss" in done.stdout
     assert "the run reads them 1.28 times" in done.stdout
     assert "outside the vocabulary" in train("bad", tokens=tmp_path, vocab_size=32, status=2).stderr
+    for flags in (dict(init_from=train.runs / "foreign"), dict(resume=train.runs / "foreign")):
+        refused = train("other", steps=12, **flags, status=2).stderr  # on bytes
+        assert "step-00000010 has 64 tokens, but" in refused and "prepare the text again" in refused
     assert "is a file; pass its directory" in train("bad", tokens=tmp_path / "train.bin", status=2).stderr
 
 

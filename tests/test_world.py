@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -193,3 +194,14 @@ def test_ranks_that_are_done_do_not_wait_for_a_master_that_died(train):
     dies = "from reports.log import Log\ndef close(self, status, original=Log.close):\n    original(self, status)\n"
     dies += "    if os.environ['RANK'] == '0':\n        os._exit(9)\nLog.close = close"
     train.changed(dies, "dies", 3, steps=1, eval_every=0, status=1)  # within PATIENCE, which is less than --timeout_minutes
+
+
+@pytest.mark.parametrize("variables, status, said", [
+    ({}, 1, "rank 0 cannot listen on port {port}: address already in use; end the process that uses it, or choose"),
+    (dict(GLOO_SOCKET_IFNAME="lo,nope0"), 2, "GLOO_SOCKET_IFNAME=lo,nope0: this machine has only the network interfaces lo"),
+])  # fmt: skip
+def test_a_rank_that_cannot_be_reached_says_why(train, variables, status, said):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        env = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **variables)
+        assert f"error: {said.format(port=port)}" in train("alone", env=env, status=status).stderr
