@@ -8,7 +8,7 @@ REQUIREMENTS ?= -r requirements.txt
 
 train: setup
 	@test -f tokens/python/dataset.json || $(BIN)/python prepare_data.py
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$${NPROC:-$$($(BIN)/python -m hardware.device)} train.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=$${NPROC:-$$($(BIN)/python -m lockstep.hardware.device)} train.py
 	$(BIN)/python sample.py runs/laptop --prompt="def __init__(self" --max_new_tokens=200
 
 # Does a run have the same bits on this machine as on every other? About a minute.
@@ -41,6 +41,8 @@ setup: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(REQUIREMENTS)
 	@touch $@
 
-.venv/dev: .venv/ready requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+EXTRAS := $(wildcard extras/requirements.txt)
+
+.venv/dev: .venv/ready requirements-dev.txt $(EXTRAS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt $(EXTRAS:%=-r %)
 	@touch $@

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import UserError
-from common.records import Auto
-from common.steps import read_phases
-from dataset.tokens import Dataset, Stream, digest, open_dataset
-from settings import Config, DataConfig
+from lockstep.common.errors import UserError
+from lockstep.common.records import Auto
+from lockstep.common.steps import read_phases
+from lockstep.dataset.tokens import Dataset, Stream, digest, open_dataset
+from lockstep.settings import Config, DataConfig
 
 ROUNDS = 6  # rounds of the Feistel network
 BLOCK = 4096  # sequences per block of a mixture; the shares are whole numbers that add up to this

@@ -1,6 +1,6 @@
 """Measure a model's validation loss: `python evaluate.py runs/NAME`. For scores on tasks instead, add `--tasks=hellaswag`."""
 
-import command
+from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from common import cli
-from common.records import Count
+from lockstep.common import cli
+from lockstep.common.records import Count
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ import numpy as np
 import torch
 
 import data
-import tasks
-from checkpoints import huggingface, lookup
-from common.errors import UserError, say
-from dataset.tokens import Stream
-from hardware import device, host
+from extras import tasks
+from lockstep.checkpoints import huggingface, lookup
+from lockstep.common.errors import UserError, say
+from lockstep.dataset.tokens import Stream
+from lockstep.hardware import device, host
+from lockstep.parallel.world import World, connect
+from lockstep.reports.progress import score_lines
+from lockstep.settings import DataConfig
 from model import GPT
-from parallel.world import World, connect
-from reports.progress import score_lines
-from settings import DataConfig
 
 
 @torch.no_grad()

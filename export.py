@@ -4,7 +4,7 @@ DIR becomes a Hugging Face model directory: one or more safetensors files, confi
 the run's config.toml, and a model card (README.md). `--push=OWNER/NAME` uploads it.
 """
 
-import command
+from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from common import cli
-from common.hub import HubConfig
+from extras.publishing.hub import HubConfig
+from lockstep.common import cli
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import checkpoint, huggingface, lookup, model_card
-from common import errors, files, hub
-from common.errors import UserError, say
+from extras.publishing import hub, model_card
+from lockstep.checkpoints import checkpoint, huggingface, lookup
+from lockstep.common import errors, files
+from lockstep.common.errors import UserError, say
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import native
-import portable
-from attention import BlockMask
-from native import compute_dtype
-from settings import ModelConfig
+from lockstep.numerics import native, portable
+from lockstep.numerics.attention import BlockMask
+from lockstep.numerics.native import compute_dtype
+from lockstep.settings import ModelConfig
 
 OPS = {"native": native, "portable": portable}  # the model's operations, by --numerics
 

@@ -3,7 +3,7 @@
 `python plot.py runs/A runs/B --out=curves.svg --x=time` compares two runs and prints a table, sorted by validation loss.
 """
 
-import command
+from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from common import cli
+from lockstep.common import cli
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
-from common.errors import UserError, say
-from reports import compare, curves
+from lockstep.common.errors import UserError, say
+from lockstep.reports import compare, curves
 
 
 def main(config: PlotConfig) -> None:

@@ -6,7 +6,7 @@ megabyte of text at a time (the tokenizers release the GIL). Tokens are written 
 workers does not affect the result. After a kill, the same command picks up after the last finished shard.
 """
 
-import command
+from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
@@ -19,9 +19,9 @@ from typing import Annotated
 import tyro
 from msgspec import Meta
 
-from common import cli
-from common.hub import HubConfig
-from common.records import Auto
+from extras.publishing.hub import HubConfig
+from lockstep.common import cli
+from lockstep.common.records import Auto
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import errors, files, hub
-from common.errors import UserError, say
-from dataset.card import dataset_card
-from dataset.check import check, describe
-from dataset.encode import Split, choose_split, encode_all, read_units
-from dataset.sources import (
+from extras.publishing import hub
+from extras.publishing.dataset_card import dataset_card
+from lockstep.common import errors, files
+from lockstep.common.errors import UserError, say
+from lockstep.dataset.check import check, describe
+from lockstep.dataset.encode import Split, choose_split, encode_all, read_units
+from lockstep.dataset.sources import (
     HUB,
     ICONV,
     LINKED,
@@ -82,10 +83,10 @@ from dataset.sources import (
     read_pieces,
     require_utf8,
 )
-from dataset.tokenizer import resolve
-from dataset.tokens import digest, read_metadata
-from dataset.writer import END, DatasetWriter, is_finished, read_progress
-from hardware.host import cores
+from lockstep.dataset.tokenizer import resolve
+from lockstep.dataset.tokens import digest, read_metadata
+from lockstep.dataset.writer import END, DatasetWriter, is_finished, read_progress
+from lockstep.hardware.host import cores
 
 EMBEDDED = f"the standard library of Python {sys.version.split()[0]}"
 SAMPLE_CHARACTERS = 1 << 24  # characters that train:N learns from

@@ -6,7 +6,7 @@ prints the first step that differs. A run with --strategy=exact can be replayed 
 original number: `torchrun --standalone --nproc_per_node=W replay.py ...`.
 """
 
-import command
+from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
@@ -16,8 +16,8 @@ from typing import Annotated
 
 import tyro
 
-from common import cli
-from common.records import Auto, Count
+from lockstep.common import cli
+from lockstep.common.records import Auto, Count
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ from statistics import fmean, median
 import torch
 
 import data
-import settings
 import train
-from checkpoints import checkpoint, lookup, retention
-from checkpoints.checkpoint import Era, TrainState, take_snapshot
-from common.errors import UserError, one_line, plural, say
-from dataset import tokenizer
-from parallel.world import World
-from reports.log import read_records
+from lockstep import settings
+from lockstep.checkpoints import checkpoint, lookup, retention
+from lockstep.checkpoints.checkpoint import Era, TrainState, take_snapshot
+from lockstep.common.errors import UserError, one_line, plural, say
+from lockstep.dataset import tokenizer
+from lockstep.parallel.world import World
+from lockstep.reports.log import read_records
 
 OUTLIER = 8  # a loss this many median deviations above the median stands out
 WIDTH = 107  # characters of text to show per sequence

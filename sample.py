@@ -3,7 +3,7 @@
 In a terminal, without --prompt, it continues each line that you type.
 """
 
-import command
+from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 import tyro
 from msgspec import Meta
 
-from common import cli
-from common.records import Count, Seed, Size
+from lockstep.common import cli
+from lockstep.common.records import Count, Seed, Size
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import huggingface, lookup
-from common import files
-from common.errors import UserError
 from data import Mixture
-from dataset import tokenizer
-from hardware import device, host
+from lockstep.checkpoints import huggingface, lookup
+from lockstep.common import files
+from lockstep.common.errors import UserError
+from lockstep.dataset import tokenizer
+from lockstep.hardware import device, host
 from model import generate
 
 PROMPT_TOKENS, NEW_TOKENS = 8, 64  # lengths of the prompt and of a sample during training

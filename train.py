@@ -11,12 +11,12 @@ until a flag changes them, whatever the preset says. Exit status: 0 complete, 75
 
 # Read this file from top to bottom: setup, the training loop, one update, and the loop's helpers.
 
-import command
+from lockstep import command
 
 if __name__ == "__main__":
     command.require_packages()
 
-from planning import plan
+from lockstep.planning import plan
 
 if __name__ == "__main__":  # answer --help, --plan and bad flags before importing torch, which takes seconds
     command.run("train", lambda args: plan.read_command(args, __doc__))
@@ -36,29 +36,29 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import data
-import optim
-import settings
-import tasks
-from attention import activate_attention_kernel
-from checkpoints import checkpoint, huggingface, lookup
-from checkpoints.checkpoint import Checkpoints, TrainState
-from checkpoints.lookup import Start
-from checkpoints.mirror import Mirror
-from common import cli, files
-from common.errors import EX_TEMPFAIL, RunError
 from evaluate import evaluate
-from hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_compiler, prepare_device
-from hardware.footprint import flops_per_token
+from extras import tasks
+from extras.mirror import Mirror
+from extras.tasks import Tasks
+from lockstep import settings
+from lockstep.checkpoints import checkpoint, huggingface, lookup
+from lockstep.checkpoints.checkpoint import Checkpoints, TrainState
+from lockstep.checkpoints.lookup import Start
+from lockstep.common import cli, files
+from lockstep.common.errors import EX_TEMPFAIL, RunError
+from lockstep.hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_compiler, prepare_device
+from lockstep.hardware.footprint import flops_per_token
+from lockstep.numerics import optim
+from lockstep.numerics.attention import activate_attention_kernel
+from lockstep.parallel.engine import Engine, build_optimizers, load_weights, use_float8, wrap
+from lockstep.parallel.world import Stop, World, connect
+from lockstep.planning import choices, startup
+from lockstep.reports.log import Log, duration, require_wandb_key
+from lockstep.reports.progress import Progress, due
+from lockstep.reports.trace import Trace
+from lockstep.settings import Config
 from model import GPT, initial_weights, on_meta
-from parallel.engine import Engine, build_optimizers, load_weights, use_float8, wrap
-from parallel.world import Stop, World, connect
-from planning import choices, startup
-from reports.log import Log, duration, require_wandb_key
-from reports.progress import Progress, due
-from reports.trace import Trace
 from sample import require_tokenizer, write_sample
-from settings import Config
-from tasks import Tasks
 
 HOPELESS = 10  # times the loss of guessing; NaN and infinity are above any limit
 COLLECT_EVERY = 100  # steps between collections of Python's garbage, on all ranks at once
@@ -231,7 +231,7 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     # Every wrapper averages the gradients over the ranks during the last backward of an update.
     model: nn.Module = module
     if strategy == "fsdp" and world.size > 1:
-        from parallel.sharded import FullyShard  # imported here because importing FSDP2 takes a second
+        from lockstep.parallel.sharded import FullyShard  # imported here because importing FSDP2 takes a second
 
         model = FullyShard(module, DTYPES[train.dtype], world, config.parallel)
     load_weights(module, weights, device)
@@ -318,7 +318,7 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
         with engine.autocast():
             loss = model(inputs, targets)
         # Backward adds gradients up, so we divide each loss to get their mean over this rank's micro-batches. The last backward
-        # then averages these means over the ranks; parallel/from_scratch.py shows how.
+        # then averages these means over the ranks; lockstep/parallel/from_scratch.py shows how.
         engine.scaler.scale(loss / engine.accumulation_steps).backward()
         losses[micro_batch] = loss.detach()
     # Start copying the losses to the host now: `clip` waits for the GPU anyway, so `.tolist()` below won't wait again.

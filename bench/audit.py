@@ -24,8 +24,8 @@ from pathlib import Path
 import audit_trainers
 import machine  # puts the project's folder on the path
 from audit_trainers import SAVE, STEPS, Trainer
-from common.errors import RunError, UserError
-from hardware.host import cpu_name
+from lockstep.common.errors import RunError, UserError
+from lockstep.hardware.host import cpu_name
 
 LIMIT = 400  # seconds for one attempt
 FAILURE = re.compile(r"^(?:\[rank\d+\]: ?)?\s*((?:[\w.]*(?:Error|Exception)|error)\b.*)", re.MULTILINE)

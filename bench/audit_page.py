@@ -6,7 +6,7 @@ from pathlib import Path
 
 import audit_trainers
 import machine  # puts the project's folder on the path
-from common.files import publish_text
+from lockstep.common.files import publish_text
 
 PAGE = machine.ROOT / "docs" / "audit.md"
 HEAD = {

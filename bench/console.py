@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
-from common.errors import RunError
-from common.files import publish_text
+from lockstep.common.errors import RunError
+from lockstep.common.files import publish_text
 
 PROMPT = "def __init__(self"
 KILL_AT = 120  # of 220 steps

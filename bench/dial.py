@@ -22,9 +22,9 @@ import machine  # puts the project's folder on the path
 # isort: split
 import numpy as np
 
-import settings
-from planning import dial
-from reports import curves
+from extras import dial
+from lockstep import settings
+from lockstep.reports import curves
 
 BASE = dict(architecture="qwen3", seq_len=128, micro_batch_size=8, eval_every=0, eval_tokens=65536, save_every=0, log_every=16)
 BASE |= dict(device="cpu", dtype="bfloat16", compile="off", threads=1)

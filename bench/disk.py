@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from checkpoints import tensor_files
+from lockstep.checkpoints import tensor_files
 
 Tree = dict | bytes | str  # a directory by name, the content of a file, or the target of a link
 CALLS = {"open": "open", "fsync": "flush", "rename": "rename", "replace": "rename", "unlink": "unlink", "rmdir": "unlink"}

@@ -19,7 +19,7 @@ import numpy as np
 import machine  # puts the project's folder on the path
 
 # isort: split
-from dataset.sources import embedded_corpus
+from lockstep.dataset.sources import embedded_corpus
 
 MODEL = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=192, optimizer="muon", lr=7e-3, compile="off")
 LENGTH = dict(tokens_per_update=8192, seq_len=256, steps=100, eval_every=0, save_every=0)

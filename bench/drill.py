@@ -17,10 +17,10 @@ import machine  # puts the project's folder on the path
 
 # isort: split
 import forks
-import settings
-from common import cli
-from common.errors import RunError, UserError
-from settings import ParallelConfig
+from lockstep import settings
+from lockstep.common import cli
+from lockstep.common.errors import RunError, UserError
+from lockstep.settings import ParallelConfig
 
 STRATEGIES = get_args(cli.flat_fields(ParallelConfig)["strategy"].type)
 CHECKPOINTS_PER_ATTEMPT = 4  # at most; this limits the steps of the whole run
@@ -134,7 +134,7 @@ def random_instant(checkpoints: Path, before: int, chance: random.Random):
 
 def newest_step(checkpoints: Path) -> int:
     """The step in the name of the newest published checkpoint."""
-    from checkpoints import retention
+    from lockstep.checkpoints import retention
 
     return max(map(retention.step_of, retention.published(checkpoints)), default=0)
 
@@ -152,7 +152,7 @@ def killed_while(checkpoints: Path) -> str:
 
 def examine(checkpoints: Path, step_before: int) -> list[str]:
     """What is unusable in the state that a kill left. An empty list means that no checkpoint is lost."""
-    from checkpoints import retention
+    from lockstep.checkpoints import retention
 
     links = [path for path in (checkpoints / "latest", checkpoints / "best") if path.is_symlink()]
     problems = [

@@ -2,9 +2,9 @@
 
 `python bench/fake_gpu.py` builds each preset with train.build, on rank 0 of a fake process group, and runs train.update twice.
 In torch's FakeTensorMode, shapes, dtypes and lifetimes are as on a GPU, but nothing is computed. It compares the peak of live
-bytes with hardware/footprint.py, and lists what would make the host wait. A rank has two micro-batches of the largest size with
-which one rank fits in 80 GB. Not covered: workspaces of kernels, fragmentation, and compiled code. Needs a C++ compiler, and
-five minutes on four cores. Writes fake_gpu.json.
+bytes with lockstep/hardware/footprint.py, and lists what would make the host wait. A rank has two micro-batches of the largest
+size with which one rank fits in 80 GB. Not covered: workspaces of kernels, fragmentation, and compiled code. Needs a C++
+compiler, and five minutes on four cores. Writes fake_gpu.json.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from unittest import mock
 import machine  # puts the project's folder on the path
 
 # isort: split
-import settings
-from hardware import footprint
-from hardware.host import cores
+from lockstep import settings
+from lockstep.hardware import footprint
+from lockstep.hardware.host import cores
 
 MEMORY = 80e9  # bytes of the GPU for which the micro-batch is chosen
 VOCAB = {"laptop": 4096, "shakespeare_char": 257}  # the others use GPT-2's vocabulary
@@ -134,9 +134,9 @@ def updates(config, ranks: int):
     import torch
 
     import train
-    from checkpoints.checkpoint import TrainState
-    from checkpoints.lookup import Start
-    from parallel.world import World
+    from lockstep.checkpoints.checkpoint import TrainState
+    from lockstep.checkpoints.lookup import Start
+    from lockstep.parallel.world import World
     from watch import Watch
 
     shape = (config.train.micro_batch_size, config.model.seq_len)
@@ -189,7 +189,7 @@ def fake_gpu(ranks: int):
         stack.enter_context(mock.patch.object(torch.nn.Module, "to", move_buffers))
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", flash))
         stack.enter_context(mock.patch("torch.nn.functional.rms_norm", fused_rms_norm(torch.nn.functional.rms_norm)))
-        stack.enter_context(mock.patch("native.silu", fused_silu()))
+        stack.enter_context(mock.patch("lockstep.numerics.native.silu", fused_silu()))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):  # they read data from other ranks
             stack.enter_context(mock.patch(f"torch.nn.parallel.distributed.{name}"))
         stack.enter_context(warnings.catch_warnings())
@@ -197,10 +197,10 @@ def fake_gpu(ranks: int):
         if ranks > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
             stack.callback(dist.destroy_process_group)
-        import parallel.sharded
+        import lockstep.parallel.sharded
 
-        real = unset_fake_temporarily()(parallel.sharded.init_device_mesh)  # it computes on real tensors of ranks
-        stack.enter_context(mock.patch("parallel.sharded.init_device_mesh", real))
+        real = unset_fake_temporarily()(lockstep.parallel.sharded.init_device_mesh)  # it computes on real tensors of ranks
+        stack.enter_context(mock.patch("lockstep.parallel.sharded.init_device_mesh", real))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 

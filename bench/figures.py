@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
-from common.files import publish_text
+from lockstep.common.files import publish_text
 
 # isort: split
 import gpu

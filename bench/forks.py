@@ -22,8 +22,8 @@ from typing import NoReturn
 import machine  # noqa: F401  puts the project's folder on the path
 
 # isort: split
-from common.errors import RunError
-from hardware.host import prepare_torch
+from lockstep.common.errors import RunError
+from lockstep.hardware.host import prepare_torch
 
 
 def prepare_to_fork() -> None:

@@ -34,11 +34,11 @@ import machine  # puts the project's folder on the path
 import forks
 import gpu_probe
 import same
-import settings
-from common import errors
-from common.errors import EX_TEMPFAIL, RunError, UserError
-from common.files import publish_text
-from hardware import footprint
+from lockstep import settings
+from lockstep.common import errors
+from lockstep.common.errors import EX_TEMPFAIL, RunError, UserError
+from lockstep.common.files import publish_text
+from lockstep.hardware import footprint
 
 MINUTES = 9.0  # for all questions, whose time limits add up to this
 LEAST = 0.4  # a question is asked if this share of its time is left
@@ -347,9 +347,8 @@ def parse(args: list[str]) -> argparse.Namespace:
 
 def code_digest() -> str:
     """Eight digits that change with the trainer's code."""
-    folders = ("checkpoints", "common", "dataset", "hardware", "parallel", "planning", "reports")
-    files = [*machine.ROOT.glob("*.py"), *machine.ROOT.glob("config/*.toml")]
-    files += [path for folder in folders for path in (machine.ROOT / folder).glob("*.py")]
+    patterns = ("*.py", "config/*.toml", "lockstep/**/*.py", "extras/*.py")
+    files = [path for pattern in patterns for path in machine.ROOT.glob(pattern)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:8]
 
 

@@ -17,12 +17,12 @@ import machine  # puts the project's folder on the path
 
 # isort: split
 import forks
-import settings
-from common import errors
-from common.errors import RunError
-from common.files import sha256
-from hardware import footprint
-from settings import Config
+from lockstep import settings
+from lockstep.common import errors
+from lockstep.common.errors import RunError
+from lockstep.common.files import sha256
+from lockstep.hardware import footprint
+from lockstep.settings import Config
 
 UNTIMED = 2  # updates during which memory is allocated and clocks rise
 FEWEST = 4  # timed updates of a run that is cut short
@@ -77,7 +77,7 @@ def apply_patch(patch: str) -> None:
     import torch
     import torch.nn.functional as F
 
-    import native
+    from lockstep.numerics import native
 
     if patch == "bfloat16 residual":  # the model calls dropout on all that it adds to the stream, and on the embedding
         native.dropout = lambda x, rate, training: x.to(torch.bfloat16)
@@ -96,7 +96,7 @@ def share_gpus(count: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from hardware import device
+    from lockstep.hardware import device
 
     create = dist.init_process_group
     device.find_device = lambda _, local_rank: torch.device("cuda", local_rank % count)
@@ -189,7 +189,7 @@ def facts() -> dict:
     """The GPUs, the FLOP/s in their datasheet, and the versions that matter for speed."""
     import torch
 
-    from hardware import device
+    from lockstep.hardware import device
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}

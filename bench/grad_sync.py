@@ -15,8 +15,8 @@ from typing import Literal
 
 import forks
 import machine  # puts the project's folder on the path
-import settings
-from common import cli
+from lockstep import settings
+from lockstep.common import cli
 
 STRATEGIES = ["ddp", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
 FLAGS = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=128, vocab_size=4096, micro_batch_size=4)
@@ -67,11 +67,11 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     import torch
     from safetensors.torch import save_file
 
-    from hardware.device import prepare_device
-    from hardware.host import read_ranks
+    from lockstep.hardware.device import prepare_device
+    from lockstep.hardware.host import read_ranks
+    from lockstep.numerics.optim import local
+    from lockstep.parallel.world import connect
     from model import initial_weights, on_meta
-    from optim import local
-    from parallel.world import connect
     from train import build_engine
 
     flags = dict(strategy=strategy, compile=config.compile)

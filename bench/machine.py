@@ -23,10 +23,10 @@ from typing import Literal, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # before installed packages: one of them is called evaluate
 
-from common import cli, errors
-from common.errors import RunError, UserError
-from common.files import publish_text, sha256
-from hardware.host import cores, cpu_name, memory_bytes
+from lockstep.common import cli, errors
+from lockstep.common.errors import RunError, UserError
+from lockstep.common.files import publish_text, sha256
+from lockstep.hardware.host import cores, cpu_name, memory_bytes
 
 ROOT = Path(__file__).parent.parent
 LOAD = [round(load, 2) for load in os.getloadavg()]  # of other programs, before the measurement
@@ -172,7 +172,7 @@ def ready(config, steps: int) -> tuple:
     """A run and its prefetcher, ready for `steps` updates as train.py makes them."""
     import data
     import train
-    from reports.log import Log
+    from lockstep.reports.log import Log
 
     world = train.join(config)
     log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
@@ -289,7 +289,7 @@ def make_tokens(directory: Path, count: int, vocab_size: int) -> None:
     """Write shards, named as in llm.c, of ids with frequencies of 1 / rank, like words: little to learn, but something."""
     import numpy as np
 
-    from dataset.tokens import write_shard
+    from lockstep.dataset.tokens import write_shard
 
     directory.mkdir()
     ids = np.exp(np.random.default_rng(0).random(count) * np.log(vocab_size)).astype(np.uint16) - 1

@@ -22,7 +22,7 @@ import machine  # puts the project's folder on the path
 # isort: split
 import same
 import same_run
-from hardware.host import cores
+from lockstep.hardware.host import cores
 
 SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 WHERE = "import sys; sys.path.insert(0, 'bench'); import same, train, prepare_data; print(same.where())"

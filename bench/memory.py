@@ -12,9 +12,9 @@ import machine  # puts the project's folder on the path
 
 # isort: split
 import forks
-import settings
-from dataset import tokenizer
-from hardware import footprint
+from lockstep import settings
+from lockstep.dataset import tokenizer
+from lockstep.hardware import footprint
 
 BASE = dict(architecture="gpt2", n_layer=6, n_head=6, n_embd=384, vocab_size=8192, seq_len=1024, micro_batch_size=2)
 BASE |= dict(optimizer="adamw", lr=1e-3, dtype="bfloat16", compile="off", threads=1, steps=2, save_every=0, async_save=False)

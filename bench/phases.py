@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
-from reports import curves
+from lockstep.reports import curves
 
 # A smaller laptop preset. Bits depend on the warmup, so it must not depend on the length.
 SMALL = dict(n_layer=3, n_embd=96, seq_len=128, tokens_per_update=2048, warmup_steps=20, compile="off")

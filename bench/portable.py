@@ -18,7 +18,7 @@ import machine  # puts the project's folder on the path
 
 # isort: split
 import forks
-from hardware import host
+from lockstep.hardware import host
 
 SSE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # what every x86 has
 NANOGPT = dict(architecture="gpt2", n_layer=6, n_head=6, n_embd=384, seq_len=256, vocab_size=128, optimizer="adamw", lr=1e-3)
@@ -55,8 +55,8 @@ def speed(config: SpeedConfig) -> None:
 
 def updater(flags: dict, numerics: str, folder: Path, rounds: int):
     """A function that makes a run's next update and returns its CPU time in seconds."""
-    import settings
     import train
+    from lockstep import settings
 
     fixed = dict(numerics=numerics, dtype="float32", compile="off", threads=1, device="cpu", out_dir=folder, name=numerics)
     arguments = machine.arguments("", "config/laptop.toml", **flags, **fixed, eval_every=0, save_every=0)
@@ -125,8 +125,8 @@ def digests_in(python: str, variables: dict[str, str]) -> dict[str, str]:
 
 def digests(_) -> None:
     """Print the digest of each mutation as JSON, and where it was computed."""
-    import portable  # noqa: F401  imported once, for all forks
     import same
+    from lockstep.numerics import portable  # noqa: F401  imported once, for all forks
 
     with machine.workspace() as folder:
         found = {name: forks.in_forks(digest, name, folder=folder)[0] for name in ["none", *MUTATIONS]}
@@ -137,10 +137,9 @@ def digest(mutation: str) -> str:
     """The sha256 of three small models after three updates, with one method replaced."""
     import torch
 
-    import optim
-    import portable
+    from lockstep.numerics import optim, portable
+    from lockstep.settings import ModelConfig, OptimConfig, resolve_model
     from model import GPT, initial_weights
-    from settings import ModelConfig, OptimConfig, resolve_model
 
     torch.set_num_threads(int(os.environ.get("THREADS", 1)))
     together = int(os.environ.get("TOGETHER", 1)) if mutation == "one sequence at a time" else 1
@@ -158,7 +157,7 @@ def digest(mutation: str) -> str:
             optimizers.set_learning_rate(optim.learning_rate(step, 3, OptimConfig(warmup_steps=0, min_lr=0.0), portable.cosine))
             torch.manual_seed(step)
             sums = [torch.zeros(p.shape, dtype=torch.int64) for p in model.parameters()]
-            for part in batch.split(together):  # added up as integers: see parallel/exact.py
+            for part in batch.split(together):  # added up as integers: see lockstep/parallel/exact.py
                 model(part[:, :-1], part[:, 1:]).backward()
                 for p, total in zip(model.parameters(), sums, strict=True):
                     total += (p.grad * 2.0**50).to(torch.int64)
@@ -211,7 +210,7 @@ def plain_softmax(ctx, x):
 
 def fused_adamw(portable, torch) -> None:
     """AdamW with torch's fused kernel."""
-    import native
+    from lockstep.numerics import native
 
     portable.adamw = native.adamw
 

@@ -30,14 +30,14 @@ import torch
 import disk
 import export
 import prepare_data
-import settings
-from checkpoints import checkpoint, retention
-from common import cli
-from common.errors import RunError, UserError
 from disk import Disk, Fault
+from lockstep import settings
+from lockstep.checkpoints import checkpoint, retention
+from lockstep.common import cli
+from lockstep.common.errors import RunError, UserError
+from lockstep.parallel.world import World
+from lockstep.settings import Config
 from model import initial_weights, on_meta
-from parallel.world import World
-from settings import Config
 
 DATASET = SimpleNamespace(identity="0" * 64, tokenizer=None, eot_token=0, vocab_size=0)
 MODEL = settings.replace(Config(), architecture="gpt2", vocab_size=8, n_layer=1, n_head=1, n_embd=2, seq_len=4)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import machine  # puts the project's folder on the path
-from common.errors import UserError
 from forks import in_fresh_process
-from hardware.host import cores
+from lockstep.common.errors import UserError
+from lockstep.hardware.host import cores
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def make_text(path: Path, megabytes: int) -> int:
     import pyarrow
     import pyarrow.parquet
 
-    from dataset.sources import embedded_corpus
+    from lockstep.dataset.sources import embedded_corpus
 
     files = [text for file in embedded_corpus() if (text := Path(file.path).read_text(encoding="utf-8", errors="replace"))]
     chance, size, schema = random.Random(0), 0, pyarrow.schema([("text", pyarrow.string())])
@@ -80,7 +80,7 @@ def read(path: Path, tokenizer: Path) -> tuple[list[str], object]:
     """The column of texts, and tiktoken's encoding."""
     import pyarrow.parquet
 
-    from dataset.tokenizer import resolve
+    from lockstep.dataset.tokenizer import resolve
 
     return pyarrow.parquet.read_table(path)["text"].to_pylist(), resolve(str(tokenizer)).tiktoken
 

@@ -14,10 +14,10 @@ import sys
 import machine  # puts the project's folder on the path
 
 # isort: split
-from common import errors
-from common.errors import RunError
-from common.files import sha256
-from hardware.host import cpu_name
+from lockstep.common import errors
+from lockstep.common.errors import RunError
+from lockstep.common.files import sha256
+from lockstep.hardware.host import cpu_name
 
 EXPECTED = machine.ROOT / "bench" / "same.sha256"
 TEXT, TOKENS = "runs/same.txt", "tokens/same"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 import machine  # puts the project's folder on the path
-from common.errors import UserError
-from reports import curves
+from lockstep.common.errors import UserError
+from lockstep.reports import curves
 
 # 0.5 million parameters with dropout. An update has 12 micro-batches, which 1, 2, 3, 4 and 6 ranks can share equally.
 FLAGS = machine.TINY | dict(n_embd=64, seq_len=32, dropout=0.1, tokens_per_update=768, optimizer="muon", lr=5e-3)

@@ -15,7 +15,7 @@ import machine  # puts the project's folder on the path
 import numpy as np
 
 import data
-from settings import DataConfig
+from lockstep.settings import DataConfig
 
 TOKENS = 15 * 10**12
 LARGEST_SHARD = 2**31 - 1  # tokens; the header counts them in an int32
@@ -58,7 +58,7 @@ def shares_are_right(batches, size: int, step: int) -> bool:
     """Whether the ranks' shares of an update are disjoint, and together are the update in the order of one rank."""
     import torch
 
-    from parallel.world import World
+    from lockstep.parallel.world import World
 
     n, B = batches.streams[0].num_windows(batches.seq_len), batches.sequences_per_update
     first, shares = batches.first_sequence(step), []

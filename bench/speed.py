@@ -27,9 +27,9 @@ import numpy as np
 
 from audit import text
 from audit_trainers import HuggingFace, Job, LitGPT, NanoChat, NanoGPT, Trainer
-from common.errors import RunError, UserError
 from forks import in_fresh_process
-from hardware import host
+from lockstep.common.errors import RunError, UserError
+from lockstep.hardware import host
 from machine import arguments, in_turns, ratio, spread, step_ms, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
@@ -166,7 +166,7 @@ def products_alone(dtype: str) -> float:
     host.prepare_torch()
     import torch
 
-    import native
+    from lockstep.numerics import native
 
     width, rows, seconds = SHAPE["n_embd"], BATCH * SEQ_LEN, []
     shapes = [*[(width, width)] * 4, (width, 4 * width), (4 * width, width)] * SHAPE["n_layer"] + [(width, 256)]

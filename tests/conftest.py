@@ -34,13 +34,13 @@ import torch
 from safetensors.torch import load_file
 
 import machine
-import settings
 import warm
-from checkpoints import retention
-from common import cli
-from common.files import publish_directory
-from dataset.tokens import write_shard
 from forks import free_port
+from lockstep import settings
+from lockstep.checkpoints import retention
+from lockstep.common import cli
+from lockstep.common.files import publish_directory
+from lockstep.dataset.tokens import write_shard
 from machine import ROOT, damage  # noqa: F401  for tests
 from model import initial_weights
 
@@ -62,10 +62,10 @@ TINY = machine.TINY | dict(
 # train.py with a change to its modules before it runs.
 CHANGED = """
 import os, sys
-from hardware import host
+from lockstep.hardware import host
 host.prepare_torch()
-import torch, settings, train
-from common import errors
+import torch, train; from lockstep import settings
+from lockstep.common import errors
 {change}
 with errors.user_errors():
     sys.exit(train.main(settings.load(sys.argv[1:], "")))
@@ -339,7 +339,7 @@ def largest_difference(a, b):
 def tokens(tmp_path_factory):
     """A dataset of bytes with something to learn: our own sources, prepared by prepare_data.py."""
     out = tmp_path_factory.mktemp("tokens") / "tiny"
-    sources = [str(ROOT / name) for name in ("train.py", "data.py", "model.py", "settings.py")]
+    sources = [str(ROOT / name) for name in ("train.py", "data.py", "model.py", "lockstep/settings.py")]
     execute([sys.executable, "prepare_data.py", *sources, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=20000"])
     assert len(list(out.glob("train_*.bin"))) > 1  # so that runs cross a shard boundary
     return out

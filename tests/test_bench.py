@@ -13,8 +13,8 @@ import drill
 import figures
 import machine
 import same_run
-from common import files
 from conftest import execute, fake_checkpoint
+from lockstep.common import files
 
 
 def run(script, out, result, case="", **flags):

@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from common import errors
-from common.errors import UserError
 from conftest import execute, foreign_tokens
-from dataset import tokenizer
-from dataset.check import check
-from dataset.tokens import open_dataset, open_shard, write_shard
+from lockstep.common import errors
+from lockstep.common.errors import UserError
+from lockstep.dataset import tokenizer
+from lockstep.dataset.check import check
+from lockstep.dataset.tokens import open_dataset, open_shard, write_shard
 from test_prepare_data import DOCUMENTS, write_lines
 
 

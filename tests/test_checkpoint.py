@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from checkpoints import huggingface, lookup, retention
-from common import files
 from conftest import ROOT, damage, execute
+from lockstep.checkpoints import huggingface, lookup, retention
+from lockstep.common import files
 from power_cut import Miniature
 
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import prepare_data
-import settings
-from checkpoints import checkpoint, huggingface, retention
-from common.errors import UserError
 from conftest import ROOT
-from dataset import sources, tokenizer
-from dataset.tokens import open_dataset, open_shard
+from lockstep import settings
+from lockstep.checkpoints import checkpoint, huggingface, retention
+from lockstep.common.errors import UserError
+from lockstep.dataset import sources, tokenizer
+from lockstep.dataset.tokens import open_dataset, open_shard
+from lockstep.reports import curves
 from power_cut import Miniature
-from reports import curves
 
 # In place of a value of JSON, and in place of some bytes.
 VALUES = [0, -1, 0.5, 2**31, 2**64, 10**400, "", "x", "\0", "../x", "\ud800", None, True, [], {}, [[]], ["x", 1]]

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 import data
 import evaluate
-from common.errors import RunError, UserError
 from conftest import PATIENCE, foreign_tokens, wait_for
-from dataset.tokens import Stream, open_dataset, open_shard, write_shard
-from parallel.world import World
-from settings import DataConfig
+from lockstep.common.errors import RunError, UserError
+from lockstep.dataset.tokens import Stream, open_dataset, open_shard, write_shard
+from lockstep.parallel.world import World
+from lockstep.settings import DataConfig
 
 ONE = ((0, (data.BLOCK,)),)  # one phase, of one dataset
 # Digests of the order in which mixtures take sequences, as it was when shares had 24 bits.

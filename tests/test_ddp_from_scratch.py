@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import warm
-from parallel.exact import Exact
-from parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
+from lockstep.parallel.exact import Exact
+from lockstep.parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 
 SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=64)  # nearly a bucket a parameter
 STRATEGIES = [
@@ -259,7 +259,7 @@ def events_of_a_backward(strategy) -> list[str]:
 
 def exact_in_small_buckets(module):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel.exact.BUCKET_BYTES", 288)
+        patch.setattr("lockstep.parallel.exact.BUCKET_BYTES", 288)
         return Exact(module, micro_batches=2)
 
 

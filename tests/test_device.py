@@ -1,4 +1,4 @@
-"""What hardware/ and evaluate.py do on GPUs, checked on a CPU: torch's answers about a device are replaced."""
+"""What lockstep/hardware/ and evaluate.py do on GPUs, checked on a CPU: torch's answers about a device are replaced."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import settings
-from common.errors import UserError
 from conftest import ROOT, execute
-from hardware import device, footprint, host
-from parallel.world import World, connect
-from planning import choices, startup
+from lockstep import settings
+from lockstep.common.errors import UserError
+from lockstep.hardware import device, footprint, host
+from lockstep.parallel.world import World, connect
+from lockstep.planning import choices, startup
 
 GIB = 1 << 30
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-import settings
-from checkpoints import huggingface
 from conftest import execute
+from lockstep import settings
+from lockstep.checkpoints import huggingface
+from lockstep.parallel.replicas import digest
+from lockstep.settings import ModelConfig
 from model import GPT, initial_weights
-from parallel.replicas import digest
-from settings import ModelConfig
 
 START = 0  # the token that starts a document
 ARCHITECTURES = ["gpt2", "llama", "qwen3"]

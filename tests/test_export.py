@@ -15,11 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import export
-from checkpoints import checkpoint, model_card
-from common import cli
-from common.errors import UserError
 from conftest import content, execute
+from extras.publishing import model_card
 from hub_server import HubServer
+from lockstep.checkpoints import checkpoint
+from lockstep.common import cli
+from lockstep.common.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 import machine
 import warm
-from checkpoints import retention
 from conftest import PATIENCE, ROOT, TINY, content, environment
-from dataset import tokenizer
+from lockstep.checkpoints import retention
+from lockstep.dataset import tokenizer
 
 SECONDS, MEGABYTES = 120, 400  # a case; the memory is what the command takes besides its imports
 OWN_FILES = {".lock", "train.log", "status.json"}  # of a run: they may appear before what is wrong is found, or tell it

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import attention
-from hardware import device
-from parallel import engine
+from lockstep.hardware import device
+from lockstep.numerics.attention import attention
+from lockstep.parallel import engine
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_grouped_queries_without_flash_attention_are_given_a_key_each(monkeypatc
 
 
 STAGED = """
-from parallel import engine
+from lockstep.parallel import engine
 buffer = torch.empty(256, dtype=torch.uint8)
 engine.Engine.staging = property(lambda engine: buffer, lambda engine, value: None)
 """

@@ -7,8 +7,8 @@ import pytest
 
 import forks
 import gpu
-from common.errors import RunError
 from conftest import execute
+from lockstep.common.errors import RunError
 
 # What an image with PyTorch, transformers and matplotlib has, as far as we import it, and the one package to bring along.
 PRESENT = "torch torchgen triton numpy safetensors tokenizers tiktoken tiktoken_ext regex tqdm matplotlib mpl_toolkits pyarrow "

@@ -8,13 +8,13 @@ import re
 import pytest
 import torch
 
-import settings
-from checkpoints import checkpoint
-from common.errors import PIP, UserError
 from conftest import before_update
-from hardware import device, host
-from parallel.world import World
-from planning import startup
+from lockstep import settings
+from lockstep.checkpoints import checkpoint
+from lockstep.common.errors import PIP, UserError
+from lockstep.hardware import device, host
+from lockstep.parallel.world import World
+from lockstep.planning import startup
 
 PROC = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12.2\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
@@ -189,7 +189,7 @@ def test_ranks_that_compute_otherwise_are_refused_under_exact_and_named_elsewher
     assert startup.compare(settled("--strategy=exact"), world, ours) == []
 
 
-OTHER = "from hardware import device\nif os.environ['RANK'] == '1':\n    device.describe = lambda own: 'an abacus'"
+OTHER = "from lockstep.hardware import device\nif os.environ['RANK'] == '1':\n    device.describe = lambda own: 'an abacus'"
 
 
 def test_one_rank_on_other_hardware_ends_a_run_under_exact_and_a_resume_names_what_has_changed(train):

@@ -10,15 +10,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from checkpoints import huggingface
-from checkpoints.checkpoint import write_manifest
-from checkpoints.lookup import find, find_model
-from common import cli
-from common.errors import UserError
 from conftest import randomized
-from dataset import tokenizer
+from lockstep.checkpoints import huggingface
+from lockstep.checkpoints.checkpoint import write_manifest
+from lockstep.checkpoints.lookup import find, find_model
+from lockstep.common import cli
+from lockstep.common.errors import UserError
+from lockstep.dataset import tokenizer
+from lockstep.settings import ModelConfig, resolve_model
 from model import GPT
-from settings import ModelConfig, resolve_model
 
 SHAPES = {
     "gpt2": ModelConfig(architecture="gpt2", n_layer=2, n_head=2, n_embd=16, seq_len=12),
@@ -247,7 +247,7 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
         find_model(str(tmp_path / "absent"))
     (tmp_path / "its out").mkdir()
     (tmp_path / "its out" / "ckpt.pt").touch()
-    hint = f"python tools/convert_nanogpt.py '{tmp_path}/its out/ckpt.pt' --out=models/NAME, then --init_from=models/NAME"
+    hint = f"python extras/convert_nanogpt.py '{tmp_path}/its out/ckpt.pt' --out=models/NAME, then --init_from=models/NAME"
     for look in (find, find_model):  # --resume, --init_from
         for path in ("its out", "its out/", "its out/ckpt.pt"):
             with pytest.raises(UserError, match=re.escape(hint)):
@@ -269,7 +269,7 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
 def test_a_model_that_its_checkpoint_would_not_describe_is_not_trained(train, flags, change, said):
     add = """
 import model
-from checkpoints import huggingface
+from lockstep.checkpoints import huggingface
 def add(name):
     class Other(model.MLP):
         def __init__(self, *args):

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-import settings
 from conftest import ROOT
+from lockstep import settings
 
 SKYPILOT, DOCKERFILE = ROOT / "launch/skypilot.yaml", ROOT / "launch/Dockerfile"
 

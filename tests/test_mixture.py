@@ -9,10 +9,10 @@ import pytest
 
 import data
 import machine
-import settings
-from checkpoints import retention
-from common.errors import UserError
 from conftest import ROOT, execute, foreign_tokens
+from lockstep import settings
+from lockstep.checkpoints import retention
+from lockstep.common.errors import UserError
 from test_data import make
 
 CPU = ["--device=cpu", "--dtype=float32"]

@@ -10,12 +10,12 @@ import torch.utils.checkpoint
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-import native
-from checkpoints import huggingface
 from conftest import randomized
-from hardware.footprint import flops_per_token
+from lockstep.checkpoints import huggingface
+from lockstep.hardware.footprint import flops_per_token
+from lockstep.numerics import native
+from lockstep.settings import ModelConfig, resolve_model
 from model import GPT, generate, initial_weights, new_cache
-from settings import ModelConfig, resolve_model
 
 SHAPES = {
     "gpt2": ModelConfig(architecture="gpt2", n_layer=2, n_head=4, n_embd=32, seq_len=24),

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 import machine
-from checkpoints import retention
 from conftest import execute, foreign_tokens
-from dataset.tokens import open_dataset
+from lockstep.checkpoints import retention
+from lockstep.dataset.tokens import open_dataset
 
 
 def test_a_run_continues_where_it_was_copied_to_with_its_tokens_elsewhere(train):
@@ -74,14 +74,14 @@ def test_the_config_toml_of_a_run_elsewhere_does_not_act_on_that_run(train):
 @pytest.mark.parametrize("change, setting", [("choose_compile", "compile"), ("choose_dtype", "dtype")])
 def test_ranks_that_would_choose_differently_agree_on_what_works_on_all(train, change, setting):
     values = {"compile": ("on", "off"), "dtype": ("bfloat16", "float32")}[setting]
-    differ = f"from hardware import device\ndevice.{change} = lambda *args: {values}[int(os.environ['RANK'] == '1')]"
+    differ = f"from lockstep.hardware import device\ndevice.{change} = lambda *args: {values}[int(os.environ['RANK'] == '1')]"
     train.changed(differ, "agreed", 3, steps=2, compile="off", dtype="float32")
     assert f'{setting} = "{values[1]}"' in (train.runs / "agreed" / "config.toml").read_text()
 
 
 SLOW = """
 import time
-from common import files
+from lockstep.common import files
 def slow(path, hashed=[], sha256=files.sha256):
     if os.environ["RANK"] == "0" and not hashed:
         hashed.append(time.sleep(8))
@@ -98,7 +98,7 @@ def test_verifying_a_checkpoint_for_longer_than_the_timeout_does_not_end_the_oth
 
 @pytest.mark.parametrize("save_every, async_save", [(0, "true"), (2, "true"), (2, "false")])
 def test_a_save_longer_than_the_timeout_does_not_end_the_other_ranks(train, save_every, async_save):
-    slow = "import time\nfrom checkpoints.checkpoint import Checkpoints\nwrite = Checkpoints.write\n"
+    slow = "import time\nfrom lockstep.checkpoints.checkpoint import Checkpoints\nwrite = Checkpoints.write\n"
     slow += "Checkpoints.write = lambda *args, pauses=[7]: (time.sleep(pauses.pop() if pauses else 0), write(*args))"
     flags = dict(save_every=save_every, async_save=async_save, eval_every=0, timeout_minutes=0.1)
     train.changed(slow, "slow", 2, steps=3, **flags)

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
-import attention
 import machine  # noqa: F401  puts bench on the path
-import native
-import settings
 from conftest import ROOT, execute
-from hardware import device, footprint
+from lockstep import settings
+from lockstep.hardware import device, footprint
+from lockstep.numerics import attention, native
 from watch import Watch
 
 

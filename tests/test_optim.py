@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import optim
-import settings
+from lockstep import settings
+from lockstep.numerics import optim
 from model import GPT
 
 

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import settings
-from common import errors
 from conftest import ROOT, execute
-from hardware import footprint
+from lockstep import settings
+from lockstep.common import errors
+from lockstep.hardware import footprint
+from lockstep.parallel.world import World
+from lockstep.planning import choices, plan, rules, startup
+from lockstep.settings import CheckpointConfig, ModelConfig
 from model import GPT
-from parallel.world import World
-from planning import choices, plan, rules, startup
 from power_cut import Miniature
-from settings import CheckpointConfig, ModelConfig
 
 
 def planned(*args, preset="gpt2_124m"):
@@ -72,7 +72,9 @@ def test_parameters_are_those_of_the_model(architecture, n_kv_head, tied):
 def test_plan_needs_neither_torch_nor_data_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-X", "importtime", ROOT / "train.py", ROOT / "config/gpt2_124m.toml", "--plan"]
     done = execute(command, cwd=tmp_path)
-    assert re.search(r"\| +hardware.footprint$", done.stderr, re.MULTILINE) and not re.search(r"\| +torch", done.stderr)
+    assert re.search(r"\| +lockstep.hardware.footprint$", done.stderr, re.MULTILINE) and not re.search(
+        r"\| +torch", done.stderr
+    )
     verdict = done.stdout.splitlines()[0]
     assert re.fullmatch(r"gpt2_124m on 8 x H100, ddp, bfloat16: fits, \d+:\d\d min, \$\d+", verdict), verdict
     assert max(map(len, done.stdout.splitlines())) <= 128
@@ -178,7 +180,7 @@ def test_exact_takes_the_same_micro_batch_on_any_number_of_gpus(memory):
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_with_its_largest_part(monkeypatch, flags, named):
-    monkeypatch.setattr("hardware.device.memory_bytes", lambda: 24 << 30)
+    monkeypatch.setattr("lockstep.hardware.device.memory_bytes", lambda: 24 << 30)
     flags = ["--architecture=llama", "--micro_batch_size=1", "--compile=off", "--dtype=float32", *flags]
     config = planned("--plan_world_size=1", *flags).config
     with pytest.raises(errors.UserError, match=re.escape(named)):

@@ -12,9 +12,9 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
 from matplotlib.text import Text
 
-from common.errors import UserError
 from conftest import execute
-from reports import compare, curves
+from lockstep.common.errors import UserError
+from lockstep.reports import compare, curves
 
 
 def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "") -> Path:

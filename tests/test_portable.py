@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import portable
 from conftest import before_update, execute
+from lockstep.numerics import portable
+from lockstep.settings import ModelConfig, resolve_model
 from model import GPT, RotaryTable, initial_weights
-from settings import ModelConfig, resolve_model
 
 # What holds a processor to the instructions that every x86 has, in torch and in Intel's MKL.
 SSE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}

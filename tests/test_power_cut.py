@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import disk
-from checkpoints import retention
-from checkpoints.retention import write_manifest
-from common import files
 from conftest import damage
+from lockstep.checkpoints import retention
+from lockstep.checkpoints.retention import write_manifest
+from lockstep.common import files
 from power_cut import MEMORY, SCENARIOS, Cases, Miniature, Saves
 
 
@@ -45,10 +45,10 @@ def early(directory, known=None):
 @pytest.mark.parametrize(
     ("target", "mutant"),
     [
-        ("common.files.sync", lambda path: None),
-        ("checkpoints.checkpoint.write_manifest", early),
+        ("lockstep.common.files.sync", lambda path: None),
+        ("lockstep.checkpoints.checkpoint.write_manifest", early),
         (
-            "checkpoints.retention.prune",
+            "lockstep.checkpoints.retention.prune",
             lambda checkpoints, *_: [files.retire(path) for path in retention.published(checkpoints)[-1:]],
         ),
     ],
@@ -105,7 +105,11 @@ class Checkpoints(RuleBasedStateMachine):
         last = [path for path in retention.published(self.checkpoints) if retention.find_damage(path) is None]
         best = [retention.step_directory(self.checkpoints, step) for _, step in self.run.state.best]
         best_is_owed = self.keep_best and [retention.find_damage(path) for path in best if path.exists()][:1] == [None]
-        with mock.patch("checkpoints.checkpoint.write_together", side_effect=OSError) if full else contextlib.nullcontext():
+        with (
+            mock.patch("lockstep.checkpoints.checkpoint.write_together", side_effect=OSError)
+            if full
+            else contextlib.nullcontext()
+        ):
             assert self.run.save(step, val_loss) != full
         assert not best_is_owed or retention.find_damage(self.checkpoints / "best") is None, "the best one is gone"
         self.owed = self.owed if full else step

@@ -19,12 +19,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common import cli, errors, files
-from common.errors import UserError
 from conftest import PATIENCE, ROOT, content, execute, sentencepiece
-from dataset import encode, sources, tokenizer
-from dataset.tokens import open_dataset, open_shard
-from dataset.writer import DatasetWriter
+from lockstep.common import cli, errors, files
+from lockstep.common.errors import UserError
+from lockstep.dataset import encode, sources, tokenizer
+from lockstep.dataset.tokens import open_dataset, open_shard
+from lockstep.dataset.writer import DatasetWriter
 from prepare_data import PrepareConfig, out_directory, prepare
 
 DOCUMENTS = [

@@ -11,7 +11,7 @@ import pytest
 import machine
 from conftest import ROOT, execute
 
-FOLDERS = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+FOLDERS = ["lockstep", "extras"]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md")]
 LOG = ROOT / "bench/LOG.md"
 OF_OTHERS = {"fineweb.py", "NAME.json"}  # of build-nanogpt; any
@@ -36,7 +36,7 @@ def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy")
     for path in [
         *ROOT.glob("*.py"),
-        *(path.parent for path in ROOT.glob("*/__init__.py")),
+        *(ROOT / folder for folder in FOLDERS),
         ROOT / "Makefile",
         ROOT / "config",
         ROOT / "requirements.txt",
@@ -94,18 +94,18 @@ def test_every_link_of_the_documents_leads_to_a_file():
 
 
 def test_every_file_that_the_documents_name_is_there():
-    folders = "|".join([*FOLDERS, "bench", "results", "tests", "tools", "launch"])
+    folders = "|".join([*FOLDERS, "bench", "results", "tests", "launch"])
     named = re.compile(rf"(?<![\w./-])(?:{folders})/[\w/]+\.(?:py|md|json|png|sbatch)\b")
     for page in [*DOCUMENTS, LOG]:
         paths = set(named.findall(page.read_text())) - {"bench/results/NAME.json"}
         assert all((ROOT / path).exists() or (LOG.parent / path).exists() for path in paths), page.name
     # The notebook also names files without their folder.
-    known = {path.name for folder in (".", "*", "bench/results") for path in ROOT.glob(f"{folder}/*.*")}
+    known = {path.name for folder in (".", "*", "*/*") for path in ROOT.glob(f"{folder}/*.*")}
     assert not set(re.findall(r"(?<![\w./])\w+\.(?:py|json|png)\b", LOG.read_text())) - known - OF_OTHERS
 
 
 def test_every_test_that_the_documents_name_is_there():
-    defined = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))))
+    defined = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in ROOT.glob("**/tests/test_*.py"))))
     for page in DOCUMENTS:
         for name, cut in re.findall(r"\b(test_\w+)(?![\w.]*\.py)(\.\.\.)?", page.read_text()):
             assert name in defined or (cut and any(test.startswith(name) for test in defined)), f"{page.name}: {name}"
@@ -120,7 +120,7 @@ def test_the_commands_that_the_documents_name_have_these_flags():
     known = {}
     for page in [*DOCUMENTS, LOG]:
         text = page.read_text().replace("\\\n", " ")
-        for script, rest in re.findall(r"(?:python|torchrun [^`\n]*?) ((?:bench/)?\w+\.py)([^`|#;&\n]*)", text):
+        for script, rest in re.findall(r"(?:python|torchrun [^`\n]*?) ((?:bench/|extras/)?\w+\.py)([^`|#;&\n]*)", text):
             case = re.match(r" (\w+)(?= |$)", rest)
             words = [script, *(case.groups() if case and script.startswith("bench/") else ())]
             if (key := " ".join(words)) not in known:
@@ -129,8 +129,8 @@ def test_the_commands_that_the_documents_name_have_these_flags():
             assert not unknown, f"{page.name}: {key} {unknown}"
 
 
-# tests/test_ladder.py climbs a ladder, which takes long.
-@pytest.mark.parametrize("command", [c for c in commands() if "ladder.py" not in c], ids=lambda command: command[:90])
+# extras/tests/test_ladder.py climbs a ladder, which takes long.
+@pytest.mark.parametrize("command", [c for c in commands() if "extras/ladder.py" not in c], ids=lambda command: command[:90])
 def test_command_of_the_readme(copy, command):
     if command.startswith("make"):
         run(command.replace("make", "make -n", 1), copy)

@@ -19,8 +19,8 @@ from hub_server import HubServer
 TOKEN = "hf_TopSecretToken"
 HUB, S3 = "hf://datasets/owner/name/data", "s3://bucket/name/data"
 # prepare_data.py with short waits between the tries of the clients.
-COMMAND = """import time, command, prepare_data
-from common import cli
+COMMAND = """import time, prepare_data; from lockstep import command
+from lockstep.common import cli
 sleep = time.sleep
 time.sleep = lambda seconds: sleep(min(seconds, 0.01))
 command.run("prepare_data", lambda args: cli.parse(prepare_data.PrepareConfig, args, ""))"""

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 import data
 import machine
 import replay as replay_py
-import settings
 import train as train_py
-from checkpoints import checkpoint, lookup, retention
-from common import errors
-from common.errors import RunError, UserError
 from conftest import content, execute, foreign_tokens
-from dataset.tokens import Stream
-from parallel import world
+from lockstep import settings
+from lockstep.checkpoints import checkpoint, lookup, retention
+from lockstep.common import errors
+from lockstep.common.errors import RunError, UserError
+from lockstep.dataset.tokens import Stream
+from lockstep.parallel import world
 from replay import CHANGED
 
 FLAGS = dict(keep_last=0, eval_every=0)

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from checkpoints import retention
-from common import files
 from conftest import before_update, damage
+from lockstep.checkpoints import retention
+from lockstep.common import files
 from power_cut import Miniature
 
 
@@ -60,13 +60,15 @@ def test_the_best_stays_until_a_better_one_is_there(tmp_path, monkeypatch):
     run = Miniature(tmp_path, keep_last=1, keep_best=1)
     assert run.save(1, 2.0) and run.save(2, 3.0)
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.checkpoint.write_manifest", lambda *_: files.sync(tmp_path / "missing"))
+        patch.setattr("lockstep.checkpoints.checkpoint.write_manifest", lambda *_: files.sync(tmp_path / "missing"))
         assert not run.save(3, 1.0)
     assert os.readlink(tmp_path / "best") == "step-00000001" and run.state.best_val_loss == 2.0
 
     run = Miniature(tmp_path, keep_last=1, keep_best=1, async_save=True)
     writing = threading.Event()
-    monkeypatch.setattr("checkpoints.checkpoint.write_manifest", lambda *all: writing.wait() and retention.write_manifest(*all))
+    monkeypatch.setattr(
+        "lockstep.checkpoints.checkpoint.write_manifest", lambda *all: writing.wait() and retention.write_manifest(*all)
+    )
     run.state.step = 4
     run.checkpoints.save(run.state, now=True)
     run.checkpoints.evaluated(run.state, 1.0)  # while it is written

@@ -15,10 +15,10 @@ import data
 import machine
 import machines
 import same
-from checkpoints import retention
-from common.files import sha256
 from conftest import ROOT, Trainer, environment, execute, wait_for
-from settings import DataConfig
+from lockstep.checkpoints import retention
+from lockstep.common.files import sha256
+from lockstep.settings import DataConfig
 
 SAME = same.FLAGS | dict(warmup_steps="auto", micro_batch_size="auto")  # without what a Trainer sets
 PORTABLE = dict(numerics="portable", strategy="exact", steps=12, tokens_per_update=96, save_every=3, keep_last=0, eval_every=0)

@@ -11,10 +11,10 @@ import subprocess
 import pytest
 import torch
 
-from checkpoints import retention
-from common.errors import RunError
 from conftest import PATIENCE, STRATEGIES, before_update, damage, wait_for
-from parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
+from lockstep.checkpoints import retention
+from lockstep.common.errors import RunError
+from lockstep.parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
 
@@ -65,7 +65,8 @@ def test_compiled_conversion_gives_the_same_integers_in_any_order():
             assert all(map(torch.equal, convert(*functions, order), wanted))
 
 
-BUCKETS = "import parallel.exact; parallel.exact.BUCKET_BYTES = 5000"  # several; tensors of no width that a vector has
+# several; tensors of no width that a vector has
+BUCKETS = "import lockstep.parallel.exact; lockstep.parallel.exact.BUCKET_BYTES = 5000"
 ODD = dict(EXACT, n_embd=44, head_dim=22, n_head=2)
 
 
@@ -263,7 +264,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, stra
 
 
 INFINITE = """
-from parallel import exact
+from lockstep.parallel import exact
 calls = []
 def raise_largest(largest, gradient, original=exact.raise_largest):
     calls.append(1)

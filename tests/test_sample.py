@@ -16,13 +16,13 @@ import torch
 
 import sample
 import warm
-from checkpoints import huggingface
-from checkpoints.checkpoint import write_manifest
-from common import cli, errors
 from conftest import PATIENCE, ROOT, environment, execute
-from dataset import tokenizer
+from lockstep.checkpoints import huggingface
+from lockstep.checkpoints.checkpoint import write_manifest
+from lockstep.common import cli, errors
+from lockstep.dataset import tokenizer
+from lockstep.settings import ModelConfig, resolve_model
 from model import GPT, generate, initial_weights
-from settings import ModelConfig, resolve_model
 
 TEXT = "def add(a, b):\n    return a + b\n"
 

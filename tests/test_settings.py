@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 import data
 import evaluate
 import machine
-import optim
 import sample
-import settings
 import train as train_py
-from common import cli, errors
-from common.errors import UserError
 from conftest import ROOT, execute
-from hardware import footprint
+from lockstep import settings
+from lockstep.common import cli, errors
+from lockstep.common.errors import UserError
+from lockstep.hardware import footprint
+from lockstep.numerics import optim
+from lockstep.parallel.world import World
+from lockstep.planning import plan, rules
 from model import initial_weights, on_meta
-from parallel.world import World
-from planning import plan, rules
 
 
 def load(*args):
@@ -384,14 +384,14 @@ def test_a_command_works_without_standard_streams(tokens, tmp_path):
     closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
     execute([*closed, *short_run(tokens, tmp_path)])
     assert any("done: " in path.read_text() for path in tmp_path.rglob("train.log"))
-    for command in ("sample.py", "evaluate.py", "prepare_data.py", "export.py", "replay.py", "plot.py", "ladder.py"):
+    for command in ("sample.py", "evaluate.py", "prepare_data.py", "export.py", "replay.py", "plot.py", "extras/ladder.py"):
         execute([*closed, sys.executable, command, "--help"])
     assert execute([*closed[:2], 'exec "$@" <&- >&-', "bash", sys.executable, "sample.py", "absent"], status=2).stderr
 
 
 def test_a_library_that_exits_with_a_text_is_heard(tmp_path):
     (tmp_path / "boom.py").write_text("import sys\ndef main(_):\n    sys.exit('no driver')\n")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']; import command; command.run('boom', lambda _: None)"
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']\nfrom lockstep import command\ncommand.run('boom', lambda _: None)"
     assert execute([sys.executable, "-c", code], status=1).stderr == "no driver\n"
 
 

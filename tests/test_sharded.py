@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import machine
-import settings
-from checkpoints import retention
-from common.errors import UserError
 from conftest import TINY, execute, largest_difference
-from planning import rules
+from lockstep import settings
+from lockstep.checkpoints import retention
+from lockstep.common.errors import UserError
+from lockstep.planning import rules
 from test_same_run import POISONED
 from test_train import GENTLE
 
@@ -54,7 +54,7 @@ def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
 
 # Every rank writes how many matrices it has orthogonalized, and the bytes of Muon's state that it holds.
 COUNTED = """
-import optim
+from lockstep.numerics import optim
 counts = []
 def counted(matrices, dtype, ops, original=optim.orthogonalize):
     counts.append(len(matrices))
@@ -131,7 +131,7 @@ def test_a_rank_holds_its_share_and_one_tensor_from_the_first_byte(train, tmp_pa
 HELD = """
 import json
 from pathlib import Path
-from parallel.engine import Engine
+from lockstep.parallel.engine import Engine
 sys.path.append("bench")
 from watch import Watch
 watch, held = Watch("cpu"), []
@@ -179,7 +179,7 @@ def test_activation_checkpointing_changes_no_bit(train, shared, name, flags):
 
 # Ends the run if the gradients have only the digits of bfloat16.
 FINE = """
-from parallel.engine import Engine
+from lockstep.parallel.engine import Engine
 def clip(self, *args, original=Engine.clip):
     gradients = [parameter.grad.to_local() for parameter in self.parameters.values()]
     assert not all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
@@ -205,14 +205,14 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
 
 
 FLOAT8 = """
-from hardware import device
+from lockstep.hardware import device
 import torchao.float8 as ao
 device.has_float8 = lambda own: True  # by emulation: rounded to float8, multiplied in float32
 def convert(module, convert=ao.convert_to_float8_training, **options):
     convert(module, config=ao.Float8LinearConfig(emulate=True), **options)
     print("float8:", sorted(n for n, layer in module.named_modules() if isinstance(layer, ao.float8_linear.Float8Linear)))
 ao.convert_to_float8_training = convert
-from planning import rules
+from lockstep.planning import rules
 rules.setting_problems = lambda *_: ()  # they ask for a compiler
 """
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import retention, tensor_files
 from conftest import damage
+from lockstep.checkpoints import retention, tensor_files
 
 # A limit that divides the tiny model's tensors among many files.
 SPLIT = dict(max_shard_bytes=20000, optimizer="adamw")
 FSDP = dict(SPLIT, strategy="fsdp", ranks=3, eval_every=0)
 # Instead of training, save again what a checkpoint holds. Every rank writes how many bytes of tensors it has copied for that.
 SAVED_AGAIN = """
-from checkpoints import checkpoint
+from lockstep.checkpoints import checkpoint
 take = checkpoint.take_snapshot
 def taken(*args):
     snapshot = take(*args)
@@ -111,7 +111,7 @@ def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
 # In the save of step 10, rank 1 ends the whole run before its third file.
 KILLED = """
 import signal
-from checkpoints import checkpoint, tensor_files
+from lockstep.checkpoints import checkpoint, tensor_files
 calls = []
 def save_file(*args, original=tensor_files.save_file):
     calls.append(0)
@@ -139,7 +139,7 @@ def test_a_kill_between_two_files_leaves_the_checkpoint_before(train):
 # Rank 2 has no room for its files in the save of step 10, and room again afterwards.
 NO_ROOM = """
 import resource
-from checkpoints.checkpoint import Checkpoints
+from lockstep.checkpoints.checkpoint import Checkpoints
 def write(self, state, *args, original=Checkpoints.write):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if os.environ["RANK"] == "2":

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
 from conftest import PATIENCE, before_update, execute, wait_for
-from reports.log import Log
+from lockstep.common.errors import UserError
+from lockstep.reports.log import Log
 
 
 def status(run):
@@ -64,7 +64,7 @@ def test_a_printed_command_means_the_same_files_to_a_shell(train, tmp_path):
     (tokens / "meta.pkl").write_bytes(b"\x8c\nvocab_size\x94KA")
     said = train("characters", tokens=tokens, steps=1).stdout
     line = next(line for line in said.splitlines() if "char_tokenizer.py" in line)
-    assert words(line.rpartition("these tokens: ")[2]) == ["tools/char_tokenizer.py", f"{tokens}/input.txt"]
+    assert words(line.rpartition("these tokens: ")[2]) == ["extras/char_tokenizer.py", f"{tokens}/input.txt"]
     assert words(said.rpartition("next: ")[2]) == ["evaluate.py", f"{train.runs}/characters"]
 
 

@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 
 import prepare_data
 import sample
-from common.errors import UserError
 from conftest import execute, sentencepiece
-from dataset import tokenizer
+from lockstep.common.errors import UserError
+from lockstep.dataset import tokenizer
 
 ROOT = Path(__file__).parent.parent
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2.tiktoken"
 needs_gpt2 = pytest.mark.skipif(not GPT2.exists(), reason="gpt2.tiktoken is not here")
-TEXT = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("settings.py", "data.py", "dataset/tokenizer.py"))
+TEXT = "\n".join(
+    (ROOT / name).read_text(encoding="utf-8") for name in ("lockstep/settings.py", "data.py", "lockstep/dataset/tokenizer.py")
+)
 ENGLISH = "It's the same run, isn't it? THEY'LL say we'd 12345 naïve cafés, Größe, 東京 和 مرحبا.\r\n\r\n  So:\n\n\tyes.\n"
 
 SNIPPETS = [" ", "  ", "    ", "\t", "\n", "\r\n", "\r", "\n\n", "\u00a0", "\u2028", "\u3000", "\x85", "\x1c", "\v", "\f", "\0"]

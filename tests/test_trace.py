@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from reports.trace import Trace
+from lockstep.reports.trace import Trace
 
 
 def test_the_master_traces_some_updates(train):

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import machine
-import settings
-from checkpoints import lookup, retention
 from conftest import ROOT, before_update, execute, largest_difference
 from evaluate import describe
+from lockstep import settings
+from lockstep.checkpoints import lookup, retention
 
 
 def test_a_run_learns_and_leaves_the_promised_directory(shared):
@@ -42,7 +42,7 @@ def test_a_run_learns_and_leaves_the_promised_directory(shared):
 
 
 def test_mfu_is_of_the_datasheets_peak_also_where_it_is_exceeded(train):
-    train.changed("from hardware import device; device.known_peak_flops = lambda *_: 1e6", "fast", steps=3)
+    train.changed("from lockstep.hardware import device; device.known_peak_flops = lambda *_: 1e6", "fast", steps=3)
     assert machine.metrics(train.runs / "fast")[1]["mfu"] > 1
 
 
@@ -237,7 +237,7 @@ TOO_LONG = dict(seq_len=16384, tokens_per_update=98304)
         (
             "needs tensorboard, which",
             dict(tensorboard=True),
-            "from planning import startup; startup.find_spec = lambda _: None",
+            "from lockstep.planning import startup; startup.find_spec = lambda _: None",
         ),
         ("MB, but the disk has only 0 MB left", {}, FULL_DISK),
     ],
@@ -370,7 +370,7 @@ def test_foreign_tokens_train_without_conversion(train, tmp_path, rng):
 def test_a_run_that_goes_on_keeps_what_it_chose(train):
     flags = dict(micro_batch_size="auto", compile="auto")
     train("run", threads=1, steps=3, **flags)
-    change = "from hardware import device, footprint\ndevice.compiling_pays = lambda *_: True\n"
+    change = "from lockstep.hardware import device, footprint\ndevice.compiling_pays = lambda *_: True\n"
     change += "footprint.rows_at_a_time = lambda *_: 1 << 40"
     said = train.changed(change, "run", threads=2, steps=5, **flags).stdout
     assert "changed: threads 1 -> 2" in said and "not compiled" in said
@@ -380,7 +380,7 @@ def test_a_run_that_goes_on_keeps_what_it_chose(train):
 
 def test_a_run_keeps_its_threads_where_the_machine_has_them(train):
     """OMP_NUM_THREADS counts without torchrun, and a run that continues elsewhere keeps its own number."""
-    cores = "from hardware import host\nhost.cores = lambda: {}\n"
+    cores = "from lockstep.hardware import host\nhost.cores = lambda: {}\n"
     flags = dict(threads="auto", eval_every=0, save_every=0)
     train.changed(cores.format(4), "run", steps=2, env={"OMP_NUM_THREADS": "2"}, **flags)
     said = train.changed(cores.format(4), "run", steps=3, env={"OMP_NUM_THREADS": "1"}, **flags).stdout
@@ -392,7 +392,7 @@ def test_a_run_keeps_its_threads_where_the_machine_has_them(train):
 def test_a_run_killed_before_its_first_checkpoint_keeps_what_it_chose(train):
     """Unless it is started with other flags: then it is another run."""
     flags = dict(micro_batch_size="auto", steps=3, eval_every=0, save_every=0)
-    small = "from hardware import footprint\nfootprint.largest_micro_batch = lambda *_: 3\n"
+    small = "from lockstep.hardware import footprint\nfootprint.largest_micro_batch = lambda *_: 3\n"
     train.changed(small + before_update(1, "os._exit(7)"), "run", status=7, **flags)
     assert not list((train.runs / "run").glob("checkpoints/step-*"))
     train("run", **flags)
@@ -413,7 +413,7 @@ def test_a_schedule_that_cannot_work_as_meant_is_told_in_one_line(train):
 # A disk that is full until the files of a run have been written to so many times.
 FULL = """
 import io
-from reports import log
+from lockstep.reports import log
 class Disk(io.FileIO):
     writes = 0
     def write(self, content):
@@ -435,7 +435,7 @@ def test_lines_that_a_full_disk_does_not_take_wait_and_the_run_goes_on(train):
 
 
 BROKEN = """
-from reports import curves, log
+from lockstep.reports import curves, log
 def fail(*args):
     raise OSError(28, "No space left on device")
 def start(self, *args):

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.errors import RunError
 from conftest import CHANGED, PATIENCE, before_update, free_port
-from hardware import device
-from parallel import world
+from lockstep.common.errors import RunError
+from lockstep.hardware import device
+from lockstep.parallel import world
 
 SWITCHES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "TORCHINDUCTOR_DETERMINISTIC")
 
@@ -191,7 +191,7 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(train):
 
 
 def test_ranks_that_are_done_do_not_wait_for_a_master_that_died(train):
-    dies = "from reports.log import Log\ndef close(self, status, original=Log.close):\n    original(self, status)\n"
+    dies = "from lockstep.reports.log import Log\ndef close(self, status, original=Log.close):\n    original(self, status)\n"
     dies += "    if os.environ['RANK'] == '0':\n        os._exit(9)\nLog.close = close"
     train.changed(dies, "dies", 3, steps=1, eval_every=0, status=1)  # within PATIENCE, which is less than --timeout_minutes
 

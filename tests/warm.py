@@ -22,7 +22,7 @@ import forks
 SERVER = multiprocessing.get_context("forkserver")
 COMMANDS = ["train", "sample", "prepare_data", "evaluate", "replay", "plot"]
 # What commands import when they need it.
-LATER = ["parallel.sharded", "torch._dynamo", "torch._inductor.compile_fx", "matplotlib.figure"]
+LATER = ["lockstep.parallel.sharded", "torch._dynamo", "torch._inductor.compile_fx", "matplotlib.figure"]
 # multiprocessing polls all its processes whenever it starts one. If two threads poll one at once, the second gets 255.
 ASKING = threading.Lock()
 SERVER.set_forkserver_preload([*COMMANDS, *LATER, "pytest", "warm"])
@@ -104,7 +104,7 @@ def watch(pids):
 def run(command):
     """Do what `python COMMAND` does. Returns the exit status."""
     if os.path.basename(command[0]) == "train.py":  # a quarter of a second; real starts draw
-        from reports import curves
+        from lockstep.reports import curves
 
         curves.draw = lambda *_: None
     sys.argv = command

@@ -1,0 +1,65 @@
+"""Upload results to the Hugging Face Hub, with its own client."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.common.errors import UserError, explain, say
+
+PAUSES = (1, 5, 25)  # seconds between attempts; the client also retries most requests itself
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """Where to upload a command's result, and metadata for its card."""
+
+    push: str = ""
+    """Upload the result to this repository on the Hugging Face Hub, OWNER/NAME[@BRANCH], creating it if needed."""
+    private: bool = False
+    """Create the repository of --push as private, and reject an existing public one."""
+    license: str = ""
+    """License for the card, as named on the Hub, such as apache-2.0."""
+    language: str = ""
+    """Languages for the card, such as en or en,de."""
+
+    @property
+    def card(self) -> dict:
+        """The card's metadata that comes from these flags."""
+        return {"license": self.license or None, "language": self.language.split(",") if self.language else None}
+
+
+def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
+    """Upload a directory. Returns its address on the Hub. Raises UserError.
+
+    Retries after network and server errors. After an interruption, it sends only what is missing. kind: model or dataset.
+    stale: patterns of files to remove from an earlier upload unless they are sent again.
+    """
+    for pause in (*PAUSES, 0):
+        try:
+            return upload(directory, options, kind, stale)
+        except Exception as error:
+            problem = f"--push={options.push}: {explain(error)}"
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            if status in (401, 403, 404):
+                raise UserError(f"{problem}; run `hf auth login` with a token that allows uploads") from None
+            if isinstance(error, ValueError | TypeError | ImportError) or status == 400:  # retrying would not help
+                raise UserError(problem) from None
+            if not pause:
+                raise UserError(f"{problem}; run the same command again to upload the rest") from None
+            say(f"warning: {problem}; retrying in {pause} s")
+            time.sleep(pause)
+
+
+def upload(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
+    """Upload without retries; see `push`. Raises whatever the client raises."""
+    from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be invalid
+
+    api, (repository, _, branch) = HfApi(), options.push.partition("@")
+    url = api.create_repo(repository, repo_type=kind, private=options.private or None, exist_ok=True)
+    of = dict(repo_id=url.repo_id, repo_type=kind)
+    if options.private and not api.repo_info(**of).private:
+        raise ValueError(f"{url} already exists and is public; make it private there, or leave out --private")
+    if branch:
+        api.create_branch(**of, branch=branch, exist_ok=True)
+    api.upload_folder(**of, folder_path=directory, revision=branch or None, ignore_patterns=[".*"], delete_patterns=stale)
+    return f"{url}/tree/{branch}" if branch else str(url)

@@ -1,0 +1,68 @@
+"""The peak rates and links of GPUs, and an estimate of how long an update takes on them.
+
+The estimate of the network considers only bandwidth, not latency or stragglers. This module does not import torch.
+"""
+
+from dataclasses import dataclass
+
+from lockstep.hardware import footprint
+from lockstep.settings import Config
+
+NODE = 8  # GPUs that share NVLink
+# Dense bfloat16 tensor-core peaks in FLOP/s, from the vendors' datasheets. A GPU's name matches if it contains all the words.
+GPU_PEAK_FLOPS = {
+    **{"GB300": 2500e12, "GB200": 2500e12, "B300": 2250e12, "B200": 2250e12, "GH200": 989e12},
+    **{"H200 NVL": 836e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
+    **{"A100": 312e12, "A800": 312e12, "A40": 150e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12},
+    **{"RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12},
+}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU and its connections."""
+
+    peak_flops: float  # dense bfloat16, FLOP/s
+    memory: float  # bytes
+    link: float  # bytes/s that a GPU sends in a ring within a node
+    network: float  # bytes/s per GPU between nodes
+    mfu: float  # typical for a model that keeps it busy
+
+
+# peak_flops, memory, network: NVIDIA's datasheets for the SXM parts and DGX systems (HDR InfiniBand for A100, else NDR; one
+# adapter per GPU). link: number of NVLinks times NCCL's rate for each (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s).
+# nccl-tests#212 measures 370 GB/s on eight H100. 4090: PCIe 4.0 through host memory, which NCCL rates at 10 GB/s between
+# sockets (nccl-tests#307), and 10 Gb Ethernet. mfu: torchtitan's docs/performance.md lists 0.56 for Llama 8B on A100, and 0.33
+# to 0.39 on H100. A 4090 reaches 0.29 of an A100's peak (nanoGPT#182). B200's is a guess.
+GPUS = {
+    "a100": GPU(GPU_PEAK_FLOPS["A100"], 80e9, 12 * 20.0e9, 25e9, 0.5),
+    "h100": GPU(GPU_PEAK_FLOPS["H100"], 80e9, 18 * 20.6e9, 50e9, 0.4),
+    "h200": GPU(GPU_PEAK_FLOPS["H200"], 141e9, 18 * 20.6e9, 50e9, 0.4),
+    "b200": GPU(GPU_PEAK_FLOPS["B200"], 180e9, 18 * 40.1e9, 50e9, 0.35),
+    "4090": GPU(GPU_PEAK_FLOPS["RTX 4090"], 24e9, 10e9, 1.25e9, 0.5),
+}
+
+
+def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:
+    """Return the seconds that an update spends computing and waiting for the network, and the bytes that each rank sends."""
+    train, strategy = config.train, config.parallel.strategy
+    flops = footprint.flops_per_token(config.model) * train.tokens_per_update
+    again = 4 / 3 if train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once
+    micro_steps = -(-config.micro_batches // world_size)
+    compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
+
+    # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Replicas of
+    # weights or shards all-reduce their gradients. exact sends gradients or 8-byte integers, then its share of the mean to the
+    # ranks that compute norms, and finally its share of the weights.
+    P, exact = footprint.parameter_count(config.model), strategy == "exact"
+    sharded = config.parallel.shard_gradients == "on"
+    copies = config.parallel.replicate if strategy == "fsdp" else 1 if exact else world_size
+    shards = world_size // copies
+    gradients = 4.0 * micro_steps if sharded else 8.0 if exact else 4.0
+    weights = 4.0 + 4.0 / shards if exact else 2 * micro_steps * footprint.BYTES[train.dtype]
+    sent = (shards - 1) / shards * P * (gradients + weights) + 2 * (copies - 1) / copies * P / shards * 4.0
+    # Rings between nodes use all adapters of a node at once.
+    rate = gpu.link if world_size <= NODE else min(gpu.link, NODE * gpu.network)
+    # fsdp always sends while it computes, scratch_allreduce and scratch_reduce_scatter never, the rest in the last backward.
+    hidden = {"fsdp": compute, "scratch_allreduce": 0.0, "scratch_reduce_scatter": 0.0}
+    return compute, max(0.0, sent / rate - hidden.get(strategy, compute / micro_steps * 2 / 3)), sent

@@ -1,0 +1,274 @@
+"""A model that the ranks train together, under any strategy. The training loop sees only `Engine`."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.common.errors import PIP, RunError, UserError
+from lockstep.hardware import device
+from lockstep.numerics import optim
+from lockstep.numerics.optim import Optimizers, load_rows, local
+from lockstep.parallel.exact import Exact
+from lockstep.parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
+from lockstep.parallel.replicas import check_replicas
+from lockstep.parallel.shares import gather_own
+from lockstep.parallel.world import World
+from lockstep.settings import Config, ParallelConfig
+from model import GPT
+
+LEAST_FLOAT8 = 128  # shortest side of a matrix for float8 matmuls
+STAGING_BYTES = 1 << 26  # size of the pinned buffer through which checkpoints leave a GPU
+SCRATCH = {
+    "scratch_allreduce": ScratchAllReduce,
+    "scratch_reduce_scatter": ScratchReduceScatter,
+    "scratch_overlap": ScratchOverlap,
+}
+
+
+@dataclass
+class Engine:
+    """A model with its optimizers: gradient clipping, evaluation, precision, and the state for checkpoints.
+
+    The loop sets `model.require_backward_grad_sync` before each forward and divides each loss by `accumulation_steps`. After
+    the last backward of an update, the gradients on every rank are the mean over all micro-batches of all ranks.
+    """
+
+    module: GPT
+    model: nn.Module  # `module` in the strategy's wrapper: maps inputs and targets [micro-batch, T] to their mean loss
+    parameters: dict[str, Any]  # what the optimizers update: the module's parameters, or this rank's shares of them
+    optimizers: Optimizers
+    world: World
+    dtype: str  # precision of matmuls
+    accumulation_steps: int
+    compiled: bool
+    scaler: torch.amp.GradScaler = field(init=False)  # the loss scale of float16
+    staging: Tensor | None = None
+
+    def __post_init__(self):
+        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.dtype == "float16")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only some rows of the weights."""
+        return hasattr(self.model, "mesh")
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Yield the model in evaluation mode: without dropout, and without float8, as users of the weights will run it.
+
+        Compiling the forward pass alone pays off on a GPU, but on a CPU it takes longer than it saves.
+        """
+        kinds = {layer: type(layer) for layer in self.module.modules() if isinstance(layer, nn.Linear)}
+        for layer in kinds:
+            layer.__class__ = self.module.ops.Linear  # a float8 layer is a subclass, with the same weights
+        eager = self.compiled and self.world.device.type == "cpu"
+        self.module.eval()
+        try:
+            yield torch.compiler.set_stance("force_eager")(self.module) if eager else self.module
+        finally:
+            self.module.train()
+            for layer, kind in kinds.items():
+                layer.__class__ = kind
+
+    def autocast(self):
+        """Return the autocast context of the forward pass."""
+        return device.autocast(self.world.device, self.dtype)
+
+    @contextlib.contextmanager
+    def inference(self):
+        """Run the module as in `evaluating`, and eagerly, because inputs have many lengths and each would be compiled."""
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+        with self.evaluating(), self.autocast(), eager:
+            yield
+
+    def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
+        """Run one synchronized forward and backward on dummy tokens and drop the gradients.
+
+        This triggers compilation, and it settles DDP's buckets, which torch rearranges after the first backward by the order in
+        which gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks. So without a warm-up, a
+        resumed run's first update would round differently from the same update of an uninterrupted run.
+        """
+        if self.world.size == 1 and not self.compiled:
+            return
+        size = (micro_batch_size, seq_len + 1)
+        tokens = torch.arange(size[0] * size[1], device=self.world.device).view(size) % self.module.config.vocab_size
+        self.model.require_backward_grad_sync = True
+        with self.autocast():
+            loss = self.model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        self.zero_grad()
+
+    def clip(self, limit: float) -> float:
+        """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before clipping, equal on all ranks."""
+        gradients, exact = [p.grad for p in self.parameters.values() if p.grad is not None], isinstance(self.model, Exact)
+        # An update waits for the GPU only here. The optimizer's work then hides the kernel launches of the next update.
+        norm = self.model.total_norm(self.module.ops) if exact else nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if is_sharded(norm) else norm
+        if self.sharded and self.model.mesh.ndim == 2:  # nodes may add in different orders, so their copies would drift apart
+            dist.broadcast(norm, group=self.model.mesh.get_group("replicate"), group_src=0)
+        norm = norm.item() / self.scaler.get_scale()
+        if self.scaler.is_enabled():  # GradScaler expects a torch optimizer; ours is not one
+            self.scaler.unscale_(SimpleNamespace(param_groups=[{"params": list(self.parameters.values())}]))
+        if 0 < limit < norm < math.inf:
+            torch._foreach_mul_([local(gradient) for gradient in gradients], limit / norm)
+        return norm
+
+    def zero_grad(self) -> None:
+        """Set the gradients to None, not to zeros: a resumed run starts with None, and its first sums must not differ."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the optimizers' state by "parameter.key", sharded like the parameters."""
+        name_of = {parameter: name for name, parameter in self.parameters.items()}
+        return {f"{name_of[parameter]}.{key}": value for parameter, key, value in self.optimizers.state()}
+
+    def load_optimizer_state(self, tensors: dict[str, Any]) -> None:
+        """Load this rank's part of an optimizer state, saved by any strategy on any number of ranks.
+
+        If the tensors are in a file, each rank reads only its own rows.
+        """
+        state = {parameter: {} for parameter in self.parameters.values()}
+        for name, value in tensors.items():
+            parameter_name, _, key = name.rpartition(".")
+            state[self.parameters[parameter_name]][key] = value
+        self.optimizers.load_state(state)
+
+    @torch.no_grad()
+    def gather(self, tensors: dict[str, Tensor], writers: dict[str, int]) -> dict[str, Tensor]:
+        """Copy the full tensors that this rank saves to host memory, where training cannot change them.
+
+        `writers` maps each of `tensors` to the rank that writes it; other ranks keep no copy. All ranks must call this.
+        """
+        rank, copies = self.world.rank, {}
+        sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+        if sharded:
+            group = self.model.mesh.get_group("shard") if self.sharded else dist.group.WORLD
+            if rank < group.size():  # the other groups have copies of the same rows
+                copies = {name: self.to_host(tensor) for name, tensor in gather_own(sharded, writers, group)}
+        for name, tensor in tensors.items():
+            if name not in sharded and writers[name] == rank:
+                copies[name] = self.to_host(tensor.clone() if tensor.device.type == "cpu" else tensor)
+        return copies
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in host memory, or itself if it is already there."""
+        if self.staging is None and tensor.device.type == "cuda":
+            self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        return tensor.cpu() if self.staging is None else copy_through(self.staging, tensor)
+
+    def check_replicas(self) -> None:
+        """Raise RunError on all ranks, naming the first tensor, if any rank's weights differ by a single bit."""
+        try:
+            check_replicas(self.module)
+        except ValueError as error:
+            raise RunError(f"{error}; memory, a GPU or a library on one of them is faulty; the checkpoints are kept") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts from which `build_engine` in train.py makes an engine
+
+
+def use_float8(module: GPT, own_device: torch.device) -> None:
+    """Use float8 matmuls in the linear layers of the blocks (Micikevicius et al. 2022). Their weights do not change.
+
+    Small layers stay unchanged, as in nanochat: converting their inputs takes longer than it saves. Raises UserError if the
+    device does not support float8 matmuls, no layer is suitable, or torchao is not installed.
+    """
+    if not device.has_float8(own_device):
+        raise UserError(f"--fp8=true: this {own_device.type} device lacks float8 matmuls; leave it out or use an H100 or newer")
+
+    def fits(layer: nn.Module, name: str = "") -> bool:
+        return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)
+
+    if not any(map(fits, module.blocks.modules())):
+        needed = f"matrices whose dimensions are multiples of 16 and at least {LEAST_FLOAT8}"
+        raise UserError(f"--fp8=true needs {needed}, and this model has none; change --n_embd or --d_ff")
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError:
+        raise UserError(f"--fp8=true needs torchao, which is not installed; try: {PIP} torchao") from None
+    convert_to_float8_training(module.blocks, module_filter_fn=fits)
+
+
+def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
+    """Give memory and values to `module`, whose parameters are on the meta device.
+
+    weights: names and values. A value is created on demand, or read by rows from a file. So a rank never holds more of a
+    sharded model than its shards and one tensor.
+    """
+    if any(map(is_sharded, module.parameters())):
+        module.to_empty(device=own_device)
+    else:  # the same without `to_empty`, which imports the compiler's symbols for a meta tensor and takes half a second
+        empty = {name: torch.empty(value.shape, device=own_device) for name, value in module.named_parameters()}
+        module.load_state_dict(empty, assign=True)
+        module.to(own_device)  # the buffers
+    for name, value in weights:
+        load_rows(module.get_parameter(name), value)
+
+
+def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
+    """Wrap `module` in one of our own strategies, which average the ranks' gradients.
+
+    micro_batches: number per update, over all ranks. compiled: whether `exact` converts with compiled functions.
+    """
+    if parallel.strategy == "exact":
+        return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)
+    return SCRATCH[parallel.strategy](module)
+
+
+def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World) -> tuple[dict[str, Any], Optimizers]:
+    """Return the tensors that this rank updates, by name (under `exact`, its shares of the parameters), and the optimizers."""
+    orthogonalize = share_orthogonalization(model, config.parallel.strategy, world)
+    if isinstance(model, Exact):
+        return model.shares, optim.build(model.shares, config.optim, module.ops, orthogonalize, model.gather_weights)
+    parameters = dict(module.named_parameters())
+    return parameters, optim.build(parameters, config.optim, module.ops, orthogonalize)
+
+
+def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> optim.Orthogonalize:
+    """Return Muon's `orthogonalize` for a strategy: the ranks divide the matrices, and a single rank orthogonalizes each."""
+    if world.size == 1:
+        return optim.orthogonalize
+    if strategy == "exact":
+        return functools.partial(optim.orthogonalize_by_owners, group=dist.group.WORLD, multiple=optim.BATCH)
+    if strategy != "fsdp":
+        return functools.partial(optim.orthogonalize_shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
+    owners = functools.partial(optim.orthogonalize_by_owners, group=model.mesh.get_group("shard"))
+    if model.mesh.ndim == 1:
+        return owners
+    return functools.partial(optim.orthogonalize_shares, group=model.mesh.get_group("replicate"), orthogonalize=owners)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors
+
+
+def copy_through(staging: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` in ordinary host memory, made piece by piece through the pinned memory `staging` [bytes].
+
+    A GPU writes at the full speed of its bus only to pinned memory. For ordinary memory, the driver makes a second copy on one
+    core, while torch makes it here on all cores.
+    """
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    staging = staging.view(tensor.dtype)
+    for source, target in zip(tensor.reshape(-1).split(len(staging)), copy.view(-1).split(len(staging)), strict=True):
+        piece = staging[: len(source)]
+        piece.copy_(source, non_blocking=True)
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+        target.copy_(piece)
+    return copy
+
+
+def is_sharded(tensor) -> bool:
+    """Return whether `tensor` is split across ranks, as a DTensor or a Share."""
+    return hasattr(tensor, "to_local")

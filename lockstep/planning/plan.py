@@ -1,0 +1,207 @@
+"""What a run will need, before you rent anything: `python train.py [config/NAME.toml] --plan [--flag=value ...]`
+
+Calculates memory per rank, time, money, traffic and checkpoints from the settings alone, without a GPU, data or torch. The
+speed is an assumption: --plan_mfu, or a typical value.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from extras import dial
+from lockstep import settings
+from lockstep.common import cli, files
+from lockstep.common.errors import UserError, plural, say
+from lockstep.common.records import Auto
+from lockstep.common.steps import read_phases
+from lockstep.hardware import footprint, gpus
+from lockstep.hardware.host import read_ranks
+from lockstep.planning import choices, rules
+from lockstep.reports.log import Log, duration
+from lockstep.settings import Config, Ranks
+
+CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
+SMALL, SMALL_MFU = 300e6, 0.8  # below this many parameters, short kernels lower the MFU by this factor
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    plan: bool = False
+    """Print what the run will need (memory, time, money, traffic) and exit. Works without a GPU, data or other ranks."""
+    plan_world_size: Ranks = 8
+    """Number of GPUs for the planned run."""
+    plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
+    plan_mfu: Annotated[float, Meta(gt=0, le=1)] | Auto = "auto"
+    """Model FLOPs utilization to plan with, at most 1. auto: a typical value."""
+    dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
+    """Price to plan with."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A train.py command line. Plan flags are not run settings, so config.toml omits them."""
+
+    config: Config = field(default_factory=Config)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+def read_command(args: list[str], description: str) -> Config:
+    """Read and check a train.py command line. With --plan, print the plan and exit. Raises UserError."""
+    config, options = load_command(args, description)
+    rank, world_size = read_ranks()[:2]
+    if rank == 0 and (note := not_taken(args, config)):
+        say(note)
+    given = settings.given(settings.divide(args)[1])
+    unplanned = [f"--{name} needs --plan" for name in vars(options) if name in given and not options.plan and name != "plan"]
+    try:
+        rules.check(config, options.plan_world_size if options.plan else world_size, given, unplanned)
+    except UserError:
+        if options.plan or settings.problems(config):
+            raise
+        with Log(Path(config.run.out_dir, config.run.name), rank == 0):  # records the error in status.json
+            raise
+    if not options.plan:
+        return config
+    if rank == 0:
+        say(text(*resolve(config, options), options))
+    raise SystemExit(0)
+
+
+def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
+    """Return the settings of a command line, including those from the dial, and its plan flags. Raises UserError."""
+    start = Command(settings.start_of(args))
+    command = cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]")
+    return dial.turn(settings.complete(command.config, args), args), command.plan
+
+
+def not_taken(args: list[str], config: Config) -> str:
+    """Return a note if the run that continues as `config` differs from the preset in `args`; else empty."""
+    preset, flags = settings.divide(args)
+    given = settings.given(flags)
+    unnamed = flags == args and "name" in given  # only the default preset, while the run may have used a different one
+    if unnamed or config.run.depth != "off" or not settings.of_run(config):
+        return ""
+    values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
+    names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
+    other = [shlex.quote(f"--{name}={values[name]}") for name in sorted(names) if values[name] != now[name]]
+    keeps = f"note: {config.run.name} keeps its own settings; to use those of {os.path.relpath(preset)}, pass them as flags:"
+    return f"{keeps} {files.shortened(other)}" if other else ""
+
+
+def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
+    """Resolve `config` for the planned GPUs. Also returns the epochs of each dataset (empty if one is missing)."""
+    if config.model.init_from != "scratch":
+        from lockstep.checkpoints import huggingface, lookup  # these import torch
+
+        directory, _ = lookup.find_model(config.model.init_from, ("config.json",))
+        config = dataclasses.replace(config, model=huggingface.shape_of(directory, config.model))
+    mixture, vocab_size = dial.dataset(config)
+    if decay := config.optim.decay_steps:  # plan the branch, not its trunk
+        config = settings.replace(config, steps=decay)
+
+    def choose_compile(wanted: str, *_) -> str:
+        return "on" if wanted == "auto" else wanted
+
+    memory = gpus.GPUS[options.plan_gpu].memory
+    gpu = ("cuda", "cuda", "bfloat16", "bfloat16", memory, memory)
+    machines = choices.Machines(options.plan_world_size, options.plan_world_size, *gpu, 1, choose_compile)
+    config = choices.resolve(config, vocab_size, machines, {})
+    if mixture is None:
+        return config, {}
+    import data  # imported here because it imports numpy, which --help does not need
+
+    batches, done = data.make_batches(config, mixture), 0
+    if decay:  # the branch begins at a checkpoint
+        run = config.run.resume if config.run.resume not in ("auto", "off") else Path(config.run.out_dir, config.run.name)
+        latest = Path(run, "checkpoints", "latest")
+        found = re.search(r"step-(\d+)$", os.path.realpath(latest if latest.exists() else run))
+        done = int(found[1]) if found else 0
+    times = zip(batches.epochs(done), batches.epochs(done + config.train.steps), strict=True)
+    return config, dict(zip(mixture.names, (after - before for before, after in times), strict=True))
+
+
+def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
+    """Return the mildest flags that make a rank fit in `usable` bytes, on `ranks` GPUs or more, and the bytes it then needs."""
+    own, found = config.parallel.strategy, {}
+    small, again = {"micro_batch_size": 1}, {"activation_checkpointing": True}
+    for strategy, doublings in {own: 1, "fsdp": 8}.items():
+        for world, flags in ((ranks * 2**i, flags) for i in range(doublings) for flags in ({}, small, again, small | again)):
+            changed = settings.replace(config, strategy=strategy, shard_gradients="auto", **flags)
+            changed = choices.shard_gradients(changed, world, "cuda", usable)
+            size = sum(footprint.of_rank(changed, world, "cuda").values())
+            with contextlib.suppress(UserError):  # flags that conflict
+                rules.check(changed, world)
+                if size <= usable:
+                    flags = flags if strategy == own else {"strategy": strategy} | flags
+                    if config.parallel.shard_gradients == "off" and changed.parallel.shard_gradients == "on":
+                        flags = flags | {"shard_gradients": "on"}
+                    words = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
+                    found[words + f" on {world} GPUs" * (world > ranks)] = size
+                    break
+    return found
+
+
+def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
+    """Return the plan for a resolved `config` as a table, verdict first. epochs: from `resolve`."""
+    model, train, ranks, gpu = config.model, config.train, options.plan_world_size, gpus.GPUS[options.plan_gpu]
+    sizes, memory, usable = footprint.parameters(model), footprint.of_rank(config, ranks, "cuda"), footprint.USABLE * gpu.memory
+    count, needed, tokens = sum(sizes.values()), sum(memory.values()), train.steps * train.tokens_per_update
+    fits, fit = needed <= usable, []
+    if not fits:
+        fit = [("What would fit, GB",), *(("", gb(size), words) for words, size in remedies(config, ranks, usable).items())]
+        fit.append(("  a GPU with more memory, or a smaller model",))
+    flops = footprint.flops_per_token(model)
+    mfu = gpu.mfu * (SMALL_MFU if count < SMALL else 1) if options.plan_mfu == "auto" else options.plan_mfu
+    compute_s, waited_s, sent = gpus.speed(config, ranks, gpu, mfu)
+    step_s, ideal_s = compute_s + waited_s, flops * train.tokens_per_update / ranks / gpu.peak_flops / mfu
+    hours = train.steps * step_s / 3600 * ranks
+    checkpoint, kept = footprint.checkpoint_bytes(config), footprint.checkpoints_at_once(config.checkpoint, train.steps)
+    rows = [
+        ("Parameters", model.architecture),
+        *((f"  {name}", f"{size:,}") for name, size in (sizes | {"total": count}).items() if size),
+        ("Memory per rank, GB",),
+        *((f"  {name}", gb(size)) for name, size in memory.items() if size),
+        ("  peak during an update", gb(needed)),
+        ("  usable", gb(usable), f"of {gb(gpu.memory)}"),
+        *fit,
+        ("Batch and tokens",),
+        ("  tokens per update", f"{train.tokens_per_update:,}"),
+        ("  micro-batch", f"{train.micro_batch_size} x {model.seq_len:,}"),
+        ("  micro-steps per update", f"{-(-config.micro_batches // ranks):,}"),
+        ("  updates", f"{train.steps:,}"),
+        ("  tokens", f"{tokens:,}"),
+        *((f"  epochs of {name}", f"{times:.2f}") for name, times in epochs.items()),
+        *(("  another mixture after step", f"{step:,}", mixture) for step, mixture in read_phases(config.data.phase)),
+        ("  vocabulary, padded", f"{model.vocab_size:,}", "" if epochs else f"{config.data.tokens} does not exist"),
+        ("  tokens per parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} are {CHINCHILLA * count:,} tokens"),
+        ("Time and money",),
+        ("  FLOPs", f"{flops * tokens:.2e}"),
+        ("  MFU", f"{mfu:.0%}", ("assumed" if options.plan_mfu == "auto" else "--plan_mfu")
+          + f"; the peak is {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
+        ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for the network"),
+        ("  efficiency", f"{ideal_s / step_s:.1%}", f"on {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
+        ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
+        ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${options.dollars_per_gpu_hour:g}"),
+        ("  checkpoints on disk", f"{gb(kept * checkpoint)} GB", f"at most {kept} of {gb(checkpoint)} GB each"),
+    ]  # fmt: skip
+    first, second = (max(len(row[i]) for row in rows if len(row) > i) for i in range(2))
+    lines = [
+        f"{config.run.name} on {ranks} x {options.plan_gpu.upper()}, {config.parallel.strategy}, {train.dtype}: "
+        f"{'fits' if fits else 'DOES NOT FIT'}, {duration(train.steps * step_s)}, ${hours * options.dollars_per_gpu_hour:,.0f}"
+    ]
+    for label, value, remark in ((*row, "", "")[:3] for row in rows):
+        above = "" if label[:1] in ("", " ") else "\n"
+        lines.append(above + f"{label:{first}}  {value:>{second}}  {remark}".rstrip())
+    return "\n".join(lines)
+
+
+def gb(size: float) -> str:
+    """Format bytes as gigabytes."""
+    return f"{size / 1e9:,.2f}" if size >= 1e7 else f"{size / 1e9:.4f}"

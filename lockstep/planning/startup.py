@@ -1,0 +1,190 @@
+"""Prepare a run: survey the machines, check that they are up to it, and describe what is about to run."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import data
+from lockstep.common.cli import flat_values
+from lockstep.common.errors import PIP, RunError, UserError, plural
+from lockstep.hardware import device, footprint, host
+from lockstep.numerics.attention import activate_attention_kernel
+from lockstep.numerics.optim import warn_of_warmup
+from lockstep.parallel.world import World
+from lockstep.planning.choices import Machines
+from lockstep.settings import Config
+
+# The settings that determine how much memory each part needs.
+BLAME = {
+    "activations": ("micro_batch_size", "seq_len", "n_embd", "n_layer"),
+    "logits": ("vocab_size", "micro_batch_size", "seq_len", "n_embd"),
+    "position embedding": ("seq_len", "n_embd"),
+    **dict.fromkeys(("attention", "MLP"), ("n_embd", "n_layer")),
+    **dict.fromkeys(("token embedding", "output layer"), ("vocab_size", "n_embd")),
+}
+
+
+def survey(world: World) -> Machines:
+    """Return what the hardware of all ranks can do. All ranks must call this."""
+    own = world.device
+    can = device.choose_dtype("auto", own), device.fast_at_bfloat16(own)
+    dtypes, fasts, locals_, free, total = zip(*world.all_gather((*can, world.local_size, *device.memory(own))), strict=True)
+
+    def choose_compile(wanted: str, dtype: str, run_flops: float) -> str:
+        return min(world.all_gather(device.choose_compile(wanted, own, dtype, run_flops)))  # "off" < "on"
+
+    slowest, muon_dtype = min(dtypes, key=list(device.DTYPES).index), "bfloat16" if all(fasts) else "float32"
+    memory, threads = (min(free), min(total)), torch.get_num_threads()
+    ranks = world.size, max(locals_)
+    return Machines(*ranks, own.type, device.kind(own), slowest, muon_dtype, *memory, threads, choose_compile)
+
+
+def keep_threads(config: Config, previous: dict, world: World) -> list[str]:
+    """Use the number of CPU threads that the run has used so far, on which its bits depend. All ranks must call this.
+
+    Returns a note if the ranks would otherwise use another number. If the machine lacks the cores, or the number of ranks has
+    changed, the bits will differ anyway. previous: the run's settings so far, and its world_size.
+    """
+    threads, exact = previous.get("threads"), config.parallel.strategy == "exact" or config.numerics.numerics == "portable"
+    same = previous["world_size"] == world.size and previous.get("device") == world.device.type == "cpu"
+    if config.train.threads != "auto" or exact or not same:  # exact uses one thread, and portable has the same bits
+        return []
+    own, enough = torch.get_num_threads(), all(world.all_gather(threads <= host.cores() // world.local_size))
+    if own == threads or not enough:
+        return []
+    torch.set_num_threads(threads)
+    return [f"note: the run keeps {plural(threads, 'thread')} per rank; --threads={own} gives different bits"]
+
+
+def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]:
+    """Return a warning if the ranks' hardware or libraries differ. Raises UserError for `exact`, whose bits depend on that."""
+    if config.numerics.numerics == "portable" or not (difference := world.difference(versions)):
+        return []
+    if config.parallel.strategy == "exact":
+        raise UserError(f"{difference}; --strategy=exact needs identical hardware and libraries, or --numerics=portable")
+    return [f"warning: {difference}; the bits depend on which machine runs which rank"]
+
+
+def check(config: Config, world: World) -> list[str]:
+    """Raise UserError if this machine lacks memory, packages or disk space for the run. Returns warnings and notes."""
+    check_memory(config, world)
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        raise UserError(f"--tensorboard=true needs tensorboard, which is not installed; try: {PIP} tensorboard")
+    train, optim = config.train, config.optim
+    warnings = [*check_disk(config), *warn_of_warmup(train.steps, optim)]
+    chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
+    if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
+        muon = " --muon_dtype=float32" if optim.optimizer == "muon" else ""
+        faster = f"--dtype=float32{muon} may be faster, but gives different bits"
+        warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
+    if world.device.type == "cuda" and (most := device.ranks_here()) > world.local_size:
+        idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
+        warnings.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
+    hopper = device.kind(world.device) == "cuda" and torch.cuda.get_device_capability(world.device)[0] == 9
+    if hopper and config.data.attend == "window":
+        kernel = activate_attention_kernel(config.model, train.micro_batch_size, device.DTYPES[train.dtype], world.device)
+        if kernel == "FlashAttention 2":
+            faster = "FlashAttention 3 would be nearly three times as fast (docs/platforms.md)"
+            warnings.append(f"note: attention runs by {kernel}; {faster}")
+    return warnings
+
+
+def check_memory(config: Config, world: World) -> None:
+    """Raise UserError if there is too little memory for an update (on a CPU, also for the copy that a checkpoint needs)."""
+    own, parts = world.device.type, footprint.of_rank(config, world.size, device.kind(world.device))
+    needed, total = sum(parts.values()), device.memory(world.device)[1]
+    if own == "cpu":  # Linux would kill the run without a message
+        needed = world.local_size * needed + footprint.checkpoint_bytes(config)
+    if needed <= total:
+        return
+    sizes = {part: parts.get(part, 0.0) for part in ("activations", "logits")}
+    sizes |= {part: 16.0 * count for part, count in footprint.parameters(config.model).items()}
+    largest = max(sizes, key=sizes.get)
+    what = largest if largest in parts else f"the {largest} with its gradients and optimizer state"
+    flags = " ".join(f"--{name}={flat_values(config)[name]}" for name in BLAME[largest])
+    remedy = "" if own == "cpu" else f", or use {less_memory(config, world.size)}"
+    raise UserError(
+        f"an update needs about {needed / 1e9:,.1f} GB, but this {'machine' if own == 'cpu' else 'GPU'} has only "
+        f"{total / 1e9:,.1f} GB of memory; the largest part is {what}: lower one of {flags}{remedy}"
+    )
+
+
+def less_memory(config: Config, ranks: int) -> str:
+    """Return what lets an update fit on a GPU, such as `--activation_checkpointing=true or --strategy=fsdp`."""
+    strategy, remedies = config.parallel.strategy, []
+    if not config.train.activation_checkpointing:
+        remedies.append("--activation_checkpointing=true")
+    flag = "--shard_gradients=on" if strategy in ("fsdp", "exact") else "--strategy=fsdp"
+    if ranks == 1:
+        remedies.append("several GPUs" + f" with {flag}" * (strategy != "fsdp"))
+    elif config.parallel.shard_gradients != "on":
+        remedies.append(flag)
+    return " or ".join(remedies) or "a GPU with more memory"
+
+
+@contextlib.contextmanager
+def explaining_out_of_memory(config: Config, world: World) -> Iterator[None]:
+    """Turn a device's out-of-memory error into a one-line RunError that names flags to save memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        size = config.train.micro_batch_size
+        smaller = f"--micro_batch_size={size // 2 if size % 2 == 0 else 1} or " if size > 1 else ""
+        ran = f"rank {world.rank} ran out of memory with --micro_batch_size={size}"
+        raise RunError(f"{ran}; continue with {smaller}{less_memory(config, world.size)}") from error
+
+
+def check_disk(config: Config) -> list[str]:
+    """Raise UserError if the disk has no room for a checkpoint. Returns a warning if not all kept checkpoints will fit."""
+    directory, where = Path(config.run.out_dir, config.run.name).absolute(), f"--out_dir={config.run.out_dir}"
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{where} --name={config.run.name}: {there} is a file; choose a directory")
+    size, free = footprint.checkpoint_bytes(config), shutil.disk_usage(there).free
+    left = f"{size / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.0f} MB left"
+    if size > free:
+        raise UserError(f"{where}: a checkpoint needs {left}; free some space, or choose another --out_dir")
+    more = footprint.checkpoints_at_once(config.checkpoint, config.train.steps) - len([*directory.glob("checkpoints/step-*")])
+    kept = f"the run will write and keep {plural(more, 'more checkpoint')} of {left}"
+    return [f"warning: {where}: {kept}; lower --keep_last or --keep_best"] if more * size > free else []
+
+
+def banner(config: Config, mixture: data.Mixture, world: World, step: int, sizes: data.Sizes) -> str:
+    """Return what is about to run, as aligned lines. config: resolved. step: where the run begins. sizes: as in `Batches`."""
+    model, train, own, ranks = config.model, config.train, world.device, plural(world.size, "rank")
+    batches = data.make_batches(config, mixture, sizes)
+    each, more = divmod(config.micro_batches, world.size)
+    shared = f", {each}{f' or {each + 1}' * bool(more)} on each of {ranks}" * (world.size > 1)
+    hardware = torch.cuda.get_device_name(own) if own.type == "cuda" else f"{own.type} ({plural(host.cores(), 'core')})"
+    kernel = activate_attention_kernel(model, train.micro_batch_size, device.DTYPES[train.dtype], own)
+    if config.data.attend == "document":
+        kernel = f"{'FlexAttention' if footprint.uses_flex(config, device.kind(own)) else 'a mask'}, within documents"
+    memory, total = sum(footprint.of_rank(config, world.size, device.kind(own)).values()), device.memory(own)[1]
+    peak, known = device.peak_flops(own, train.dtype) * world.size, device.known_peak_flops(own, train.dtype)
+    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # for each dataset: its share in each phase
+    parts = zip(mixture.datasets, shares, batches.streams, batches.epochs(train.steps), strict=True)
+    several = len(mixture.datasets) > 1
+    source = "from the datasheet" if known else "measured here with matmuls"
+    rows = [
+        f"model   {model.architecture}, {footprint.parameter_count(model):,} parameters: "
+        f"{plural(model.n_layer, 'layer')}, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}",
+        *(
+            f"tokens  {len(stream):,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
+            + f", for {', then '.join(f'{100 * n / data.BLOCK:.3g}' for n in share)} % of its sequences" * several
+            for dataset, share, stream, epochs in parts
+        ),
+        *(f"phase   after step {step}: {mixture.describe(shares)}" for step, shares in mixture.phases[1:]),
+        f"batch   {train.tokens_per_update:,} tokens = {plural(config.micro_batches, 'micro-batch')} of "
+        f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
+        f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
+        f"device  {hardware}, {train.dtype}, {'' if train.compile == 'on' else 'not '}compiled, attention by {kernel}",
+        f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for each rank's tensors",
+        f"peak    {peak / 1e12:.3g} TFLOP/s over all ranks, {source}",
+        *(remark if remark.startswith("warning:") else f"note    {remark}" for remark in mixture.remarks),
+    ]
+    begins = f"from step {step}" if step else "from the beginning"
+    return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])

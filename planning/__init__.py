@@ -1,6 +1,0 @@
-"""What a run will need, what `auto` chooses, and which settings conflict.
-
-`plan` prints what a run will need, without training. `rules` rejects settings that conflict. `choices` resolves every `auto`.
-`dial` sets everything that follows from --depth, and `law` predicts the loss of a large run from small ones. `startup` checks
-what the machines can do, and prints what is about to run. Only `startup` imports torch.
-"""
