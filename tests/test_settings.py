@@ -391,7 +391,8 @@ def test_a_command_works_without_standard_streams(tokens, tmp_path):
 
 def test_a_library_that_exits_with_a_text_is_heard(tmp_path):
     (tmp_path / "boom.py").write_text("import sys\ndef main(_):\n    sys.exit('no driver')\n")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']\nfrom lockstep import command\ncommand.run('boom', lambda _: None)"
+    path = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']"
+    code = f"{path}\nfrom lockstep import command\ncommand.run('boom', lambda _: None)"
     assert execute([sys.executable, "-c", code], status=1).stderr == "no driver\n"
 
 
