@@ -12,6 +12,7 @@ import pytest
 from conftest import before_update, damage
 from lockstep.checkpoints import retention
 from lockstep.common import files
+from lockstep.common.errors import UserError
 from power_cut import Miniature
 
 
@@ -95,6 +96,12 @@ def test_older_checkpoints_are_verified_while_training_goes_on(tmp_path, monkeyp
     assert run.save(4)  # step 1 has to go, so three others have to count
     assert [name for name, thread in verified if thread != "MainThread"] == ["step-00000002"] == [name for name, _ in verified]
     assert names(tmp_path) == ["latest", *(f"step-0000000{step}" for step in (2, 3, 4))]
+
+
+def test_a_file_in_place_of_the_checkpoints_is_named(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UserError, match="move that file away"):
+        retention.prepare(tmp_path / "checkpoints", tmp_path)
 
 
 def test_a_directory_that_becomes_unwritable_is_a_warning_and_training_goes_on(train):

@@ -144,7 +144,8 @@ def prepare(checkpoints: Path, start: Path) -> set[Path]:
         if start.is_dir():
             files.link(checkpoints / "latest", start)
     except OSError as error:
-        problem = f"cannot save checkpoints here: {error}; make the directory writable, or choose another --out_dir"
+        remedy = "move that file away" if checkpoints.is_file() else "make the directory writable"
+        problem = f"cannot save checkpoints here: {error}; {remedy}, or choose another --out_dir"
         raise UserError(f"{checkpoints}: {problem}") from None
     return {start} if start.is_dir() else set()
 

@@ -250,7 +250,8 @@ def start_wandb(options: LogConfig, directory: Path, settings: dict[str, Any], r
     try:
         run = wandb.init(**place, mode=options.wandb, config=settings, id=run_id or None, settings=quiet)
     except wandb.Error as error:
-        raise UserError(f"--wandb={options.wandb}: {error}; --wandb=offline needs no account") from None
+        way_out = "--wandb=offline needs no account" if options.wandb == "online" else "change --wandb_project or WANDB_*"
+        raise UserError(f"--wandb={options.wandb}: {error}; {way_out}") from None
     run.define_metric("*", step_metric="step")
     for name in ("train/loss", "val/loss", "val/bpb"):
         run.define_metric(name, step_metric="step", summary="min,last")
