@@ -50,7 +50,7 @@ from lockstep.hardware.device import DTYPES, keep_freed_memory, peak_flops, prep
 from lockstep.hardware.footprint import flops_per_token
 from lockstep.numerics import optim
 from lockstep.numerics.attention import activate_attention_kernel
-from lockstep.parallel.engine import Engine, build_optimizers, load_weights, use_float8, wrap
+from lockstep.parallel.engine import Engine, build_optimizers, load_weights, wrap
 from lockstep.parallel.world import Stop, World, connect
 from lockstep.planning import choices, startup
 from lockstep.reports.log import Log, duration, require_wandb_key
@@ -220,8 +220,6 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     """
     train, strategy, device = config.train, config.parallel.strategy, world.device
     activate_attention_kernel(config.model, train.micro_batch_size, DTYPES[train.dtype], device)
-    if train.fp8:
-        use_float8(module, device)
     if train.compile == "on":
         prepare_compiler(device)
         module.compile_blocks()

@@ -29,6 +29,10 @@ HERE = Path(__file__).parent.parent
 Steps = Annotated[int, Meta(gt=0, le=10**12)]
 Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
+# Settings of earlier versions: the value that runs and presets may still have, and what to do instead of any other.
+RETIRED: dict[str, tuple[Any, str]] = {
+    "fp8": (False, "use --dtype=bfloat16, or torchtitan for float8"),
+}
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,6 @@ class TrainConfig:
     On CUDA, float32 matmuls use TF32, which has a 10-bit mantissa."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile. auto: only if it saves time and a compiler works."""
-    fp8: bool = False
-    """Use float8 matmuls in the blocks (torchao). Pays off on Hopper and newer GPUs, for a billion parameters or more."""
     activation_checkpointing: bool = False
     """Keep only each block's input for the backward pass and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
@@ -270,6 +272,7 @@ def load(args: list[str], description: str) -> Config:
 def start_of(args: list[str]) -> Config:
     """Return the settings of a command line's preset, without its flags. Raises UserError."""
     path, flags = divide(args)
+    refuse(f"--{name} no longer exists; {RETIRED[name][1]}" for name in cli.flag_names(flags) if name in RETIRED)
     config, run = read_preset(path), path.parent if path.parent.name else path.absolute().parent
     if "name" in given(flags):
         return config
@@ -363,12 +366,22 @@ def from_here(path: Path) -> str:
 
 def from_record(values: dict[str, Any], where: str) -> Config:
     """Return a checked `Config` with these settings, keyed by flag name. Raises UserError, each line beginning with `where`."""
-    flags = flat_fields(Config)
+    values, flags = without_retired(values, where), flat_fields(Config)
     refuse(f"{where}: unknown key {name}{cli.suggestion(name, flags)}" for name in values if name not in flags)
     found, wrong = read_values(Config, values, strict=True)
     refuse(f"{where}: {name} {mistake}" for name, mistake in wrong.items())
     check(config := replace(Config(), **found))
     return config
+
+
+def without_retired(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return `values` without `RETIRED` settings. Raises UserError if one of them has a value that no longer works."""
+    refuse(
+        f"{where}: {name} = {json.dumps(values[name])} no longer works; {instead}"
+        for name, (last, instead) in RETIRED.items()
+        if values.get(name, last) != last
+    )
+    return {name: value for name, value in values.items() if name not in RETIRED}
 
 
 def check(config: Config) -> None:

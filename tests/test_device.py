@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,14 +40,6 @@ def test_auto_fits_the_micro_batch_to_the_memory_of_the_gpu(monkeypatch, kind):
         return sum(footprint.of_rank(settings.replace(config, micro_batch_size=micro_batch), 1, kind).values())
 
     assert size(chosen) <= footprint.USABLE * 40 * GIB < size(2 * chosen)
-
-
-@pytest.mark.parametrize("hip, kind, has", [("7.0", "gfx90a:xnack-", False), ("7.0", "gfx942", True), (None, "", True)])
-def test_float8_is_told_by_the_architecture_on_amd_and_by_the_compute_capability_on_nvidia(monkeypatch, hip, kind, has):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # of gfx90a, too
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=kind))
-    assert device.has_float8(torch.device("cuda")) == has and not device.has_float8(torch.device("cpu"))
 
 
 def test_a_user_without_a_name_may_compile(monkeypatch):

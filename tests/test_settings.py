@@ -1,6 +1,7 @@
 """Presets and flags: one parser, flags win, bad input is refused with what would work."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -435,6 +436,19 @@ def test_a_record_with_an_unknown_setting_is_refused(tmp_path):
         settings.read_preset(tmp_path / "config.toml")
     with pytest.raises(UserError, match="here: unknown key strategyy"):
         settings.from_record({"strategyy": 1}, "here")
+
+
+def test_a_retired_setting_may_keep_its_last_default_in_a_file(tmp_path):
+    preset = tmp_path / "mine.toml"
+    for name, (last, instead) in settings.RETIRED.items():
+        preset.write_text(f"{name} = {json.dumps(last)}\n")
+        assert load(str(preset)) == load(str(preset), "--resume=auto")
+        preset.write_text(f"{name} = {json.dumps('other' if isinstance(last, str) else last + 1)}\n")
+        with pytest.raises(UserError) as refused:
+            load(str(preset))
+        assert str(refused.value).startswith(f"{preset}: {name} = ") and instead in str(refused.value)
+        with pytest.raises(UserError, match=f"--{name} no longer exists; "):
+            load(f"--{name}={last}")
 
 
 def test_exact_on_more_ranks_than_micro_batches_suggests_smaller_ones():

@@ -1,14 +1,12 @@
 """Sharded training: the same run as one process, a share of the memory, and checkpoints that fit every strategy."""
 
 import json
-import re
-import sys
 
 import pytest
 import torch
 
 import machine
-from conftest import TINY, execute, largest_difference
+from conftest import TINY, largest_difference
 from lockstep import settings
 from lockstep.checkpoints import retention
 from lockstep.common.errors import UserError
@@ -204,36 +202,6 @@ def test_a_gradient_that_is_not_finite_halves_the_scale_and_skips_the_update_on_
     assert train.state("nan")["grad_scaler"]["scale"] == 2**15  # kept by the run that continues
 
 
-FLOAT8 = """
-from lockstep.hardware import device
-import torchao.float8 as ao
-device.has_float8 = lambda own: True  # by emulation: rounded to float8, multiplied in float32
-def convert(module, convert=ao.convert_to_float8_training, **options):
-    convert(module, config=ao.Float8LinearConfig(emulate=True), **options)
-    print("float8:", sorted(n for n, layer in module.named_modules() if isinstance(layer, ao.float8_linear.Float8Linear)))
-ao.convert_to_float8_training = convert
-from lockstep.planning import rules
-rules.setting_problems = lambda *_: ()  # they ask for a compiler
-"""
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_training_in_float8_leaves_small_layers_out_and_evaluates_without_it(train, ranks):
-    pytest.importorskip("torchao")
-    shape = dict(architecture="llama", n_embd=128, n_head=2, n_kv_head=1, d_ff=160, n_layer=1, dtype="bfloat16")
-    train("plain", ranks, **shape)
-    done = train.changed(FLOAT8, "float8", ranks, fp8="true", **shape)
-    assert (
-        "float8: ['0.attn.o', '0.attn.q', '0.mlp.down', '0.mlp.gate', '0.mlp.up']" in done.stdout
-    )  # keys and values are small
-    losses = {name: [row["val_loss"] for row in train.metrics(name) if "val_loss" in row] for name in ("plain", "float8")}
-    assert train.metrics("float8")[0]["loss"] != train.metrics("plain")[0]["loss"]  # of the first update, in float8
-    assert losses["plain"] == pytest.approx(losses["float8"], rel=0.02)
-    command = [sys.executable, "evaluate.py", train.runs / "float8", "--dtype=bfloat16", "--eval_tokens=640"]
-    (evaluated,) = re.findall(r"^loss ([\d.]+)", execute([*command, "--micro_batch_size=2"]).stdout, re.M)
-    assert losses["float8"][-1] == pytest.approx(float(evaluated), abs=6e-5)
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -241,7 +209,6 @@ def test_training_in_float8_leaves_small_layers_out_and_evaluates_without_it(tra
         (dict(strategy="ddp", replicate=3), "--replicate=3 needs --strategy=fsdp"),
         (dict(strategy="fsdp", optimizer="adamw", check_replicas_every=1), "--check_replicas_every"),
         (dict(replicate=0), "--replicate must be greater than 0"),
-        (dict(fp8="true", compile="on", micro_batch_size=1, seq_len=8), "a multiple of 16 tokens per micro-batch, not 1 x 8"),
         (dict(strategy="ddp", shard_gradients="on"), "--shard_gradients=on is for --strategy=fsdp and exact"),
     ],
 )

@@ -233,7 +233,6 @@ TOO_LONG = dict(seq_len=16384, tokens_per_update=98304)
     "said, flags, change",
     [
         ("validation tokens, less than one window of --seq_len=16384", TOO_LONG, ""),
-        ("--fp8=true needs --compile=on", dict(fp8="true", compile="auto"), ""),
         (
             "needs tensorboard, which",
             dict(tensorboard=True),
@@ -241,7 +240,7 @@ TOO_LONG = dict(seq_len=16384, tokens_per_update=98304)
         ),
         ("MB, but the disk has only 0 MB left", {}, FULL_DISK),
     ],
-    ids=["evaluation", "float8", "package", "saving"],
+    ids=["evaluation", "package", "saving"],
 )
 def test_a_command_that_cannot_end_well_is_refused_and_leaves_nothing(train, said, flags, change):
     refused = train.changed(change, "refused", status=2, micro_batch_size=1, **flags)

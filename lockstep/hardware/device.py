@@ -241,15 +241,6 @@ def autocast(device: torch.device, dtype: str):
     return contextlib.nullcontext() if dtype == "float32" else torch.autocast(device.type, DTYPES[dtype])
 
 
-def has_float8(device: torch.device) -> bool:
-    """Return whether `device` supports float8 matmuls: NVIDIA's Ada and later, AMD's MI300, MI350 and RDNA 4."""
-    if device.type != "cuda":
-        return False
-    if torch.version.hip:  # an MI200 (gfx90a) reports compute capability 9.0, the same as an H100
-        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95", "gfx120"))
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def kind(device: torch.device) -> str:
     """Return cpu, mps, cuda, or for GPUs that torch calls cuda as well, rocm (AMD's) or volta (NVIDIA's before Ampere)."""
     if device.type != "cuda":

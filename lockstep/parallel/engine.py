@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.common.errors import PIP, RunError, UserError
+from lockstep.common.errors import RunError
 from lockstep.hardware import device
 from lockstep.numerics import optim
 from lockstep.numerics.optim import Optimizers, load_rows, local
@@ -24,7 +24,6 @@ from lockstep.parallel.world import World
 from lockstep.settings import Config, ParallelConfig
 from model import GPT
 
-LEAST_FLOAT8 = 128  # shortest side of a matrix for float8 matmuls
 STAGING_BYTES = 1 << 26  # size of the pinned buffer through which checkpoints leave a GPU
 SCRATCH = {
     "scratch_allreduce": ScratchAllReduce,
@@ -62,21 +61,16 @@ class Engine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Yield the model in evaluation mode: without dropout, and without float8, as users of the weights will run it.
+        """Yield the model in evaluation mode, without dropout.
 
         Compiling the forward pass alone pays off on a GPU, but on a CPU it takes longer than it saves.
         """
-        kinds = {layer: type(layer) for layer in self.module.modules() if isinstance(layer, nn.Linear)}
-        for layer in kinds:
-            layer.__class__ = self.module.ops.Linear  # a float8 layer is a subclass, with the same weights
         eager = self.compiled and self.world.device.type == "cpu"
         self.module.eval()
         try:
             yield torch.compiler.set_stance("force_eager")(self.module) if eager else self.module
         finally:
             self.module.train()
-            for layer, kind in kinds.items():
-                layer.__class__ = kind
 
     def autocast(self):
         """Return the autocast context of the forward pass."""
@@ -175,28 +169,6 @@ class Engine:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The parts from which `build_engine` in train.py makes an engine
-
-
-def use_float8(module: GPT, own_device: torch.device) -> None:
-    """Use float8 matmuls in the linear layers of the blocks (Micikevicius et al. 2022). Their weights do not change.
-
-    Small layers stay unchanged, as in nanochat: converting their inputs takes longer than it saves. Raises UserError if the
-    device does not support float8 matmuls, no layer is suitable, or torchao is not installed.
-    """
-    if not device.has_float8(own_device):
-        raise UserError(f"--fp8=true: this {own_device.type} device lacks float8 matmuls; leave it out or use an H100 or newer")
-
-    def fits(layer: nn.Module, name: str = "") -> bool:
-        return isinstance(layer, nn.Linear) and all(side % 16 == 0 and side >= LEAST_FLOAT8 for side in layer.weight.shape)
-
-    if not any(map(fits, module.blocks.modules())):
-        needed = f"matrices whose dimensions are multiples of 16 and at least {LEAST_FLOAT8}"
-        raise UserError(f"--fp8=true needs {needed}, and this model has none; change --n_embd or --d_ff")
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError:
-        raise UserError(f"--fp8=true needs torchao, which is not installed; try: {PIP} torchao") from None
-    convert_to_float8_training(module.blocks, module_filter_fn=fits)
 
 
 def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:

@@ -15,7 +15,7 @@ from lockstep.common.steps import read_phases
 from lockstep.settings import Config, ModelConfig
 
 # What --numerics=portable needs. A compiler may fuse a product and a sum, which are then rounded only once.
-PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off", "fp8": False}
+PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off"}
 
 
 # Settings whose effect depends on others: whether they have one, and why not. All other settings always have one.
@@ -105,10 +105,6 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
         yield f"--tasks_every={config.eval.tasks_every} needs --tasks, such as --tasks=hellaswag,arc_easy"
     if strategy == "exact" and train.dtype == "float16":
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use --dtype=float32"
-    if train.fp8 and train.micro_batch_size != "auto" and train.micro_batch_size * config.model.seq_len % 16:
-        yield f"--fp8=true needs a multiple of 16 tokens per micro-batch, not {train.micro_batch_size} x {config.model.seq_len}"
-    if train.fp8 and train.compile == "off":
-        yield "--fp8=true needs --compile=on: eager float8 is slower than bfloat16 (0.3 to 0.9 times in pytorch/ao#685)"
     if strategy != "fsdp" and parallel.replicate != 1:
         yield f"--replicate={parallel.replicate} needs --strategy=fsdp; under {strategy} every rank holds all weights"
     if strategy not in ("fsdp", "exact") and parallel.shard_gradients == "on":
