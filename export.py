@@ -70,7 +70,6 @@ def main(config: ExportConfig) -> None:
             for name, text in model_card.describe(source, state, parameters, config.dtype, config.hub.card).items():
                 (directory / name).write_text(text, encoding="utf-8")
             sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
-            stale = ["*.safetensors", "*.safetensors.index.json"]
             # If the upload fails, `out` is not published, so the same command may run again.
-            where = hub.push(directory, config.hub, "model", stale) if config.hub.push else out
+            where = hub.push(directory, config.hub) if config.hub.push else out
         say(f"exported {source} to {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")

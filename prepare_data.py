@@ -19,7 +19,6 @@ from typing import Annotated
 import tyro
 from msgspec import Meta
 
-from extras.publishing.hub import HubConfig
 from lockstep.common import cli
 from lockstep.common.records import Auto
 
@@ -51,7 +50,6 @@ class PrepareConfig:
     check: str = ""
     """Instead of preparing anything, read all of this dataset directory, and report its contents or the first problem.
     Other tools' tokens work too; --tokenizer decodes them."""
-    hub: HubConfig = HubConfig()
 
 
 if __name__ == "__main__":
@@ -65,8 +63,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from extras.publishing import hub
-from extras.publishing.dataset_card import dataset_card
 from lockstep.common import errors, files
 from lockstep.common.errors import UserError, say
 from lockstep.dataset.check import check, describe
@@ -194,7 +190,7 @@ def prepare(config: PrepareConfig) -> None:
 
 def out_directory(config: PrepareConfig) -> Path:
     """Return the dataset directory. Raises UserError if neither --out nor a source names it."""
-    cli.require_local("out", config.out, "--push=OWNER/NAME uploads the finished dataset to the Hugging Face Hub")
+    cli.require_local("out", config.out, "`hf upload` sends the finished dataset to the Hugging Face Hub")
     if config.out or not config.sources:
         return Path(config.out or "tokens/python")
     source = config.sources[0]
@@ -237,15 +233,10 @@ def main(config: PrepareConfig) -> int:
     try:
         if config.check:
             cli.require_local("check", config.check, "copy the dataset here first")
-            also = [*config.sources, *(["--push"] if config.hub.push else [])]
-            errors.refuse(f"--check only reads {config.check}; leave out {word}" for word in also)
+            errors.refuse(f"--check only reads {config.check}; leave out {source}" for source in config.sources)
             check(Path(config.check), config.tokenizer)
         else:
             prepare(config)
-            if config.hub.push:
-                directory = out_directory(config)
-                files.publish_text(directory / "README.md", dataset_card(directory, config.hub))
-                say(f"uploaded {directory} to {hub.push(directory, config.hub, 'dataset', ['*.bin'])}")
     except KeyboardInterrupt:
         print("stopped; run the same command to continue after the last finished shard", file=sys.stderr)
         return errors.EX_TEMPFAIL

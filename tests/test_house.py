@@ -31,8 +31,6 @@ UPWARD = {
     ("lockstep.planning.plan", "extras.dial"),
     ("lockstep.planning.startup", "data"),
     ("lockstep.reports.progress", "data"),
-    ("prepare_data", "extras.publishing.dataset_card"),
-    ("prepare_data", "extras.publishing.hub"),
     ("train", "extras.mirror"),
     ("train", "extras.tasks"),
 }
@@ -69,7 +67,7 @@ def test_every_file_has_its_place():
 
 def test_no_file_is_longer_than_400_lines():
     files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")]
-    longer = {"lockstep/settings.py": 470, "data.py": 440, "sources.py": 500, "tokens.py": 420}
+    longer = {"settings.py": 470, "data.py": 440, "sources.py": 500, "tokens.py": 420}
     lines = {path: len(path.read_text().splitlines()) for path in files if "tests" not in path.parts}
     assert not [path for path, count in lines.items() if count > longer.get(path.name, 400)]
 

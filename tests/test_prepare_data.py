@@ -566,7 +566,7 @@ def test_the_first_source_names_the_dataset(here):
     for source in ("/", "s3://bucket/*.txt"):
         with pytest.raises(UserError, match=r"cannot name a dataset after .*; add --out=tokens/NAME"):
             out_directory(PrepareConfig((source,)))
-    with pytest.raises(UserError, match="--out=hf://me/model must be a local path; --push=OWNER/NAME uploads"):
+    with pytest.raises(UserError, match="--out=hf://me/model must be a local path; `hf upload` sends"):
         out_directory(PrepareConfig(("a.txt",), out="hf://me/model"))
 
 

@@ -11,7 +11,6 @@ import time
 import pyarrow
 import pyarrow.parquet
 import pytest
-from huggingface_hub import DatasetCard
 
 from conftest import PATIENCE, ROOT, environment, execute
 from hub_server import HubServer
@@ -252,23 +251,3 @@ def test_a_model_that_cannot_be_had_is_said_in_plain_words(tmp_path):
     refused = execute([sys.executable, ROOT / "sample.py", "nobody/nothing"], 2, env=nowhere).stderr
     assert "nobody/nothing is not a local directory and could not be fetched from the Hub: " in refused
     assert "Traceback" not in refused and len(refused.splitlines()) == 1
-
-
-def test_a_finished_dataset_is_uploaded_with_a_card_and_what_comes_back_is_the_same(hub, tmp_path):
-    hub.commit_files("owner/small", {"a.jsonl": b"".join(b'{"text": "document %d"}\n' % i for i in range(300))})
-    out, source = tmp_path / "mine", "hf://datasets/owner/small"
-    prepare = [sys.executable, "prepare_data.py", source, f"--out={out}", "--tokenizer=bytes", "--shard_tokens=2000"]
-    push = [*prepare, "--push=me/mine@v1", "--license=odc-by", "--language=en"]
-    env = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    assert f"uploaded {out} to {hub.url()}/datasets/me/mine/tree/v1\n" in execute(push, env=env).stdout
-    sent = hub.head("me/mine", "v1")
-    assert sent == {path.name: path.read_bytes() for path in out.iterdir()} and len(sent) > 4
-    card = DatasetCard(sent["README.md"].decode())
-    assert (card.data.license, card.data.language, card.data.source_datasets) == ("odc-by", ["en"], ["owner/small"])
-    again, copy = re.search(r"\npython (prepare_data.py hf.*)\n", card.text)[1].split(), tmp_path / "copy"
-    again = [f"--out={copy}" if word == f"--out={out}" else word for word in again]
-    execute([sys.executable, *again])
-    assert all((copy / name).read_bytes() == sent[name] for name in sent if name.endswith((".bin", "tokenizer.json")))
-    shorter = [*prepare[:3], f"--out={out}2", "--tokenizer=bytes", "--push=me/mine@v1"]
-    execute(shorter, env=env)  # in one shard of each split
-    assert sorted(name for name in hub.head("me/mine", "v1") if ".bin" in name) == ["train_000000.bin", "val_000000.bin"]

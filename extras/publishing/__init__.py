@@ -1,5 +1,5 @@
-"""Upload models and datasets to the Hugging Face Hub, each with its card.
+"""Upload models to the Hugging Face Hub, with a card.
 
-`hub` uploads a directory. `model_card` describes a model, from its run.
-`dataset_card` describes a dataset, from its dataset.json.
+`hub` uploads a directory, and has the flags for it.
+`model_card` describes a model, from its run.
 """

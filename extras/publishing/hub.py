@@ -6,15 +6,16 @@ from pathlib import Path
 
 from lockstep.common.errors import UserError, explain, say
 
+STALE = ["*.safetensors", "*.safetensors.index.json"]  # files to remove from an earlier upload unless they are sent again
 PAUSES = (1, 5, 25)  # seconds between attempts; the client also retries most requests itself
 
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Where to upload a command's result, and metadata for its card."""
+    """Where to upload an exported model, and metadata for its card."""
 
     push: str = ""
-    """Upload the result to this repository on the Hugging Face Hub, OWNER/NAME[@BRANCH], creating it if needed."""
+    """Upload the model to this repository on the Hugging Face Hub, OWNER/NAME[@BRANCH], creating it if needed."""
     private: bool = False
     """Create the repository of --push as private, and reject an existing public one."""
     license: str = ""
@@ -28,15 +29,14 @@ class HubConfig:
         return {"license": self.license or None, "language": self.language.split(",") if self.language else None}
 
 
-def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
-    """Upload a directory. Returns its address on the Hub. Raises UserError.
+def push(directory: Path, options: HubConfig) -> str:
+    """Upload a model directory. Returns its address on the Hub. Raises UserError.
 
-    Retries after network and server errors. After an interruption, it sends only what is missing. kind: model or dataset.
-    stale: patterns of files to remove from an earlier upload unless they are sent again.
+    Retries after network and server errors. After an interruption, it sends only what is missing.
     """
     for pause in (*PAUSES, 0):
         try:
-            return upload(directory, options, kind, stale)
+            return upload(directory, options)
         except Exception as error:
             problem = f"--push={options.push}: {explain(error)}"
             status = getattr(getattr(error, "response", None), "status_code", 0)
@@ -50,16 +50,16 @@ def push(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> st
             time.sleep(pause)
 
 
-def upload(directory: Path, options: HubConfig, kind: str, stale: list[str]) -> str:
+def upload(directory: Path, options: HubConfig) -> str:
     """Upload without retries; see `push`. Raises whatever the client raises."""
     from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be invalid
 
     api, (repository, _, branch) = HfApi(), options.push.partition("@")
-    url = api.create_repo(repository, repo_type=kind, private=options.private or None, exist_ok=True)
-    of = dict(repo_id=url.repo_id, repo_type=kind)
-    if options.private and not api.repo_info(**of).private:
+    url = api.create_repo(repository, private=options.private or None, exist_ok=True)
+    if options.private and not api.repo_info(url.repo_id).private:
         raise ValueError(f"{url} already exists and is public; make it private there, or leave out --private")
     if branch:
-        api.create_branch(**of, branch=branch, exist_ok=True)
-    api.upload_folder(**of, folder_path=directory, revision=branch or None, ignore_patterns=[".*"], delete_patterns=stale)
+        api.create_branch(url.repo_id, branch=branch, exist_ok=True)
+    files = dict(folder_path=directory, ignore_patterns=[".*"], delete_patterns=STALE)
+    api.upload_folder(repo_id=url.repo_id, revision=branch or None, **files)
     return f"{url}/tree/{branch}" if branch else str(url)

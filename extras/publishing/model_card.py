@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 import data
-from extras.publishing.dataset_card import hub_datasets, prepare_command, totals
 from lockstep import command, settings
 from lockstep.checkpoints.checkpoint import TrainState
 from lockstep.common import errors, files
+from lockstep.dataset.sources import HUB
 from lockstep.dataset.tokens import Metadata, read_metadata
 from lockstep.reports.log import read_records
 
@@ -76,7 +76,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
     measured = measurements(run / "metrics.jsonl", state.step)
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", start) and not Path(start).exists()
     return CARD.format(
-        head=head(config.run.name, known, measured, state.step, given | {"base_model": start if on_hub else None}),
+        head=head(known, given | {"base_model": start if on_hub else None}),
         config=config,
         state=state,
         parameters=parameters,
@@ -115,19 +115,32 @@ def table(measured: dict[str, list[tuple[float, int]]]) -> str:
     return "\n".join(rows)
 
 
-def head(name: str, known: dict, measured: dict, step: int, given: dict) -> str:
-    """Return the card's YAML metadata for the Hub. Its model-index lists only measurements of exactly these weights."""
-    from huggingface_hub import EvalResult, ModelCardData
+def prepare_command(directory: Path, metadata: Metadata) -> str:
+    """Return the command that recreates this dataset from the same sources."""
+    sources = [row["path"] for row in metadata["source"] if not row["path"].startswith("the standard library of Python ")]
+    commits = {row["path"]: row["revision"] for row in metadata["source"] if "revision" in row}
+    pinned = [
+        re.sub(rf"^({HUB}[^/]+/[^/@]+)(@[^/]+)?", rf"\1@{commits[path]}", path) if path in commits else path for path in sources
+    ]
+    options = {"out": directory, "tokenizer": metadata["tokenizer"]["name"], "val_fraction": metadata["val_fraction"]}
+    train = [row["tokens"] for row in metadata["shards"] if row["split"] == "train"]
+    if len(train) > 1 and train[0] != 100_000_000:
+        options["shard_tokens"] = train[0]
+    options |= metadata.get("options", {})
+    return shlex.join(["python", "prepare_data.py", *pinned, *(f"--{key}={value}" for key, value in options.items())])
 
-    results, tokens = [], ", ".join(Path(path).name for path in known)
-    for key, (*_, (value, at)) in measured.items():
-        if at == step and key != "loss":  # the training loss belongs to the weights before the last update
-            dataset, metric = key.split("/", 2)[1:] if key.startswith("tasks/") else (tokens, key)
-            of = dict(dataset_type=dataset, dataset_name=dataset, metric_type=metric, metric_name=LOSSES.get(metric, metric))
-            results.append(EvalResult(task_type="text-generation", metric_value=value, **of))
+
+def hub_datasets(metadata: Metadata) -> list[str]:
+    """Return the datasets on the Hugging Face Hub that the text came from, as OWNER/NAME."""
+    found = [re.match(rf"{HUB}([^/]+/[^/@]+)", row["path"]) for row in metadata["source"]]
+    return sorted({match[1] for match in found if match})
+
+
+def head(known: dict, given: dict) -> str:
+    """Return the card's YAML metadata for the Hub."""
+    from huggingface_hub import ModelCardData
+
     datasets = sorted({dataset for metadata in known.values() if metadata for dataset in hub_datasets(metadata)})
-    if results:
-        given = given | {"model_name": name, "eval_results": results}
     common = dict(library_name="transformers", pipeline_tag="text-generation", tags=["lockstep"], datasets=datasets or None)
     return ModelCardData(**common, **given).to_yaml() + "\n"
 
@@ -136,6 +149,6 @@ def describe_dataset(path: str, metadata: Metadata | None) -> str:
     """Return one line about a dataset: its tokens, tokenizer and sources, if its directory records them."""
     if not metadata:
         return f"- `{path}`"
-    train, val = (totals(metadata, split)["tokens"] for split in ("train", "val"))
+    train, val = (sum(row["tokens"] for row in metadata["shards"] if row["split"] == split) for split in ("train", "val"))
     counts = f"{train:,} training and {val:,} validation tokens, tokenizer {metadata['tokenizer']['name']}"
     return f"- `{path}`: {counts}, from {files.shortened(row['path'] for row in metadata['source'])}"

@@ -43,6 +43,7 @@ NO_FLAGS = {
     "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
     "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs"), EPOCHS),
+    "push": "hf upload sends a directory to the Hugging Face Hub (docs/export.md)",
     "warmup_ratio": "use --warmup_steps, a number of updates",
     "fp16": "use --dtype=float16",
     "bf16": "use --dtype=bfloat16",
