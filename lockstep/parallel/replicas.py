@@ -26,7 +26,10 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
             ranks_by_copy = {copy: [rank for rank, other in enumerate(copies) if other == copy] for copy in copies}
             *others, most = sorted(ranks_by_copy.values(), key=len)
             found = f"differs between ranks {', '.join(map(str, others))} and the other {len(most)}"
-            raise ValueError(f"the replicas are not identical: parameter or buffer {name} {found}")
+            raise ValueError(
+                f"the replicas are not identical: parameter or buffer {name} {found}; if they should start equal, "
+                "set the same seed on every rank before building the model"
+            )
 
 
 def digest(name: str, tensor: Tensor) -> bytes:
