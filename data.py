@@ -17,7 +17,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -211,6 +211,15 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
     return Mixture(tuple(datasets), tuple((step, tuple(shares.get(i, 0) for i in every)) for step, shares in found), rounded)
 
 
+def open_if_there(config: Config) -> tuple[Mixture | None, int]:
+    """Return the datasets of a run, or None if one is missing, and the size of the vocabulary (if unknown, GPT-2's)."""
+    vocab_size = config.model.vocab_size
+    if all(Path(directory).is_dir() for directory in directories(config.data)):
+        mixture = open_mixture(config.data, vocab_size)
+        return mixture, mixture.vocab_size
+    return None, 50257 if vocab_size == "auto" else vocab_size
+
+
 def is_own(directory: str) -> bool:
     """Return whether a dataset states its vocabulary, as those made by prepare_data.py do."""
     return Path(directory, "dataset.json").exists()
@@ -389,6 +398,21 @@ def make_batches(config: Config, mixture: Mixture, sizes: Sizes = ()) -> Batches
     order = config.run.seed, {"shuffled": True, "sequential": False}[config.data.order], config.skipped_batches
     own_orders = {"own": True, "shared": False}[config.data.mixture_order]
     return Batches(mixture.streams("train"), mixture.phases, *batch, *order, own_orders, sizes)
+
+
+def planned(config: Config) -> tuple[int, Callable[[Config, int], dict[str, float]]]:
+    """Return what a plan must know of the data: the vocabulary's size, and how many epochs of each dataset so many steps read.
+
+    The latter is a function of settings and steps, and empty if a dataset is missing.
+    """
+    mixture, vocab_size = open_if_there(config)
+
+    def epochs(config: Config, steps: int) -> dict[str, float]:
+        if mixture is None:
+            return {}
+        return dict(zip(mixture.names, make_batches(config, mixture).epochs(steps), strict=True))
+
+    return vocab_size, epochs
 
 
 class Prefetcher:

@@ -17,9 +17,22 @@ if __name__ == "__main__":
     command.require_packages()
 
 from lockstep.planning import plan
+from lockstep.settings import Config
+
+
+def read_command(args: list[str]) -> Config:
+    """Read the command line. With --plan, print the plan and exit. Raises UserError."""
+    config, options = plan.read_command(args, __doc__)
+    if options.plan:
+        import data  # only here, because --help does not need numpy
+
+        plan.show(config, options, data.planned)
+        raise SystemExit(0)
+    return config
+
 
 if __name__ == "__main__":  # answer --help, --plan and bad flags before importing torch, which takes seconds
-    command.run("train", lambda args: plan.read_command(args, __doc__))
+    command.run("train", read_command)
 
 import gc
 import math
@@ -56,7 +69,6 @@ from lockstep.planning import choices, startup
 from lockstep.reports.log import Log, duration, require_wandb_key
 from lockstep.reports.progress import Progress, due
 from lockstep.reports.trace import Trace
-from lockstep.settings import Config
 from model import GPT, initial_weights, on_meta
 from sample import require_tokenizer, write_sample
 

@@ -1,15 +1,14 @@
-"""One dial for the size of a model: `--depth=N` sets its shape, batch, steps and learning rate.
+"""One dial for the size of a model: its depth sets its shape, batch, steps and learning rate.
 
-`turn` fills in the settings that the command line leaves open. docs/dial.md explains the formulas and their sources. This
-module does not import torch.
+docs/dial.md explains the formulas and their sources. This module does not import torch.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import NamedTuple
 
+import data
 from lockstep import settings
-from lockstep.common.cli import replace
+from lockstep.common import cli
 from lockstep.common.errors import UserError
 from lockstep.hardware.footprint import flops_per_token
 from lockstep.settings import Config, ModelConfig
@@ -34,50 +33,37 @@ FEWEST_STEPS = 100
 SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
 
 
-def turn(config: Config, args: list[str]) -> Config:
-    """Add the settings that follow from --depth to `config`. Those in `args`, or in a preset that sets depth, take precedence.
-
-    The other settings adapt to them. A run that continues keeps its own settings. Raises UserError.
-    """
-    depth = config.run.depth
-    if depth == "off":
-        return config
+def turn(config: Config, depth: int, given: set[str]) -> dict:
+    """Return the settings that follow from `depth`, by flag name, besides those that are `given`. Raises UserError."""
     if config.model.init_from != "scratch":
         raise UserError(f"--depth={depth} is for models trained from scratch; leave out --init_from={config.model.init_from}")
-    if (own := settings.of_run(config)) and own.run.depth == depth:
-        return config
-    preset, flags = settings.divide(args)
-    given = settings.given(flags)
-    if "depth" not in given:
-        given |= settings.read_toml(preset).keys()
-    mixture, vocab_size = dataset(config)
-    values, optimizer = shape_of(config, given), config.optim.optimizer
-    model = settings.resolve_model(dataclasses.replace(config.model, **values), vocab_size)
+    mixture, vocab_size = data.open_if_there(config)
+    model, optimizer = model_of(config, depth, vocab_size, given), config.optim.optimizer
     tokens = TOKENS_PER_WEIGHT * weights(model)
     if mixture:
         tokens = min(tokens, EPOCHS * min(mixture.once.values()))
     length = {name: getattr(config.train, name) for name in ("steps", "tokens_per_update") if name in given}
-    length = length_of(tokens, model.seq_len, optimizer, **length)
-    values |= length | {"micro_batch_size": "auto"} | rate_of(model, optimizer, **length)
-    return replace(config, **{name: value for name, value in values.items() if name not in given})
+    return settings_of(config, depth, given, model, length_of(tokens, model.seq_len, optimizer, **length))
 
 
-def dataset(config: Config):
-    """Return the `data.Mixture` of a run, or None if a dataset is missing, and the vocabulary size."""
-    import data  # imported here because it imports numpy, which --help does not need
-
-    vocab_size = config.model.vocab_size
-    if all(Path(directory).is_dir() for directory in data.directories(config.data)):
-        mixture = data.open_mixture(config.data, vocab_size)
-        return mixture, mixture.vocab_size
-    return None, 50257 if vocab_size == "auto" else vocab_size  # GPT-2's vocabulary
+def settings_of(config: Config, depth: int, given: set[str], model: ModelConfig, length: dict) -> dict:
+    """Return what to set besides `config` and the flags that are `given`. model, length: as resolved for `depth`."""
+    values = shape_of(config, depth, given) | length | {"micro_batch_size": "auto"}
+    values |= rate_of(model, config.optim.optimizer, **length)
+    before = cli.flat_values(config)
+    return {name: value for name, value in values.items() if name not in given and value != before[name]}
 
 
-def shape_of(config: Config, given: set[str]) -> dict:
-    """Return the model's shape at the --depth of `config`. Settings that are `given` stay; the preset's shape is ignored."""
-    width = config.model.n_embd if "n_embd" in given else HEAD_DIM * config.run.depth
+def model_of(config: Config, depth: int, vocab_size: int, given: set[str]) -> ModelConfig:
+    """Return the resolved model for a depth."""
+    return settings.resolve_model(dataclasses.replace(config.model, **shape_of(config, depth, given)), vocab_size)
+
+
+def shape_of(config: Config, depth: int, given: set[str]) -> dict:
+    """Return the model's shape at a depth. Settings of `config` that are `given` stay; the preset's shape is ignored."""
+    width = config.model.n_embd if "n_embd" in given else HEAD_DIM * depth
     shape = dict.fromkeys(SHAPE, "auto")
-    shape |= dict(n_layer=config.run.depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)))
+    shape |= dict(n_layer=depth, n_embd=width, n_head=max(1, round(width / HEAD_DIM)))
     return shape | {name: getattr(config.model, name) for name in SHAPE if name in given}
 
 

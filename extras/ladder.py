@@ -4,6 +4,8 @@
 
 Spends a fifth of the time on small models, fits a scaling law, and prints the best run's command and predicted loss. The small
 models ("rungs") are ordinary runs in runs/ladder-NAME-KEY. Run the same command again to pick up where it left off.
+
+`--depth=6` instead of a budget trains nothing, and prints the command for a model of this depth.
 """
 
 import sys
@@ -16,7 +18,6 @@ from lockstep import command
 if __name__ == "__main__":
     command.run("extras.ladder", list)
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -47,6 +48,8 @@ PROBE_STEPS = 8
 
 @dataclass(frozen=True)
 class LadderConfig:
+    depth: Annotated[int, Meta(ge=0, le=256)] = 0
+    """Print train.py's command for a model of this depth (0: find the best depth)."""
     minutes: Annotated[float, Meta(ge=0, le=10**7)] = 0.0
     """Total training time for the ladder and the run that it recommends."""
     flops: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
@@ -78,12 +81,15 @@ class Ladder:
 
     def model(self, depth: int) -> ModelConfig:
         """Return the resolved model for `depth`."""
-        config = settings.replace(self.config, depth=depth)
-        return settings.resolve_model(dataclasses.replace(config.model, **dial.shape_of(config, self.given)), self.vocab_size)
+        return dial.model_of(self.config, depth, self.vocab_size, self.given)
 
     def length(self, tokens: float) -> dict:
         """Return the steps and batch size for a run of `tokens`."""
         return dial.length_of(tokens, self.config.model.seq_len, self.config.optim.optimizer, tokens_per_update=self.batch)
+
+    def flags(self, depth: int, length: dict) -> dict:
+        """Return the flags of train.py for a model of `depth` and a run of this length, except those of the user."""
+        return dial.settings_of(self.config, depth, self.given, self.model(depth), length)
 
     def is_long_enough(self, tokens: float) -> bool:
         """Return whether `tokens` are enough for FEWEST_STEPS updates at the best batch size."""
@@ -96,21 +102,42 @@ def main(args: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, lambda *_: sys.exit(EX_TEMPFAIL))  # `run` then waits for the rung to save
+    command = parse(args)
+    if command.ladder.depth:
+        say(of_depth(command, args))
+        return
     ladder = begin(args)
     rungs = choose(ladder, ladder.options.flops or measure(ladder))
     say(f"ladder  {len(rungs)} runs, at depths {str(sorted({depth for depth, _ in rungs}))[1:-1]}, in {ladder.directory}")
     report(ladder, [climb(ladder, *rung) for rung in rungs])
 
 
+def parse(args: list[str]) -> LadderCommand:
+    """Parse the command line. Raises UserError."""
+    preset, flags = settings.divide(args)
+    command = cli.parse(LadderCommand, flags, __doc__, LadderCommand(settings.read_preset(preset)), "[config/NAME.toml]")
+    settings.check(command.config)
+    options = command.ladder
+    if (options.depth > 0) + (options.minutes > 0) + (options.flops > 0) != 1:
+        raise UserError("set either the budget, --minutes=60 or --flops=1e17 (floating-point operations), or --depth=6")
+    return command
+
+
+def of_depth(command: LadderCommand, args: list[str]) -> str:
+    """Return the command that trains a model of --depth. Raises UserError."""
+    preset, flags = settings.divide(args)
+    given = settings.given(flags)
+    values = {name: value for name, value in cli.flat_values(command.config).items() if name in given}
+    values |= dial.turn(command.config, command.ladder.depth, given)
+    return train_command(command.ladder, [*args[: len(args) - len(flags)], *as_flags(values)])
+
+
 def begin(args: list[str]) -> Ladder:
     """Parse the command line. Different tokens, settings or presets get separate ladders. Raises UserError."""
     preset, flags = settings.divide(args)
-    command = cli.parse(LadderCommand, flags, __doc__, LadderCommand(settings.read_preset(preset)), "[config/NAME.toml]")
+    command = parse(args)
     config, options, names = command.config, command.ladder, settings.given(flags)
-    settings.check(config)
-    if (options.minutes > 0) == (options.flops > 0):
-        raise UserError("set the budget with either --minutes=60 or --flops=1e17 (floating-point operations)")
-    found = ("depth", "steps", "decay_steps", "phase", "n_layer", "init_from", "resume", "max_minutes")
+    found = ("steps", "decay_steps", "phase", "n_layer", "init_from", "resume", "max_minutes")
     refuse(f"--{name}: a ladder trains new models and chooses their size; leave it out" for name in found if name in names)
     values = {name: value for name, value in cli.flat_values(config).items() if name in names - {"name", "out_dir"}}
     words = [*args[: len(args) - len(flags)], *as_flags(values)]
@@ -130,9 +157,9 @@ def measure(ladder: Ladder) -> float:
     """Return the budget in FLOPs, from this machine's speed over a few steps at the largest depth that the budget allows."""
     for depth in DEPTHS[1:]:
         weights = dial.weights(ladder.model(depth))
-        flags = {"depth": depth, "log_every": 1, "eval_every": 0, "eval_tokens": 1}
-        flags |= ladder.length(dial.TOKENS_PER_WEIGHT * weights) | {"steps": PROBE_STEPS}
-        budget = 60 * ladder.options.minutes * run(ladder, f"probe-{depth}", flags)[1]
+        length = ladder.length(dial.TOKENS_PER_WEIGHT * weights) | {"steps": PROBE_STEPS}
+        flags = {"log_every": 1, "eval_every": 0, "eval_tokens": 1}
+        budget = 60 * ladder.options.minutes * run(ladder, f"probe-{depth}", depth, length, flags)[1]
         if 6 * weights * dial.TOKENS_PER_WEIGHT * weights > budget:  # the FLOPs of a run with the dial's tokens
             break
     return budget
@@ -176,18 +203,21 @@ def climb(ladder: Ladder, depth: int, tokens: float) -> dict:
     """Train a rung unless it is done. Returns its depth, weights, tokens, FLOPs, loss and speed in FLOP/s. Raises UserError."""
     length, model = ladder.length(tokens), ladder.model(depth)
     tokens, weights = length["steps"] * length["tokens_per_update"], dial.weights(model)
-    loss, speed = run(ladder, name := f"depth-{depth}-tokens-{tokens}", {"eval_every": 0, "depth": depth} | length)
+    loss, speed = run(ladder, name := f"depth-{depth}-tokens-{tokens}", depth, length, {"eval_every": 0})
     if not loss < math.log(ladder.vocab_size):
         raise UserError(f"{ladder.directory / name} diverged (validation loss {loss:.4g}); lower --lr")
     say(f"depth {depth:2}  {weights:>13,} weights  {tokens:>14,} tokens  loss {loss:.4f}")
     return dict(depth=depth, weights=weights, tokens=tokens, flops=flops_per_token(model) * tokens, loss=loss, speed=speed)
 
 
-def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
-    """Train a run to the end unless it is done. Returns the validation loss and the speed in FLOP/s. Raises UserError."""
+def run(ladder: Ladder, name: str, depth: int, length: dict, flags: dict) -> tuple[float, float]:
+    """Train a run to the end unless it is done. Returns the validation loss and the speed in FLOP/s. Raises UserError.
+
+    length: its steps and batch size. flags: others of train.py, unless the user gave them.
+    """
     directory, ranks = ladder.directory / name, ladder.options.ranks
-    if not (records := finished(directory, flags["steps"])):
-        own = {key: value for key, value in flags.items() if key not in ladder.given}
+    if not (records := finished(directory, length["steps"])):
+        own = {key: value for key, value in flags.items() if key not in ladder.given} | ladder.flags(depth, length)
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         words = [*ladder.words, *as_flags(own | {"out_dir": ladder.directory, "name": name})]
         train = [sys.executable, *torchrun, str(Path(__file__).parent.parent / "train.py")]
@@ -202,9 +232,9 @@ def run(ladder: Ladder, name: str, flags: dict) -> tuple[float, float]:
             sys.exit(status)
         if status:
             raise UserError(f"{directory} ended with status {status}; the reason is above or in its train.log")
-        records = finished(directory, flags["steps"])
+        records = finished(directory, length["steps"])
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
-    return records[-1]["val_loss"], statistics.median(speeds or [math.nan]) * flops_per_token(ladder.model(flags["depth"]))
+    return records[-1]["val_loss"], statistics.median(speeds or [math.nan]) * flops_per_token(ladder.model(depth))
 
 
 def finished(directory: Path, steps: int) -> list[dict]:
@@ -243,12 +273,16 @@ def report(ladder: Ladder, rungs: list[dict]) -> None:
     if not (best / "metrics.jsonl").exists():  # once the run has started, its prediction is fixed
         best.mkdir(exist_ok=True)
         files.publish_text(best / "prediction.json", json.dumps(found))
-    flags = {name: value for name, value in length.items() if name not in ladder.given}
-    flags = as_flags({"depth": depth} | flags | {"out_dir": best.parent, "name": best.name})
+    flags = as_flags(ladder.flags(depth, length) | {"out_dir": best.parent, "name": best.name})
     say(
         f"law     {formula}\n"
-        f"best    --depth={depth}: {dial.weights(model):,} weights, {tokens:,.0f} tokens, in about "
+        f"best    depth {depth}: {dial.weights(model):,} weights, {tokens:,.0f} tokens, in about "
         f"{duration(flops / top['speed'])}; {flops / top['flops']:.0f} times the FLOPs of the largest rung\n"
         f"loss    {loss:.3f}; 90 % interval {loss - margin:.3f} to {loss + margin:.3f}\n\n"
-        f"{command.launcher(options.ranks)} train.py {shlex.join([*ladder.words, *flags])}"
+        f"{train_command(options, [*ladder.words, *flags])}"
     )
+
+
+def train_command(options: LadderConfig, words: list[str]) -> str:
+    """Return the command that trains with these words of a command line."""
+    return f"{command.launcher(options.ranks)} train.py {shlex.join(words)}"

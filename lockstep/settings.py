@@ -31,6 +31,7 @@ Ranks = Annotated[int, Meta(gt=0, le=1 << 20)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 # Settings of earlier versions: the value that runs and presets may still have, and what to do instead of any other.
 RETIRED: dict[str, tuple[Any, str]] = {
+    "depth": ("off", "`python extras/ladder.py --depth=6 --tokens=tokens/NAME` prints the command for a model of a depth"),
     "fp8": (False, "use --dtype=bfloat16, or torchtitan for float8"),
 }
 
@@ -47,8 +48,6 @@ class RunConfig:
     """auto: continue from the newest intact checkpoint; off: start over; PATH: start a new run from another checkpoint."""
     max_minutes: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
     """Save and stop with exit status 75 this many minutes after the start (0: no limit)."""
-    depth: Annotated[int, Meta(gt=0, le=256)] | Literal["off"] = "off"
-    """Number of layers, as a single dial: width, batch, steps, learning rate and weight decay follow, unless flags set them."""
 
 
 @dataclass(frozen=True)
@@ -353,9 +352,17 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
             if key in values:
                 raise UserError(f"{path}: {key} is set twice; keep one")
             values[key] = ",".join(map(str, value)) if key in ("tokens", "phase") and isinstance(value, list) else value
+    if asked:
+        values |= before
     if of_run:
-        values.setdefault("mixture_order", "shared")  # so repeating a run of an earlier version gives the same run
-    return values | (before if asked else {})
+        update_record(values)
+    return values
+
+
+def update_record(values: dict[str, Any]) -> None:
+    """Adapt the settings that a run of an earlier version recorded, so that they give the same run."""
+    values.setdefault("mixture_order", "shared")  # all datasets of a mixture had the same shuffle
+    values.pop("depth", None)  # the settings that followed from it are recorded, too
 
 
 def from_here(path: Path) -> str:

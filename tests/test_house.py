@@ -27,8 +27,6 @@ UPWARD = {
     ("lockstep.checkpoints.lookup", "model"),
     ("lockstep.parallel.engine", "model"),
     ("lockstep.parallel.sharded", "model"),
-    ("lockstep.planning.plan", "data"),
-    ("lockstep.planning.plan", "extras.dial"),
     ("lockstep.planning.startup", "data"),
     ("lockstep.reports.progress", "data"),
     ("train", "extras.mirror"),

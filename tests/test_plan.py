@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import data
 from conftest import ROOT, execute
 from lockstep import settings
 from lockstep.common import errors
@@ -25,7 +26,7 @@ def planned(*args, preset="gpt2_124m"):
     """The resolved settings of a planned run, whether it `fits`, and its `table`: what --plan prints, cell by cell."""
     asked, options = plan.load_command([str(ROOT / f"config/{preset}.toml"), "--plan", *args], "")
     rules.check(asked, options.plan_world_size)
-    config, once = plan.resolve(asked, options)
+    config, once = plan.resolve(asked, options, data.planned)
     verdict, *lines = plan.text(config, once, options).splitlines()
     table = {cells[0]: cells[1:] for cells in (re.split("  +", line.strip()) for line in lines)}
     return SimpleNamespace(config=config, verdict=verdict, table=table, fits="DOES NOT FIT" not in verdict)

@@ -1,6 +1,7 @@
-"""The dial: what --depth sets, what wins over it, and what a run keeps."""
+"""The dial: what a depth sets, what wins over it, and what a run keeps."""
 
 import dataclasses
+import shlex
 import sys
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from conftest import ROOT, execute
-from extras import dial
+from extras import dial, ladder
 from lockstep import settings
+from lockstep.checkpoints import retention
 from lockstep.common.errors import UserError
 from lockstep.dataset.tokens import open_dataset
 from lockstep.numerics import optim
@@ -18,9 +20,9 @@ from model import GPT, initial_weights
 
 
 def turned(*args):
-    """The configuration of a command line, with the dial turned. Its dataset is not there, as for a plan."""
+    """The settings of the command that ladder.py prints. Its dataset is not there, as for a plan."""
     args = [*args, "--tokens=tokens/none"]
-    return dial.turn(settings.load(args, "test"), args)
+    return settings.load(shlex.split(ladder.of_depth(ladder.parse(args), args))[2:], "test")
 
 
 def test_depth_12_is_the_shape_of_gpt2():
@@ -46,18 +48,9 @@ def test_a_flag_wins_over_the_dial_and_the_dial_over_the_preset():
     assert config.model.n_layer == 3 and config.train.steps != settings.load([], "").train.steps
 
 
-def test_what_stands_beside_depth_in_a_preset_wins(tmp_path):
-    preset = tmp_path / "mine.toml"
-    for text in ("[run]\ndepth = 3\n[optim]\nlr = 0.25\n", "lr = 0.25\ndepth = 3\n"):
-        preset.write_text(text)
-        config = turned(str(preset))
-        assert (config.optim.lr, config.model.n_layer, config.model.n_embd) == (0.25, 3, 192)
-    assert turned(str(preset), "--depth=2").optim.lr != 0.25
-
-
 def test_a_preset_is_read_as_utf_8_whatever_the_locale(tmp_path):
     preset = tmp_path / "mine.toml"
-    preset.write_bytes('name = "größe"\ndepth = 3\n'.encode())
+    preset.write_bytes('name = "größe"\n'.encode())
     command = [sys.executable, "-X", "utf8=0", ROOT / "train.py", preset, "--plan", "--tokens=tokens/none"]
     assert (
         "größe"
@@ -83,9 +76,10 @@ def test_steps_and_batch_agree_whichever_is_given():
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--depth=0"], "--depth must be greater than 0 and at most 256, not '0'"),
-        (["--depth=1000000000"], "--depth must be greater than 0 and at most 256"),
-        (["--depth=deep"], "--depth must be INTEGER|off, not 'deep'"),
+        (["--depth=-1"], "--depth must be at least 0 and at most 256, not '-1'"),
+        (["--depth=1000000000"], "--depth must be at least 0 and at most 256"),
+        (["--depth=deep"], "--depth must be INTEGER, not 'deep'"),
+        (["--depth=2", "--minutes=9"], "set either the budget, --minutes=60 or --flops=1e17"),
         (["--depth=2", "--init_from=gpt2"], "--depth=2 is for models trained from scratch"),
         (["--depth=2", "--n_head=7"], "is not a multiple of --n_head=7"),
     ],
@@ -99,25 +93,36 @@ def test_a_wrong_depth_is_refused(flags, said):
 def test_a_text_of_ten_lines_is_refused(tmp_path):
     (tmp_path / "ten.txt").write_text("Ten lines are no text.\n" * 10)
     execute([sys.executable, ROOT / "prepare_data.py", tmp_path / "ten.txt", f"--out={tmp_path / 'ten'}", "--tokenizer=bytes"])
-    command = [sys.executable, ROOT / "train.py", "--depth=2", "--seq_len=16", f"--tokens={tmp_path / 'ten'}"]
+    command = [sys.executable, ROOT / "extras/ladder.py", "--depth=2", "--seq_len=16", f"--tokens={tmp_path / 'ten'}"]
     assert "prepare more text, lower --tokens_per_update, or set --steps" in execute(command, status=2).stderr
-    execute([*command, "--steps=2", f"--out_dir={tmp_path}"])
+    assert " --steps=2 " in execute([*command, "--steps=2"]).stdout
 
 
-def test_a_run_keeps_what_the_dial_has_set(tokens, tmp_path):
-    flags = [f"--tokens={tokens}", f"--out_dir={tmp_path}", "--seq_len=16", "--depth=1", "--eval_tokens=640", "--device=cpu"]
-    command = [sys.executable, ROOT / "train.py", *flags, "--name=run", "--compile=off"]
-    execute([*command, "--steps=4"])
-    path = tmp_path / "run" / "config.toml"
+def test_a_run_keeps_what_an_earlier_version_s_depth_has_set(tokens, tmp_path):
+    flags = [f"--tokens={tokens}", f"--out_dir={tmp_path}", "--seq_len=16", "--eval_tokens=640", "--device=cpu", "--name=run"]
+    ladder_py = [sys.executable, ROOT / "extras/ladder.py", *flags, "--depth=1", "--compile=off", "--steps=4"]
+    (line,) = execute(ladder_py).stdout.splitlines()
+    words = shlex.split(line)
+    assert words[:2] == ["python", "train.py"] and "--n_embd=64" in words and "--depth" not in line
+    assert (
+        "no longer exists; `python extras/ladder.py --depth=6"
+        in execute([sys.executable, ROOT / "train.py", "--depth=1"], status=2).stderr
+    )
+    execute([sys.executable, ROOT / "train.py", *words[2:]])
+    # As the earlier version left it: with the depth, and with the numbers of an earlier formula.
+    path, state = tmp_path / "run/config.toml", tmp_path / "run/checkpoints/latest/trainer_state.json"
     first = settings.read_preset(path)
-    assert first.run.depth == 1 and first.model.n_embd == 64 and first.optim.schedule == "wsd"
-    path.write_text(path.read_text().replace(f"lr = {first.optim.lr}", "lr = 0.001"))  # as of an earlier formula
-    assert "continuing from" in execute([*command, "--steps=8"]).stdout
+    path.write_text(path.read_text().replace(f"lr = {first.optim.lr}", "lr = 0.001").replace("[run]\n", "[run]\ndepth = 1\n"))
+    state.write_text(state.read_text().replace('"seed":', '"depth": 1, "seed":'))
+    (state.parent / "manifest.json").unlink()
+    retention.write_manifest(state.parent)
+    assert (
+        "continuing from"
+        in execute([sys.executable, ROOT / "train.py", f"--out_dir={tmp_path}", "--name=run", "--steps=8"]).stdout
+    )
     kept = settings.read_preset(path)
     assert kept.optim.lr == 0.001 and kept.train.tokens_per_update == first.train.tokens_per_update
-    # The file repeats the run, the dial or none.
-    args = [str(path), "--name=again"]
-    assert dial.turn(settings.load(args, ""), args).optim == kept.optim
+    assert "depth" not in path.read_text()
 
 
 def change_of_activations(width, optimizer, constant):
@@ -161,5 +166,5 @@ def test_a_larger_batch_than_the_dial_s_bears_no_larger_rate():
 def test_a_mixture_reads_no_dataset_more_than_four_times(tokens, tmp_path):
     (tmp_path / "other").symlink_to(tokens)
     args = ["--depth=1", "--seq_len=16", f"--tokens={tokens}:0.75,{tmp_path / 'other'}:0.25"]
-    train = dial.turn(settings.load(args, "test"), args).train
+    train = settings.load(shlex.split(ladder.of_depth(ladder.parse(args), args))[2:], "test").train
     assert train.steps * train.tokens_per_update * 0.75 <= 4 * len(open_dataset(tokens).splits["train"])

@@ -103,14 +103,14 @@ def test_other_tokens_or_settings_make_another_ladder(tokens, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (dict(flops=0), "set the budget with either --minutes"),
-        (dict(minutes=1), "either --minutes=60 or --flops"),
+        (dict(flops=0), "set either the budget, --minutes=60 or"),
+        (dict(minutes=1), "set either the budget, --minutes=60 or"),
         (dict(flops=1e6), r"1e\+06 FLOPs and [\d,]+ tokens are too few for a ladder .*; --flops=[\d.e+]+ is enough; a shorter"),
         (
             dict(tokens_per_update=16 * 10**5),
             "too few for a ladder .*; prepare more text; a shorter --seq_len, a smaller --tokens_per_update or a smaller vocab",
         ),
-        (dict(depth=3), "--depth: a ladder trains new models and chooses their size"),
+        (dict(steps=3), "--steps: a ladder trains new models and chooses their size"),
         (dict(share=1.5), "--share must be"),
         (dict(resume="off"), "--resume: a ladder trains new models"),
         (dict(max_minutes=1), "--max_minutes: a ladder trains new models"),

@@ -114,12 +114,12 @@ def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
     """Return the trainer state of an intact checkpoint. dataset: to recognize data by an earlier identity. Raises UserError."""
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
+    for record in (state.settings, *(era["settings"] for era in state.history)):
+        if record:
+            settings.update_record(record)
     state.settings = settings.without_retired(state.settings, str(path))
     for era in state.history:
         era["settings"] = settings.without_retired(era["settings"], str(path))
-    for record in (state.settings, *(era["settings"] for era in state.history)):
-        if record:  # earlier versions shuffled all datasets of a mixture with the same key
-            record.setdefault("mixture_order", "shared")
     settings.from_record(state.settings, str(path))
     if dataset:
         state.dataset = dataset.translate(state.dataset)

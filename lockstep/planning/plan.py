@@ -9,13 +9,13 @@ import dataclasses
 import os
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from extras import dial
 from lockstep import settings
 from lockstep.common import cli, files
 from lockstep.common.errors import UserError, plural, say
@@ -28,6 +28,7 @@ from lockstep.reports.log import Log, duration
 from lockstep.settings import Config, Ranks
 
 CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
+Survey = Callable[[Config], tuple[int, Callable[[Config, int], dict[str, float]]]]
 SMALL, SMALL_MFU = 300e6, 0.8  # below this many parameters, short kernels lower the MFU by this factor
 
 
@@ -52,8 +53,8 @@ class Command:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-def read_command(args: list[str], description: str) -> Config:
-    """Read and check a train.py command line. With --plan, print the plan and exit. Raises UserError."""
+def read_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
+    """Read and check a train.py command line. Raises UserError."""
     config, options = load_command(args, description)
     rank, world_size = read_ranks()[:2]
     if rank == 0 and (note := not_taken(args, config)):
@@ -67,18 +68,14 @@ def read_command(args: list[str], description: str) -> Config:
             raise
         with Log(Path(config.run.out_dir, config.run.name), rank == 0):  # records the error in status.json
             raise
-    if not options.plan:
-        return config
-    if rank == 0:
-        say(text(*resolve(config, options), options))
-    raise SystemExit(0)
+    return config, options
 
 
 def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
-    """Return the settings of a command line, including those from the dial, and its plan flags. Raises UserError."""
+    """Return the settings of a command line, and its plan flags. Raises UserError."""
     start = Command(settings.start_of(args))
     command = cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]")
-    return dial.turn(settings.complete(command.config, args), args), command.plan
+    return settings.complete(command.config, args), command.plan
 
 
 def not_taken(args: list[str], config: Config) -> str:
@@ -86,7 +83,7 @@ def not_taken(args: list[str], config: Config) -> str:
     preset, flags = settings.divide(args)
     given = settings.given(flags)
     unnamed = flags == args and "name" in given  # only the default preset, while the run may have used a different one
-    if unnamed or config.run.depth != "off" or not settings.of_run(config):
+    if unnamed or not settings.of_run(config):
         return ""
     values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
     names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
@@ -95,14 +92,17 @@ def not_taken(args: list[str], config: Config) -> str:
     return f"{keeps} {files.shortened(other)}" if other else ""
 
 
-def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, float]]:
-    """Resolve `config` for the planned GPUs. Also returns the epochs of each dataset (empty if one is missing)."""
+def resolve(config: Config, options: PlanConfig, survey: Survey) -> tuple[Config, dict[str, float]]:
+    """Resolve `config` for the planned GPUs. Also returns the epochs of each dataset (empty if one is missing).
+
+    survey: see `data.planned`.
+    """
     if config.model.init_from != "scratch":
         from lockstep.checkpoints import huggingface, lookup  # these import torch
 
         directory, _ = lookup.find_model(config.model.init_from, ("config.json",))
         config = dataclasses.replace(config, model=huggingface.shape_of(directory, config.model))
-    mixture, vocab_size = dial.dataset(config)
+    vocab_size, epochs = survey(config)
     if decay := config.optim.decay_steps:  # plan the branch, not its trunk
         config = settings.replace(config, steps=decay)
 
@@ -112,19 +112,20 @@ def resolve(config: Config, options: PlanConfig) -> tuple[Config, dict[str, floa
     memory = gpus.GPUS[options.plan_gpu].memory
     gpu = ("cuda", "cuda", "bfloat16", "bfloat16", memory, memory)
     machines = choices.Machines(options.plan_world_size, options.plan_world_size, *gpu, 1, choose_compile)
-    config = choices.resolve(config, vocab_size, machines, {})
-    if mixture is None:
-        return config, {}
-    import data  # imported here because it imports numpy, which --help does not need
-
-    batches, done = data.make_batches(config, mixture), 0
+    config, done = choices.resolve(config, vocab_size, machines, {}), 0
     if decay:  # the branch begins at a checkpoint
         run = config.run.resume if config.run.resume not in ("auto", "off") else Path(config.run.out_dir, config.run.name)
         latest = Path(run, "checkpoints", "latest")
         found = re.search(r"step-(\d+)$", os.path.realpath(latest if latest.exists() else run))
         done = int(found[1]) if found else 0
-    times = zip(batches.epochs(done), batches.epochs(done + config.train.steps), strict=True)
-    return config, dict(zip(mixture.names, (after - before for before, after in times), strict=True))
+    before, after = epochs(config, done), epochs(config, done + config.train.steps)
+    return config, {name: after[name] - before[name] for name in after}
+
+
+def show(config: Config, options: PlanConfig, survey: Survey) -> None:
+    """Print the plan, on one rank. See `resolve`."""
+    if read_ranks()[0] == 0:
+        say(text(*resolve(config, options, survey), options))
 
 
 def remedies(config: Config, ranks: int, usable: float) -> dict[str, float]:
