@@ -3,7 +3,6 @@ results together with a description of the machine."""
 
 import contextlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -58,14 +57,6 @@ class Options(Out):
 
     tokens: str = "tokens/python"
     """Dataset directory. If it does not exist, the embedded corpus is prepared there."""
-
-
-@dataclass(frozen=True)
-class Predictions(Out):
-    """The flags of a benchmark that compares predictions with measurements, in many settings."""
-
-    only: str = ""
-    """Measure only the settings whose name contains this, and write nothing."""
 
 
 def command_line(description: str, options: type, main: Callable, arguments: list[str] | None = None) -> NoReturn:
@@ -168,21 +159,6 @@ def step_ms(preset: str = "", **flags) -> list[float]:
         return [record["step_ms"] for record in metrics(Path(folder, "run")) if "step_ms" in record]
 
 
-def ready(config, steps: int) -> tuple:
-    """A run and its prefetcher, ready for `steps` updates as train.py makes them."""
-    import data
-    import train
-    from lockstep.reports.log import Log
-
-    world = train.join(config)
-    log = Log(Path(config.run.out_dir, config.run.name), world.is_master)
-    run = train.prepare(*train.settle(config, world, log))
-    upcoming = itertools.product(range(steps), run.world.share(run.config.micro_batches))
-    prefetcher = data.Prefetcher(run.batches, upcoming, run.world.device)
-    train.warm_up(run)
-    return run, prefetcher
-
-
 def metrics(run: Path) -> list[dict]:
     """The records of a run's metrics.jsonl, without an incomplete last line. Empty if the file does not exist yet."""
     path = run / "metrics.jsonl"
@@ -264,25 +240,6 @@ def write(name: str, result: dict, out: str = RESULTS) -> Path:
     record = {"command": [f"bench/{Path(sys.argv[0]).name}", *shown], "date": time.strftime("%Y-%m-%d"), **describe(), **result}
     publish_text(path, json.dumps(record, indent=2) + "\n")
     return path
-
-
-def hold_against(name: str, rows: Iterable[dict], config: Predictions, most: float) -> int:
-    """Print each of `rows` (a setting, the measured and the predicted value) as it arrives, and publish all as NAME.json.
-
-    Returns 1 if a prediction is off by more than the fraction `most`.
-    """
-    found = []
-    for row in rows:
-        found.append(row | {"error": row["predicted"] / row["measured"] - 1})
-        seen = "{setting:<50} {measured:<10.4g} predicted {predicted:<10.4g} {error:+.1%}"
-        print(seen.format_map(found[-1]), flush=True)
-    if not found:
-        raise UserError(f"--only={config.only}: no setting has this in its name")
-    worst = max(abs(row["error"]) for row in found)
-    if not config.only:
-        print(write(name, {"largest_error": worst, "settings": found}, config.out))
-    print(f"largest error of {len(found)} predictions: {worst:.1%}")
-    return int(worst > most)
 
 
 def make_tokens(directory: Path, count: int, vocab_size: int) -> None:

@@ -1,17 +1,13 @@
 """How fast is training, compared with other trainers and with the machine?
 
-python bench/speed.py steps|loss [--flag=value ...]
+python bench/speed.py steps|known [--flag=value ...]
 """
 
-import contextlib
 import functools
-import io
 import itertools
 import math
 import os
 import re
-import runpy
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -23,8 +19,6 @@ from pathlib import Path
 import machine  # puts the project's folder on the path
 
 # isort: split
-import numpy as np
-
 from audit import text
 from audit_trainers import HuggingFace, Job, LitGPT, NanoChat, NanoGPT, Trainer
 from forks import in_fresh_process
@@ -34,40 +28,14 @@ from machine import arguments, in_turns, ratio, spread, step_ms, timed
 
 SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 SEQ_LEN, BATCH = 256, 8
+STEPS = 30  # updates per run; the first ten do not count
 KNOWN_LOSS = 1.4697
-# Our recipes, as flags: one without flags tuned to this text or loss, and a tuned preset.
-RECIPES = {"the default recipe": ["config/laptop.toml", *arguments(n_layer=4, n_head=4, n_embd=128, seq_len=64)[1:]]}
-RECIPES["the default recipe"] += arguments(steps=188, eval_every=0, eval_tokens=0, save_every=0)[1:]
-RECIPES["a recipe tuned to this loss"] = ["config/shakespeare_char.toml"]
-TARGET_LOSS = 1.8857  # our run must reach this, in nats per character
-README_RUN = shlex.split(
-    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
-    "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison(machine.Out):
-    nanogpt: str = ""
-    """A checkout of nanoGPT."""
-    rounds: int = 5
-    processor: machine.Processor = "native"
-    """Limit the processor to the instructions of an older one."""
-
-
-def copy_of_nanogpt(checkout: str, folder: Path, text: str) -> Path:
-    """Copy a checkout to `folder`, and prepare `text` there with its data/shakespeare_char/prepare.py."""
-    if not (Path(checkout) / "data/shakespeare_char/prepare.py").exists():
-        raise UserError(f"--nanogpt={checkout} is not a checkout of nanoGPT: git clone https://github.com/karpathy/nanoGPT")
-    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
-    data = folder / "data/shakespeare_char"
-    (data / "input.txt").write_text(text)
-    timed(["prepare.py"], data)
-    return folder
 
 
 @dataclass(frozen=True)
-class StepsConfig(Comparison):
+class StepsConfig(machine.Out):
+    nanogpt: str = ""
+    """A checkout of nanoGPT."""
     litgpt: str = ""
     """A checkout of litgpt."""
     litgpt_python: str = sys.executable
@@ -76,11 +44,10 @@ class StepsConfig(Comparison):
     """A checkout of nanochat."""
     nanochat_python: str = sys.executable
     """A Python interpreter with nanochat's dependencies."""
-    steps: int = 30
-    """Updates per run. The first ten do not count."""
     dtypes: str = "float32,bfloat16"
-    modes: str = "on,off"
-    """Run compiled, eager, or both."""
+    rounds: int = 5
+    processor: machine.Processor = "native"
+    """Limit the processor to the instructions of an older one."""
 
 
 def steps(config: StepsConfig) -> int:
@@ -104,12 +71,12 @@ def steps(config: StepsConfig) -> int:
     with machine.workspace() as folder:
         contenders, places, versions = {}, iter(range(10**6)), {}
         machine.make_tokens(folder / "tokens", 400_000, 256)
-        for dtype, mode in itertools.product(config.dtypes.split(","), config.modes.split(",")):
+        for dtype, mode in itertools.product(config.dtypes.split(","), ("on", "off")):
             words = f"{dtype}, {'compiled' if mode == 'on' else 'eager'}"
-            contenders[f"ours, {words}"] = functools.partial(our_speed, config.steps, folder / "tokens", dtype, mode)
+            contenders[f"ours, {words}"] = functools.partial(our_speed, folder / "tokens", dtype, mode)
             for name, (kind, path, python) in peers.items():
                 if (name, dtype) != ("nanoGPT", "bfloat16"):
-                    job = Job(**SHAPE, length=SEQ_LEN, micro=BATCH, batch=BATCH, steps=config.steps, save=10**6, dropout=0.0)
+                    job = Job(**SHAPE, length=SEQ_LEN, micro=BATCH, batch=BATCH, steps=STEPS, save=10**6, dropout=0.0)
                     job, work = replace(job, dtype=dtype, compile=mode == "on"), folder / f"peer{next(places)}"
                     work.mkdir()
                     peer = kind(Path(path).resolve(), python, work, text(), job)
@@ -132,11 +99,11 @@ def steps(config: StepsConfig) -> int:
     return 0
 
 
-def our_speed(steps: int, tokens: Path, dtype: str, mode: str) -> float:
+def our_speed(tokens: Path, dtype: str, mode: str) -> float:
     """Our tokens/s."""
     flags = SHAPE | dict(architecture="gpt2", optimizer="adamw", lr=1e-3, vocab_size=256, seq_len=SEQ_LEN, dropout=0.0)
     flags |= dict(tokens_per_update=BATCH * SEQ_LEN, micro_batch_size=BATCH, device="cpu", dtype=dtype, compile=mode)
-    return tokens_per_second(step_ms("config/laptop.toml", tokens=tokens, steps=steps, **flags))
+    return tokens_per_second(step_ms("config/laptop.toml", tokens=tokens, steps=STEPS, **flags))
 
 
 def peer_speed(peer: Trainer) -> float:
@@ -180,44 +147,6 @@ def products_alone(dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class LossConfig(Comparison):
-    text: str = "input.txt"
-    """The input.txt of tiny Shakespeare, or another ASCII text."""
-
-
-def loss(config: LossConfig) -> int:
-    """How fast does training reach a loss? python bench/speed.py loss --nanogpt=PATH --text=input.txt
-
-    Times nanoGPT's README run for a CPU and two of our recipes in turns, on the same text, from the command to the end. One is
-    config/laptop.toml with the shape, context and number of tokens of nanoGPT's run. The other is config/shakespeare_char.toml,
-    which is tuned to this text and loss. Then compares their losses in nats per character on the whole validation split, the
-    last tenth of the text. Writes time_to_loss.json.
-    """
-    machine.act_as(config.processor)
-    with machine.workspace() as folder:
-        peer = copy_of_nanogpt(config.nanogpt, folder / "nanogpt", Path(config.text).read_text())
-        machine.prepare_tokens(tokens := folder / "tokens", Path(config.text).resolve(), tokenizer="bytes")
-        contenders = {
-            f"{name}, s": functools.partial(our_seconds, tokens, folder / name, *run) for name, run in RECIPES.items()
-        }
-        seconds = in_turns(config.rounds, contenders | {"nanoGPT, s": lambda: timed(["train.py", *README_RUN], peer)})
-        # A character is a byte here.
-        losses = {name: machine.metrics(folder / name / "run")[-1]["val_bpb"] * math.log(2) for name in RECIPES}
-        losses["nanoGPT"] = in_fresh_process(nanogpt_loss, peer)
-    faster = {name: ratio(seconds["nanoGPT, s"], seconds[f"{name}, s"]) for name in RECIPES}
-    result = {"seconds": {name: spread(values) for name, values in seconds.items()}, "losses": losses, "times_faster": faster}
-    print(machine.write("time_to_loss", result | {"target_loss": TARGET_LOSS}, config.out))
-    print(f"losses {losses}, the target is {TARGET_LOSS}; times faster than nanoGPT: {faster}")
-    return 0
-
-
-def our_seconds(tokens: Path, folder: Path, preset: str, *flags: str) -> float:
-    """Seconds that our run takes, from the command to its end."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return timed(["train.py", preset, f"--tokens={tokens}", f"--out_dir={folder}", "--name=run", *flags])
-
-
-@dataclass(frozen=True)
 class KnownConfig(machine.Out):
     text: str = "input.txt"
     """tiny Shakespeare's input.txt."""
@@ -237,8 +166,9 @@ def known(config: KnownConfig) -> int:
         machine.prepare_tokens(tokens := folder / "tokens", Path(config.text).resolve(), tokenizer="bytes")
         for seed in range(3):
             began, run = time.time(), folder / f"seed{seed}"
-            seconds = our_seconds(tokens, run, "config/shakespeare_10m.toml", f"--seed={seed}")
-            found = [record for record in machine.metrics(run / "run") if "val_bpb" in record]
+            flags = dict(tokens=tokens, out_dir=folder, name=run.name, seed=seed)
+            seconds = timed(arguments("train.py", "config/shakespeare_10m.toml", **flags))
+            found = [record for record in machine.metrics(run) if "val_bpb" in record]
             curve = [[(each["time"] - began) / 60, each["step"], each["val_bpb"] * math.log(2)] for each in found]
             reached = next((minutes for minutes, _, value in curve if value <= KNOWN_LOSS), None)
             row = {"seed": seed, "minutes to 1.4697": reached, "least loss": min(point[2] for point in curve)}
@@ -259,22 +189,5 @@ def known(config: KnownConfig) -> int:
     return int(any(row["minutes to 1.4697"] is None for row in rows))
 
 
-def nanogpt_loss(checkout: Path) -> float:
-    """The loss of nanoGPT's checkpoint over all windows of 64 characters in val.bin, computed by nanoGPT's own model."""
-    import torch
-
-    os.chdir(checkout)
-    sys.path.insert(0, str(checkout))
-    sys.argv = ["train.py", *README_RUN, "--init_from=resume", "--eval_only=True", "--eval_iters=1"]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        nanogpt = runpy.run_path("train.py", run_name="__main__")
-    model, val = nanogpt["raw_model"].eval(), np.fromfile("data/shakespeare_char/val.bin", dtype=np.uint16)
-    starts = np.arange(0, len(val) - 64, 64)
-    windows = torch.from_numpy(val[starts[:, None] + np.arange(65)].astype(np.int64))
-    with torch.no_grad():
-        total = sum(model(part[:, :-1], part[:, 1:].contiguous())[1].item() * len(part) for part in windows.split(64))
-    return total / len(windows)
-
-
 if __name__ == "__main__":
-    machine.choose(__doc__, steps=(StepsConfig, steps), loss=(LossConfig, loss), known=(KnownConfig, known))
+    machine.choose(__doc__, steps=(StepsConfig, steps), known=(KnownConfig, known))

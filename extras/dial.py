@@ -15,7 +15,7 @@ from lockstep.settings import Config, ModelConfig
 
 
 class Tuned(NamedTuple):
-    """What bench/dial.py found for an optimizer: the rate at WIDTH and RATE_BATCH, and the batch for a run of TOKENS."""
+    """What we found for an optimizer (docs/dial.md): the rate at WIDTH and RATE_BATCH, and the batch for a run of TOKENS."""
 
     lr: float
     width_power: float  # the best rate is proportional to the width raised to this power

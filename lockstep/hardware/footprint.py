@@ -1,7 +1,6 @@
 """The footprint of a model: parameters, operations, and the memory of one rank by part, calculated from the settings alone.
 
-`--micro_batch_size=auto` and `--plan` use it, and bench/memory.py checks it against
-measurements. This module does not import torch.
+`--micro_batch_size=auto` and `--plan` use it, and bench/fake_gpu.py checks it. This module does not import torch.
 
 Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, V = vocab_size, N = tokens per micro-batch.
 """
@@ -14,7 +13,7 @@ from lockstep.settings import CheckpointConfig, Config, ModelConfig, OptimConfig
 FLEX_BLOCK = 128  # queries, and keys, per block of FlexAttention's mask (attention.document_blocks)
 SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all its weights (attention.short_attention)
 # Tensors may use this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse about 5 %, and
-# the estimate is off by up to 5 % (bench/memory.py). Running out of memory costs more than a smaller micro-batch.
+# the estimate is off by up to 6 % (bench/fake_gpu.py). Running out of memory costs more than a smaller micro-batch.
 USABLE = 0.9
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per number in matmuls
 EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
