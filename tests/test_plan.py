@@ -191,7 +191,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_largest_part(monkeypatch,
 def test_a_disk_with_room_for_one_checkpoint_is_warned_of(monkeypatch, tmp_path):
     config = planned("--steps=100", "--save_every=10", f"--out_dir={tmp_path}").config
     size = footprint.checkpoint_bytes(config)
-    free = {"few": 1.5, "enough": 4.1, "none": 0.5}
+    free = {"few": 1.5, "enough": 5.1, "none": 0.5}
     said = {}
     for name, copies in free.items():
         monkeypatch.setattr(startup.shutil, "disk_usage", lambda _, n=copies: SimpleNamespace(free=n * size))
@@ -199,12 +199,12 @@ def test_a_disk_with_room_for_one_checkpoint_is_warned_of(monkeypatch, tmp_path)
             said[name] = startup.check_disk(config)
         except errors.UserError as error:
             said[name] = str(error)
-    assert "will write and keep 4 more checkpoints of 1,493.7 MB" in said["few"][0] and said["enough"] == []
+    assert "will write and keep 5 more checkpoints of 1,493.7 MB" in said["few"][0] and said["enough"] == []
     assert "a checkpoint needs 1,493.7 MB, but the disk has only 747 MB left" in said["none"]
     monkeypatch.setattr(startup.shutil, "disk_usage", lambda _: SimpleNamespace(free=1.5 * size))
-    for step in (10, 20, 30):
+    for step in (10, 20, 30, 40):
         (tmp_path / config.run.name / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    assert startup.check_disk(config) == []  # there are three already, and each new one takes the place of one
+    assert startup.check_disk(config) == []  # there are four already, and each new one takes the place of one
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_init_from_takes_what_training_takes_and_downloads_no_weights(monkeypatc
 def test_exact_takes_the_largest_micro_batch_that_leaves_eight_and_nodes_share_only_their_own_memory():
     for sequences, size in [(60, 6), (64, 8), (7, 1), (24, 3), (62, 2)]:
         flags = ["--seq_len=16", f"--tokens_per_update={16 * sequences}", "--strategy=exact", "--n_embd=32", "--n_head=2"]
-        assert planned(*flags).config.train.micro_batch_size == size
+        assert planned("--plan_world_size=4", *flags).config.train.micro_batch_size == size
 
     def sharded(local_ranks):
         machines = choices.Machines(16, local_ranks, "cpu", "cpu", *["float32"] * 2, 8e9, 8e9, 1, lambda *_: "off")
