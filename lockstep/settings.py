@@ -176,8 +176,8 @@ class ParallelConfig:
     replicate: Ranks = 1
     """Copies of the weights under fsdp, each sharded across a group of ranks such as a node (1: one copy across all ranks)."""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
-    """For fsdp and exact. on: send gradients to their shards after every micro-batch: less memory, but more traffic.
-    It changes fsdp's bits. off: send them once per update. auto: on if an update would not fit otherwise."""
+    """For fsdp. on: send gradients to their shards after every micro-batch: less memory, more traffic, and different bits.
+    off: send them once per update. auto: on if an update would not fit otherwise."""
     check_replicas_every: Count = 0
     """Steps between comparisons of all ranks' weights (0: never). The run ends if a bit differs."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0

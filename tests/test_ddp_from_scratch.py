@@ -15,7 +15,7 @@ import warm
 from lockstep.parallel.exact import Exact
 from lockstep.parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 
-SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_bytes=64)  # nearly a bucket a parameter
+SMALL_BUCKETS = functools.partial(ScratchOverlap, bucket_mb=64 / 2**20)  # nearly a bucket a parameter
 STRATEGIES = [
     pytest.param(ScratchAllReduce, id="allreduce"),
     pytest.param(ScratchReduceScatter, id="reduce_scatter"),
@@ -259,12 +259,12 @@ def events_of_a_backward(strategy) -> list[str]:
 
 def exact_in_small_buckets(module):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.parallel.exact.BUCKET_BYTES", 288)
+        patch.setattr("lockstep.parallel.exact.BUCKET_MB", 288 / 2**20)
         return Exact(module, micro_batches=2)
 
 
 def test_overlap_sends_while_backward_is_running(start):
-    for events in start(2).run(events_of_a_backward, functools.partial(ScratchOverlap, bucket_bytes=288)):
+    for events in start(2).run(events_of_a_backward, functools.partial(ScratchOverlap, bucket_mb=288 / 2**20)):
         assert events.index("all_reduce") < events.index("gradient 4")  # layer 5 is under way
         assert events.count("all_reduce") == 6 + 1  # a bucket a layer, and the census
     for events in start(2).run(events_of_a_backward, exact_in_small_buckets):
@@ -272,6 +272,19 @@ def test_overlap_sends_while_backward_is_running(start):
         assert events.count("all_to_all_single") == 6 and events.count("all_reduce") == 1  # of the largest gradients
     for events in start(2).run(events_of_a_backward, ScratchAllReduce):
         assert events.index("all_reduce") > events.index("gradient 0")
+
+
+def ready_at_send(strategy, width: int) -> list[int]:
+    model = strategy(nn.Sequential(*[nn.Linear(width, width) for _ in range(6)]))
+    for _ in range(2):  # of the last update
+        model(torch.ones(1, width)).sum().backward()
+    return model.ready_at_send
+
+
+def test_the_gradients_ready_at_each_send_can_be_asked_and_a_small_model_has_two_buckets(start):
+    a_layer_each = functools.partial(ScratchOverlap, bucket_mb=288 / 2**20)
+    assert start(2).run(ready_at_send, a_layer_each, 8) == [[2, 4, 6, 8, 10, 12]] * 2
+    assert start(2).run(ready_at_send, ScratchOverlap, 512) == [[2, 12]] * 2  # 1 MB a layer
 
 
 # How replicas start ---------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_running_out_of_memory_ends_in_one_line_that_says_what_needs_less(train,
 
 @pytest.mark.parametrize("flags, ranks, said", [
     ([], 8, "--activation_checkpointing=true or --strategy=fsdp"),
-    (["--strategy=exact"], 8, "--activation_checkpointing=true or --shard_gradients=on"),
+    (["--strategy=exact"], 8, "--activation_checkpointing=true or --strategy=fsdp"),
     (["--strategy=fsdp", "--activation_checkpointing=true"], 8, "--shard_gradients=on"),
     (["--strategy=fsdp", "--activation_checkpointing=true", "--shard_gradients=on"], 8, "a GPU with more memory"),
     (["--activation_checkpointing=true"], 1, "several GPUs with --strategy=fsdp"),

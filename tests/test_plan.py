@@ -219,8 +219,7 @@ def test_the_most_checkpoints_on_the_disk(steps, every, kept, most):
 def test_checkpointing_and_sharding_save_memory():
     ddp, fsdp, exact = (memory("--micro_batch_size=4", f"--strategy={strategy}") for strategy in ("ddp", "fsdp", "exact"))
     assert total(fsdp) < total(ddp) and exact["exact's integers"] == 8 * 124_475_904
-    sharded = memory("--micro_batch_size=4", "--strategy=exact", "--shard_gradients=on")
-    assert sharded["exact's integers"] == exact["exact's integers"] / 8 and sharded["weights"] == exact["weights"]
+    assert exact["optimizer state"] == ddp["optimizer state"] / 8 and exact["weights"] == ddp["weights"]
     assert total(memory("--micro_batch_size=4", "--activation_checkpointing=true")) < total(ddp)
 
 
@@ -228,27 +227,26 @@ LLAMA_8B = ["--architecture=llama", "--tie_embeddings=false", "--n_layer=32", "-
 LLAMA_8B += ["--d_ff=14336", "--vocab_size=128256", "--seq_len=8192", "--plan_world_size=128", "--tokens_per_update=4194304"]
 
 
-@pytest.mark.parametrize("flags", [["--strategy=fsdp"], ["--strategy=exact", "--activation_checkpointing=true"]])
-def test_gradients_are_sharded_where_a_rank_would_not_hold_them_otherwise(flags):
-    flags = [*LLAMA_8B, "--optimizer=adamw", *flags]
+def test_gradients_are_sharded_where_a_rank_would_not_hold_them_otherwise():
+    flags = [*LLAMA_8B, "--optimizer=adamw", "--strategy=fsdp"]
     found = planned(*flags)
     assert found.fits and found.config.parallel.shard_gradients == "on"
     assert not planned(*flags, "--shard_gradients=off").fits
     assert planned("--strategy=fsdp", "--micro_batch_size=4").config.parallel.shard_gradients == "off"
 
 
-def test_a_run_of_fsdp_keeps_how_it_sends_gradients_and_one_of_exact_may_change_it():
-    def chosen(strategy, memory, previous):
+def test_a_run_of_fsdp_keeps_how_it_sends_gradients():
+    def chosen(memory, previous, strategy="fsdp"):
         machines = choices.Machines(8, 8, "cuda", "cuda", "bfloat16", "bfloat16", memory, memory, 1, lambda *_: "off")
         config = settings.load([str(ROOT / "config/gpt2_124m.toml"), f"--strategy={strategy}", "--micro_batch_size=1"], "")
         return choices.resolve(config, 50257, machines, previous).parallel.shard_gradients
 
     before = {"device": "cuda", "dtype": "bfloat16", "compile": "off", "muon_dtype": "bfloat16", "shard_gradients": "off"}
     before["world_size"] = 8
-    for strategy, kept in (("fsdp", "off"), ("exact", "on")):
-        assert [chosen(strategy, memory, {}) for memory in (80e9, 2e9)] == ["off", "on"]
-        assert chosen(strategy, 2e9, before | {"strategy": strategy}) == kept
-        assert chosen(strategy, 2e9, before | {"strategy": strategy, "world_size": 16}) == "on"
+    assert [chosen(memory, {}) for memory in (80e9, 2e9)] == ["off", "on"]
+    assert chosen(2e9, before | {"strategy": "fsdp"}) == "off"
+    assert chosen(2e9, before | {"strategy": "fsdp", "world_size": 16}) == "on"
+    assert chosen(2e9, {}, "exact") == "off"
 
 
 def test_the_mask_within_documents_is_counted_where_there_is_one():
@@ -275,8 +273,7 @@ def test_what_waits_for_the_network_and_what_is_sent():
     names = ("ddp", "exact", "scratch_allreduce", "fsdp")
     ddp, exact, naive, fsdp = (network(f"--strategy={name}") for name in names)
     assert exact[1] == pytest.approx((12 + 4 / 16) / 8 * ddp[1], abs=0.02) and 0 < ddp[0] < naive[0]
-    gradients = [network(f"--strategy={name}", "--shard_gradients=on")[1] for name in ("exact", "fsdp")]
-    assert gradients[0] > exact[1] and gradients[1] > fsdp[1]  # which accumulate four micro-batches
+    assert network("--strategy=fsdp", "--shard_gradients=on")[1] > fsdp[1]  # which accumulates four micro-batches
     assert network("--strategy=fsdp", "--replicate=2")[1] < fsdp[1]
 
 

@@ -56,9 +56,6 @@ def test_compiled_conversion_gives_the_same_integers_in_any_order():
 
     wanted = convert(add_fixed_point, mean_from_fixed_point, range(5))
     assert wanted[0].any() and wanted[1].tolist() == [False, True, False]
-    together = torch.zeros(70_001, dtype=torch.int64)
-    add_fixed_point(together, torch.stack(gradients))  # as they come from several ranks
-    assert torch.equal(together[1:], wanted[0])
     compiled = [torch.compile(function, dynamic=True) for function in (add_fixed_point, mean_from_fixed_point)]
     for functions in ((add_fixed_point, mean_from_fixed_point), compiled):
         for order in (range(5), (4, 0, 3, 1, 2)):
@@ -66,33 +63,47 @@ def test_compiled_conversion_gives_the_same_integers_in_any_order():
 
 
 # several; tensors of no width that a vector has
-BUCKETS = "import lockstep.parallel.exact; lockstep.parallel.exact.BUCKET_BYTES = 5000"
+BUCKETS = "import lockstep.parallel.exact; lockstep.parallel.exact.BUCKET_MB = 0.005"
 ODD = dict(EXACT, n_embd=44, head_dim=22, n_head=2)
 
 
 @pytest.mark.parametrize(
     "dtype, compile, optimizer, others",
     [
-        ("float32", "off", "adamw", ((2, "on"), (4, "off"), (5, "on"))),
-        ("bfloat16", "off", "muon", ((3, "on"), (5, "off"))),
-        ("bfloat16", "on", "muon", ((5, "on"), (2, "off"))),
+        ("float32", "off", "adamw", (2, 4, 5)),
+        ("bfloat16", "off", "muon", (3, 5)),
+        ("bfloat16", "on", "muon", (5, 2)),
     ],
 )
 def test_exact_gives_the_same_bits_on_any_number_of_ranks(train, dtype, compile, optimizer, others):
     flags = dict(ODD, dtype=dtype, compile=compile, optimizer=optimizer, steps=6, eval_every=3, save_every=3)
     train("w1", **flags)
-    for ranks, shard in others:  # 12 micro-batches: 5 ranks take unequal shares
-        train.changed(BUCKETS, f"w{ranks}", ranks, shard_gradients=shard, **flags)
+    for ranks in others:  # 12 micro-batches: 5 ranks take unequal shares
+        train.changed(BUCKETS, f"w{ranks}", ranks, **flags)
         train.assert_same(f"w{ranks}", "w1")
 
 
 def test_exact_is_the_same_run_when_killed_and_continued_on_other_numbers_of_ranks(train):
     flags = dict(EXACT, save_every=1, eval_every=5, steps=15)
     train("whole", **flags)
-    for ranks, step, shard in ((3, 4, "on"), (1, 9, "auto")):
-        train.kill("parts", step, ranks, shard_gradients=shard, **flags)
-    train("parts", ranks=5, shard_gradients="on", **flags)
+    for ranks, step in ((3, 4), (1, 9)):
+        train.kill("parts", step, ranks, **flags)
+    train("parts", ranks=5, **flags)
     train.assert_same("parts", "whole")
+
+
+BEFORE = """
+from lockstep.planning import choices, rules
+choices.shard_gradients = lambda config, *_: config
+del rules.EFFECTS["shard_gradients"]
+"""
+
+
+def test_a_run_of_exact_from_when_it_could_shard_gradients_continues_with_a_note(train):
+    train.changed(BEFORE, "old", steps=2, shard_gradients="on", **EXACT)
+    note = "note: --shard_gradients is for fsdp alone now; exact has the same bits without it"
+    assert note in train("old", steps=3, shard_gradients="on", **EXACT).stdout  # the same command
+    assert "shard_gradients" not in train("old", steps=4, **EXACT).stdout
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "exact"])  # on any number of ranks: see above
@@ -253,10 +264,10 @@ torch.Tensor.backward = poisoned
 """
 
 
-@pytest.mark.parametrize("strategy, ranks, shard", [("ddp", 2, "off"), ("exact", 2, "off"), ("exact", 3, "on")])
-def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks, shard):
+@pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("exact", 2), ("exact", 3)])
+def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
     third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
-    flags = dict(strategy=strategy, shard_gradients=shard, steps=6, max_skipped_steps=2)
+    flags = dict(strategy=strategy, steps=6, max_skipped_steps=2)
     done = train.changed(POISONED.format(bad=third), "nan", ranks, **flags)
     assert "step 3: skipped the update, because its gradient is not finite (1 in a row, 1 in all)" in done.stdout
     assert train.state("nan")["skipped"] == 1

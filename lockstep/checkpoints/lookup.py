@@ -315,6 +315,8 @@ def check_changes(start: Start, config: Config, dataset: str, versions: dict[str
     silent = SILENT | ({"shard_gradients"} if config.parallel.strategy == "exact" else set())  # does not affect its bits
     silent |= {"threads"} if config.numerics.numerics == "portable" else set()
     lines = [f"changed: {n} {str(before[n]) or 'none'} -> {str(now[n]) or 'none'}" for n in changed if n not in silent]
+    if config.parallel.strategy == "exact" and before.get("shard_gradients") == "on":
+        lines.append("note: --shard_gradients is for fsdp alone now; exact has the same bits without it, but needs more memory")
     if config.numerics.numerics == "native":  # bits depend on versions
         known = state.versions
         lines += [f"changed: {n} {known[n]} -> {new}" for n, new in versions.items() if n in known and known[n] != new]

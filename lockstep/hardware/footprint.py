@@ -105,7 +105,8 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     if world_size == 1 and strategy != "exact":
         strategy = "none"
     P, s, blocks = parameter_count(model), BYTES[train.dtype], block_parameters(model)
-    fsdp, exact, sharded = strategy == "fsdp", strategy == "exact", config.parallel.shard_gradients == "on" and world_size > 1
+    fsdp, exact = strategy == "fsdp", strategy == "exact"
+    sharded = fsdp and config.parallel.shard_gradients == "on"
     copies = config.parallel.replicate if fsdp else 1 if exact else world_size
     shards = world_size // copies  # shards of the optimizer's state, and of fsdp's weights
     activation, recomputed = activations(model, train, device, strategy)
@@ -120,7 +121,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
         "weights": 4.0 * P / (shards if fsdp else 1),
         "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
         "gradient buckets": buckets,
-        "exact's integers": 8.0 * P / (shards if sharded else 1) if exact else 0.0,
+        "exact's integers": 8.0 * P if exact else 0.0,
         "portable's copies": portable_copies(config),
     }
     # After the reduction, DDP's gradients are views of its buckets; with fsdp and exact, gradients are shards.
@@ -128,8 +129,8 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor
     # Backward adds the tied embedding's two gradients, from the lookup and the matmul, before it accumulates them.
     tied = embedding * (1 + (accumulating and not exact)) if model.tie_embeddings else 0.0
-    # exact sends and receives one tensor at a time (a gradient or its integers, later the weights) and converts in pieces.
-    travels = (2.0 if sharded else 4.0) * embedding * (exact and world_size > 1)
+    # exact sends and receives one tensor at a time (a gradient's integers, later the weights) and converts in pieces.
+    travels = 4.0 * embedding * (exact and world_size > 1)
     piece = min(embedding, 4.0 * EXACT_BLOCK) * (exact and device != "cpu")
     temporary = {
         "scratch_reduce_scatter": 8.0 * P,

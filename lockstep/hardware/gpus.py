@@ -52,13 +52,12 @@ def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float,
     compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
 
     # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Replicas of
-    # weights or shards all-reduce their gradients. exact sends gradients or 8-byte integers, then its share of the mean to the
-    # ranks that compute norms, and finally its share of the weights.
+    # weights or shards all-reduce their gradients. exact sends 8-byte integers, then its share of the mean to the ranks that
+    # compute norms, and finally its share of the weights.
     P, exact = footprint.parameter_count(config.model), strategy == "exact"
-    sharded = config.parallel.shard_gradients == "on"
     copies = config.parallel.replicate if strategy == "fsdp" else 1 if exact else world_size
     shards = world_size // copies
-    gradients = 4.0 * micro_steps if sharded else 8.0 if exact else 4.0
+    gradients = 8.0 if exact else 4.0 * micro_steps if config.parallel.shard_gradients == "on" else 4.0
     weights = 4.0 + 4.0 / shards if exact else 2 * micro_steps * footprint.BYTES[train.dtype]
     sent = (shards - 1) / shards * P * (gradients + weights) + 2 * (copies - 1) / copies * P / shards * 4.0
     # Rings between nodes use all adapters of a node at once.

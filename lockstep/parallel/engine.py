@@ -193,7 +193,7 @@ def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bo
     micro_batches: number per update, over all ranks. compiled: whether `exact` converts with compiled functions.
     """
     if parallel.strategy == "exact":
-        return Exact(module, micro_batches, parallel.shard_gradients == "on", compiled)
+        return Exact(module, micro_batches, compiled)
     return SCRATCH[parallel.strategy](module)
 
 

@@ -12,7 +12,7 @@ bytes in all:
     strategy               collectives per update    bytes each rank sends     when
     ScratchAllReduce       P                         2 (W-1)/W n               after backward
     ScratchReduceScatter   2 (of one flat tensor)    2 (W-1)/W n               after backward
-    ScratchOverlap         n / 25 MB                 2 (W-1)/W n               while backward is still running
+    ScratchOverlap         n / 25 MB, or 2           2 (W-1)/W n               while backward is still running
 
 No all-reduce can get by with fewer than 2 (W-1)/W n bytes per rank, and a ring sends exactly that many. (Patarasuk and Yuan
 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; Baidu brought it to deep learning in 2017.) So a
@@ -31,9 +31,9 @@ are frozen when the wrapper is built are left out. Buffers, such as batch norm's
 while DDP broadcasts them in every forward. With one rank, or without a process group, the wrappers do nothing.
 """
 
+import math
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -72,19 +72,7 @@ class ScratchAllReduce(nn.Module):
         self.sync_this_backward = self.sync_is_queued = False
         if self.world_size > 1:
             self.ensure_equal_replicas()
-            self.register_hooks()
-
-    def register_hooks(self) -> None:
-        """Have autograd call `gradient_ready` for every trainable parameter."""
-        # A weak reference, because otherwise the hooks of its parameters would keep the wrapper alive forever.
-        wrapper = weakref.ref(self)
-
-        def hook(parameter: nn.Parameter) -> None:
-            if (alive := wrapper()) is not None:
-                alive.gradient_ready(parameter)
-
-        for parameter in self.trainable:
-            parameter.register_post_accumulate_grad_hook(hook)
+            register_hooks(self)
 
     def ensure_equal_replicas(self) -> None:
         """Make sure that all ranks start from the same parameters and buffers. This strategy raises an error if they don't."""
@@ -151,6 +139,19 @@ class ScratchAllReduce(nn.Module):
             self.require_backward_grad_sync = before
 
 
+def register_hooks(wrapper: nn.Module) -> None:
+    """Have autograd call `wrapper.gradient_ready` for each of `wrapper.trainable`."""
+    # A weak reference, because otherwise the hooks of its parameters would keep the wrapper alive forever.
+    reference = weakref.ref(wrapper)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if (alive := reference()) is not None:
+            alive.gradient_ready(parameter)
+
+    for parameter in wrapper.trainable:
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
 # 3. What an all-reduce is made of ------------------------------------------------------------------------------------
 
 
@@ -194,12 +195,18 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
         tensor.copy_(dense)
 
 
-def group_by_kind(parameters: list[nn.Parameter], capacity: float = float("inf")) -> list[list[nn.Parameter]]:
-    """Split `parameters`, in order, into groups of one dtype and device. A group is full at `capacity` bytes or more."""
+def group_by_kind(
+    parameters: list[nn.Parameter], capacity: float = math.inf, first_capacity: float = math.inf
+) -> list[list[nn.Parameter]]:
+    """Split `parameters`, in order, into groups of one dtype and device.
+
+    A group is full at `capacity` bytes or more, and the first one already at `first_capacity`.
+    """
     groups, last_kind, size = [], None, 0
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device)
-        if kind != last_kind or size >= capacity:
+        full = capacity if len(groups) > 1 else min(first_capacity, capacity)
+        if kind != last_kind or size >= full:
             groups.append([])
             last_kind, size = kind, 0
         groups[-1].append(parameter)
@@ -216,13 +223,42 @@ def views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
 # 4. Communicating while backward runs --------------------------------------------------------------------------------
 
 
-@dataclass
-class Bucket:
-    """Gradients that are sent together."""
+class Buckets:
+    """Divides parameters into buckets, and says when to send each: as soon as all of its gradients are ready.
 
-    flat: Tensor
-    gradients: dict[nn.Parameter, Tensor]  # views of `flat`
-    waiting: set[nn.Parameter] = field(default_factory=set)  # parameters whose gradient is not yet ready in this backward
+    Gradients may become ready in a different order on each rank, but all ranks must start collectives in the same order. So a
+    full bucket waits for those before it. Buckets hold parameters of one dtype and device, and at least `bucket_mb` MB of them,
+    or in the first bucket `first_bucket_mb`, unless there are no more.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], bucket_mb: float, first_bucket_mb: float):
+        self.groups = group_by_kind(parameters, bucket_mb * 2**20, first_bucket_mb * 2**20)
+        self.bucket_of = {p: i for i, group in enumerate(self.groups) for p in group}
+        self.ready_at_send: list[int] = []  # how many gradients were ready when each bucket was sent, in the last update
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a backward whose gradients will be sent."""
+        self.waiting = [set(group) for group in self.groups]  # parameters whose gradient is not ready yet
+        self.ready = self.sent = 0  # gradients and buckets
+        self.ready_at_send.clear()
+
+    def gradient_ready(self, parameter: nn.Parameter) -> range:
+        """Note that a gradient is ready. Returns the buckets to send now."""
+        self.ready += 1
+        self.waiting[self.bucket_of[parameter]].discard(parameter)
+        first = self.sent
+        while self.sent < len(self.groups) and not self.waiting[self.sent]:
+            self.sent += 1
+            self.ready_at_send.append(self.ready)
+        return range(first, self.sent)
+
+    def rest(self) -> range:
+        """Return the buckets to send at the end of backward: parameters still without a gradient were not used in it."""
+        left = range(self.sent, len(self.groups))
+        self.ready_at_send[left.start :] = [self.ready] * len(left)
+        self.sent = 0
+        return left
 
 
 class ScratchOverlap(ScratchAllReduce):
@@ -230,25 +266,28 @@ class ScratchOverlap(ScratchAllReduce):
 
     Backward starts at the last layer. The buckets hold the parameters in reverse order of registration, so the first one is
     sent soon after backward begins. Only the last bucket's all-reduce cannot be hidden. Larger buckets cost fewer latencies,
-    but smaller ones start earlier; 25 MB is DDP's choice. Gradients live in the buckets: a new gradient is copied there once,
-    later micro-batches add to it in place, and nothing is copied back.
+    but smaller ones start earlier; 25 MB is DDP's choice, and so is 1 MB for the first bucket, without which a small model
+    would have only one. Gradients live in the buckets: a new gradient is copied there once, later micro-batches add to it in
+    place, and nothing is copied back. `ready_at_send` says how many gradients were ready as each bucket was sent.
 
     A module compiled as one graph returns all its gradients at the end of backward, which leaves nothing to overlap with.
     Compile its blocks one by one to keep the overlap.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20):
-        self.buckets, self.bucket_bytes = [], bucket_bytes
-        self.started = []  # all-reduces in flight, in the order of their buckets
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup | None = None, bucket_mb: float = 25, first_bucket_mb: float = 1
+    ):
         super().__init__(module, group)
-
-    def register_hooks(self) -> None:
-        for parameters in group_by_kind(self.trainable[::-1], self.bucket_bytes):
+        self.buckets = Buckets(self.trainable[::-1], bucket_mb, first_bucket_mb)
+        self.ready_at_send = self.buckets.ready_at_send
+        self.started = []  # all-reduces in flight
+        self.flats, self.view_of = [], {}  # by bucket; by parameter, a view of its bucket's flat tensor
+        if self.world_size == 1:
+            return
+        for parameters in self.buckets.groups:
             first, count = parameters[0], sum(p.numel() for p in parameters)
-            flat = torch.zeros(count, dtype=first.dtype, device=first.device)
-            self.buckets.append(Bucket(flat, dict(zip(parameters, views(flat, parameters), strict=True))))
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.gradients}
-        super().register_hooks()
+            self.flats.append(torch.zeros(count, dtype=first.dtype, device=first.device))
+            self.view_of |= zip(parameters, views(self.flats[-1], parameters), strict=True)
 
     def ensure_equal_replicas(self) -> None:
         """Give every rank the parameters and buffers of rank 0."""
@@ -257,36 +296,26 @@ class ScratchOverlap(ScratchAllReduce):
     def prepare_sync(self) -> None:
         super().prepare_sync()
         self.finish_all_reduces()  # an earlier backward that raised may have left some in flight
-        for bucket in self.buckets:
-            bucket.waiting = set(bucket.gradients)
+        self.buckets.begin()
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         super().gradient_ready(parameter)
         self.move_into_bucket(parameter)
         if self.sync_this_backward:
-            self.bucket_of[parameter].waiting.discard(parameter)
-            self.start_full_buckets()
+            self.send(self.buckets.gradient_ready(parameter))
 
     def move_into_bucket(self, parameter: nn.Parameter) -> None:
         """Make `parameter.grad` a view of its bucket, into which autograd then accumulates."""
-        view = self.bucket_of[parameter].gradients[parameter]
+        view = self.view_of[parameter]
         if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
 
-    def start_full_buckets(self) -> None:
-        """Start the all-reduce of each full bucket, strictly in bucket order.
-
-        Gradients may become ready in a different order on each rank, but all ranks must start collectives in the same order.
-        """
-        for bucket in self.buckets[len(self.started) :]:
-            if bucket.waiting:
-                return
-            self.started.append(self.send(bucket))
-
-    def send(self, bucket: Bucket) -> dist.Work:
-        """Start replacing the bucket's gradients with their mean over the ranks."""
-        return dist.all_reduce(bucket.flat.div_(self.world_size), group=self.group, async_op=True)
+    def send(self, buckets: range) -> None:
+        """Start replacing the gradients in `buckets` with their mean over the ranks."""
+        for flat in self.flats[buckets.start : buckets.stop]:
+            flat.div_(self.world_size)
+            self.started.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def finish_all_reduces(self) -> None:
         """Wait for the all-reduces in flight."""
@@ -297,7 +326,5 @@ class ScratchOverlap(ScratchAllReduce):
     def average_gradients(self) -> None:
         for parameter in self.trainable:
             self.move_into_bucket(parameter)
-        for bucket in self.buckets:
-            bucket.waiting.clear()  # a parameter still without a gradient was not used in this backward
-        self.start_full_buckets()
+        self.send(self.buckets.rest())
         self.finish_all_reduces()

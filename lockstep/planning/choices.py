@@ -65,12 +65,12 @@ def resolve(config: Config, vocab_size: int, machines: Machines, previous: dict)
 
 
 def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Config:
-    """Resolve --shard_gradients: on if a rank would otherwise need more than `room` bytes."""
+    """Resolve --shard_gradients: on if a rank of fsdp would otherwise need more than `room` bytes."""
+    off, on = (settings.replace(config, shard_gradients=value) for value in ("off", "on"))
+    if config.parallel.strategy != "fsdp":
+        return off
     if config.parallel.shard_gradients != "auto":
         return config
-    off, on = (settings.replace(config, shard_gradients=value) for value in ("off", "on"))
-    if config.parallel.strategy not in ("fsdp", "exact"):
-        return off
     needed, less = (sum(footprint.of_rank(each, ranks, device).values()) for each in (off, on))
     return on if less < needed > room else off
 

@@ -48,6 +48,10 @@ EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: c.numerics.numerics == "native" or c.train.micro_batch_size == 1,
         "with --numerics=portable, whose micro-batches are single sequences",
     ),
+    "shard_gradients": (
+        lambda c: c.parallel.strategy == "fsdp" or c.parallel.shard_gradients != "on",
+        "without --strategy=fsdp",
+    ),
     "deterministic": (
         lambda c: c.numerics.numerics == "native" and c.parallel.strategy != "exact",
         "with --strategy=exact or --numerics=portable, which always repeat",
@@ -107,8 +111,6 @@ def setting_problems(config: Config, world_size: int) -> Iterator[str]:
         yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use --dtype=float32"
     if strategy != "fsdp" and parallel.replicate != 1:
         yield f"--replicate={parallel.replicate} needs --strategy=fsdp; under {strategy} every rank holds all weights"
-    if strategy not in ("fsdp", "exact") and parallel.shard_gradients == "on":
-        yield f"--shard_gradients=on is for --strategy=fsdp and exact; under {strategy} every rank holds all gradients"
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
     if strategy == "fsdp" and parallel.check_replicas_every:

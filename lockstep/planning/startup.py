@@ -118,7 +118,7 @@ def less_memory(config: Config, ranks: int) -> str:
     strategy, remedies = config.parallel.strategy, []
     if not config.train.activation_checkpointing:
         remedies.append("--activation_checkpointing=true")
-    flag = "--shard_gradients=on" if strategy in ("fsdp", "exact") else "--strategy=fsdp"
+    flag = "--shard_gradients=on" if strategy == "fsdp" else "--strategy=fsdp"
     if ranks == 1:
         remedies.append("several GPUs" + f" with {flag}" * (strategy != "fsdp"))
     elif config.parallel.shard_gradients != "on":
