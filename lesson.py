@@ -180,7 +180,7 @@ def four_ways() -> None:
     ways: dict[str, Callable[[nn.Module], nn.Module]] = {
         "one all-reduce per tensor": ScratchAllReduce,
         "reduce-scatter, then all-gather": ScratchReduceScatter,
-        "buckets of 1 MB, sent during backward": functools.partial(ScratchOverlap, bucket_bytes=1 << 20),
+        "buckets of 1 MB, sent during backward": functools.partial(ScratchOverlap, bucket_mb=1),
         "torch's DDP, buckets of 1 MB": functools.partial(DistributedDataParallel, bucket_cap_mb=1),
     }
     say(
