@@ -47,8 +47,8 @@ import numpy as np
 import torch
 
 import data
-from extras import tasks
 from lockstep.checkpoints import huggingface, lookup
+from lockstep.common import errors
 from lockstep.common.errors import UserError, say
 from lockstep.dataset.tokens import Stream
 from lockstep.hardware import device, host
@@ -104,6 +104,8 @@ def main(config: EvaluateConfig) -> None:
 
 def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
     """Return the scores on tasks, one per line."""
+    with errors.extra("--tasks", "extras/tasks.py"):
+        from extras import tasks
     loaded = tasks.load(config.tasks, *huggingface.first_token(directory), model.config.seq_len, world)
     with autocast():
         scores = loaded.measure(model.to(world.device), config.tasks_limit)

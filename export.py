@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from extras.publishing.hub import HubConfig
 from lockstep.common import cli
 
 
@@ -28,7 +27,14 @@ class ExportConfig:
     """Precision of the exported weights. The run keeps float32."""
     max_shard_size: str = "5GB"
     """Maximum size of a file of weights, in KB, MB, GB or TB (powers of 1000). A larger tensor gets its own file."""
-    hub: HubConfig = HubConfig()
+    push: str = ""
+    """Upload the model to this repository on the Hugging Face Hub, OWNER/NAME[@BRANCH], creating it if needed."""
+    private: bool = False
+    """Create the repository of --push as private, and reject an existing public one."""
+    license: str = ""
+    """License for the card, as named on the Hub, such as apache-2.0."""
+    language: str = ""
+    """Languages for the card, such as en or en,de."""
 
 
 if __name__ == "__main__":
@@ -39,7 +45,7 @@ from pathlib import Path
 
 import torch
 
-from extras.publishing import hub, model_card
+from lockstep import settings
 from lockstep.checkpoints import checkpoint, huggingface, lookup
 from lockstep.common import errors, files
 from lockstep.common.errors import UserError, say
@@ -52,8 +58,9 @@ def main(config: ExportConfig) -> None:
     max_shard_size = cli.read_quantity(config.max_shard_size, UNITS)
     if not max_shard_size:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be a size in KB, MB, GB or TB, such as 5GB")
+    publishing = import_publishing(config)
     with tempfile.TemporaryDirectory() as temporary:
-        out = Path(temporary, "model") if config.hub.push and not config.out else cli.new_directory(config.out)
+        out = Path(temporary, "model") if config.push and not config.out else cli.new_directory(config.out)
         source, warnings = lookup.find(config.run)
         for warning in warnings:
             say(warning)
@@ -67,9 +74,28 @@ def main(config: ExportConfig) -> None:
             about = weights, model, tokenizer, special["eos_token_id"], dtype, max_shard_size, origin
             huggingface.write_model(directory, *about, **known)
             parameters = sum(value.numel() for value in weights.values())
-            for name, text in model_card.describe(source, state, parameters, config.dtype, config.hub.card).items():
+            about_it = {"config.toml": settings.dumps(state.config)}
+            if publishing:
+                given = config.license, config.language
+                about_it = publishing.model_card.describe(source, state, parameters, config.dtype, *given)
+            for name, text in about_it.items():
                 (directory / name).write_text(text, encoding="utf-8")
             sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
             # If the upload fails, `out` is not published, so the same command may run again.
-            where = hub.push(directory, config.hub) if config.hub.push else out
+            where = publishing.hub.push(directory, config.push, config.private) if config.push else out
         say(f"exported {source} to {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")
+
+
+def import_publishing(config: ExportConfig):
+    """Return the package that writes cards and uploads. A copy without it exports without a card. Raises UserError."""
+    needs = [name for name in ("push", "license", "language") if getattr(config, name)]
+    try:
+        with errors.extra(f"--{needs[0]}" if needs else "the model card", "extras/publishing"):
+            from extras import publishing
+            from extras.publishing import hub, model_card  # noqa: F401  as attributes of the package
+    except UserError:
+        if needs:
+            raise
+        say("note: without a model card, which needs extras/publishing")
+        return None
+    return publishing

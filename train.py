@@ -50,14 +50,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 from evaluate import evaluate
-from extras import tasks
-from extras.mirror import Mirror
-from extras.tasks import Tasks
 from lockstep import settings
 from lockstep.checkpoints import checkpoint, huggingface, lookup
 from lockstep.checkpoints.checkpoint import Checkpoints, TrainState
 from lockstep.checkpoints.lookup import Start
-from lockstep.common import cli, files
+from lockstep.common import cli, errors, files
 from lockstep.common.errors import EX_TEMPFAIL, RunError
 from lockstep.hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_compiler, prepare_device
 from lockstep.hardware.footprint import flops_per_token
@@ -90,7 +87,7 @@ class Run:
     log: Log | None = None
     progress: Progress | None = None
     checkpoints: Checkpoints | None = None
-    tasks: Tasks | None = None
+    tasks: Any = None  # extras.tasks.Tasks, with --tasks
     evaluated_at: int = -1  # step of the last evaluation; -1: none yet
     val_loss: float = math.nan  # loss in the last evaluation
     scored_at: int = -1  # step of the last scores on tasks; -1: none yet
@@ -141,7 +138,7 @@ def join(config: Config) -> World:
     return connect(rank, world_size, device, config.parallel.timeout_minutes)  # NCCL between GPUs, gloo between CPUs
 
 
-def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World, data.Mixture, Start, Mirror | None, Log]:
+def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World, data.Mixture, Start, Any, Log]:
     """Open the data, find where the run starts, resolve every `auto`, and print what will run. Raises UserError."""
     config = asked
     dataset = data.open_mixture(config.data, config.model.vocab_size)
@@ -149,7 +146,11 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
     world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
     if config.eval.sample_every:
         require_tokenizer(dataset)
-    mirror = Mirror(config.checkpoint.mirror, log) if config.checkpoint.mirror else None
+    mirror = None
+    if config.checkpoint.mirror:
+        with errors.extra("--mirror", "extras/mirror.py"):
+            from extras.mirror import Mirror
+        mirror = Mirror(config.checkpoint.mirror, log)
     start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
     previous = start.state.settings
     if not start.continues:
@@ -169,12 +170,12 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
     return asked, config, world, dataset, start, mirror, log
 
 
-def prepare(
-    asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, mirror: Mirror | None, log: Log
-) -> Run:
+def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, mirror: Any, log: Log) -> Run:
     """Build everything that training needs, then open the run's directory. Writes nothing until every check has passed."""
     names, loaded = config.eval.tasks, None
     if names:
+        with errors.extra("--tasks", "extras/tasks.py"):
+            from extras import tasks
         log.say(f"loading the tasks {names}")
         loaded = tasks.load(names, dataset.tokenizer, dataset.eot_token, config.model.seq_len, world)
     began, state = time.monotonic(), start.state

@@ -1,6 +1,8 @@
 """The house rules: imports point only downward, importing does nothing, nothing is executed or unpickled."""
 
 import ast
+import re
+import shutil
 import sys
 
 import pytest
@@ -16,21 +18,14 @@ ORDER = [
 SCRIPTS = ("char_tokenizer", "convert_nanogpt", "to_gguf", "datatrove_tokens")  # of extras; nothing imports them
 # Imports that point upward, still.
 UPWARD = {
-    ("evaluate", "extras.tasks"),
-    ("export", "extras.publishing.hub"),
-    ("export", "extras.publishing.model_card"),
     ("lockstep.checkpoints.checkpoint", "data"),
-    ("lockstep.checkpoints.checkpoint", "extras.mirror"),
     ("lockstep.checkpoints.huggingface", "model"),
     ("lockstep.checkpoints.lookup", "data"),
-    ("lockstep.checkpoints.lookup", "extras.mirror"),
     ("lockstep.checkpoints.lookup", "model"),
     ("lockstep.parallel.engine", "model"),
     ("lockstep.parallel.sharded", "model"),
     ("lockstep.planning.startup", "data"),
     ("lockstep.reports.progress", "data"),
-    ("train", "extras.mirror"),
-    ("train", "extras.tasks"),
 }
 PATHS = [path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *ROOT.glob("lockstep/**/*.py"), *ROOT.glob("extras/**/*.py")]]
 PATHS = [path for path in sorted(PATHS) if "tests" not in path.parts and path.stem not in SCRIPTS]
@@ -59,13 +54,49 @@ def place(module):
 
 def test_every_file_has_its_place():
     roots = {name for name in MODULES if "." not in name}
-    assert roots == {name for name in ORDER if "." not in name}
+    assert roots | {"extras"} == {name for name in ORDER if "." not in name}
     assert {name for name in MODULES if name.count(".") == 1 and name.startswith("lockstep.")} <= set(ORDER)
 
 
 def test_imports_point_downward():
     pairs = {(module, name) for module in MODULES for name in imported(module)}
+    pairs = {(module, name) for module, name in pairs if "." in module or not name.startswith("extras.")}  # see below
     assert {pair for pair in pairs if ORDER.index(place(pair[0])) < ORDER.index(place(pair[1]))} == UPWARD
+
+
+def test_only_extras_import_extras_at_once():
+    """Others import them in the branch of a flag."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("lockstep/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("bench/**/*.py")]
+    for path in paths:
+        found = [line for line in path.read_text().splitlines() if re.match(r"(from|import) extras\b", line)]
+        assert not found, path
+
+
+def test_without_extras_everything_else_works_and_their_flags_say_what_is_missing(tokens, tmp_path):
+    for name in ("lockstep", "config"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in [*ROOT.glob("*.py"), ROOT / "CITATION.cff"]:
+        shutil.copy(path, tmp_path)
+    small = [f"--tokens={tokens}", "--n_layer=1", "--n_embd=16", "--n_head=1", "--seq_len=16", "--tokens_per_update=64"]
+    train = ["train.py", "--name=run", *small, "--steps=2", "--eval_tokens=64", "--device=cpu", "--compile=off"]
+
+    def run(*words, status=0):
+        return execute([sys.executable, *words], status, cwd=tmp_path, fork=False)
+
+    def lacks(flag, place, *words):
+        told = run(*words, status=2).stderr
+        assert told.startswith(f"error: {flag} needs {place}, which this copy lacks; ") and len(told.splitlines()) == 1
+
+    assert "fits" in run(*train, "--plan", "--plan_world_size=1").stdout
+    lacks("--tasks", "extras/tasks.py", *train, "--tasks=hellaswag")
+    lacks("--mirror", "extras/mirror.py", *train, f"--mirror={tmp_path / 'store'}")
+    assert "done: 2 steps" in run(*train).stdout
+    assert run("sample.py", "runs/run", "--max_new_tokens=4", "--prompt=a").stdout.startswith("a")
+    assert "loss " in run("evaluate.py", "runs/run").stdout
+    lacks("--tasks", "extras/tasks.py", "evaluate.py", "runs/run", "--tasks=hellaswag")
+    lacks("--push", "extras/publishing", "export.py", "runs/run", "--push=me/model")
+    assert "note: without a model card" in run("export.py", "runs/run", "--out=model").stdout
+    assert (tmp_path / "model/config.toml").exists() and not (tmp_path / "model/README.md").exists()
 
 
 def test_no_modules_import_each_other():

@@ -1,7 +1,6 @@
 """Upload results to the Hugging Face Hub, with its own client."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.common.errors import UserError, explain, say
@@ -10,35 +9,16 @@ STALE = ["*.safetensors", "*.safetensors.index.json"]  # files to remove from an
 PAUSES = (1, 5, 25)  # seconds between attempts; the client also retries most requests itself
 
 
-@dataclass(frozen=True)
-class HubConfig:
-    """Where to upload an exported model, and metadata for its card."""
-
-    push: str = ""
-    """Upload the model to this repository on the Hugging Face Hub, OWNER/NAME[@BRANCH], creating it if needed."""
-    private: bool = False
-    """Create the repository of --push as private, and reject an existing public one."""
-    license: str = ""
-    """License for the card, as named on the Hub, such as apache-2.0."""
-    language: str = ""
-    """Languages for the card, such as en or en,de."""
-
-    @property
-    def card(self) -> dict:
-        """The card's metadata that comes from these flags."""
-        return {"license": self.license or None, "language": self.language.split(",") if self.language else None}
-
-
-def push(directory: Path, options: HubConfig) -> str:
-    """Upload a model directory. Returns its address on the Hub. Raises UserError.
+def push(directory: Path, to: str, private: bool) -> str:
+    """Upload a model directory to OWNER/NAME[@BRANCH]. Returns its address on the Hub. Raises UserError.
 
     Retries after network and server errors. After an interruption, it sends only what is missing.
     """
     for pause in (*PAUSES, 0):
         try:
-            return upload(directory, options)
+            return upload(directory, to, private)
         except Exception as error:
-            problem = f"--push={options.push}: {explain(error)}"
+            problem = f"--push={to}: {explain(error)}"
             status = getattr(getattr(error, "response", None), "status_code", 0)
             if status in (401, 403, 404):
                 raise UserError(f"{problem}; run `hf auth login` with a token that allows uploads") from None
@@ -50,13 +30,13 @@ def push(directory: Path, options: HubConfig) -> str:
             time.sleep(pause)
 
 
-def upload(directory: Path, options: HubConfig) -> str:
+def upload(directory: Path, to: str, private: bool) -> str:
     """Upload without retries; see `push`. Raises whatever the client raises."""
     from huggingface_hub import HfApi  # reads HF_ENDPOINT, which may be invalid
 
-    api, (repository, _, branch) = HfApi(), options.push.partition("@")
-    url = api.create_repo(repository, private=options.private or None, exist_ok=True)
-    if options.private and not api.repo_info(url.repo_id).private:
+    api, (repository, _, branch) = HfApi(), to.partition("@")
+    url = api.create_repo(repository, private=private or None, exist_ok=True)
+    if private and not api.repo_info(url.repo_id).private:
         raise ValueError(f"{url} already exists and is public; make it private there, or leave out --private")
     if branch:
         api.create_branch(url.repo_id, branch=branch, exist_ok=True)

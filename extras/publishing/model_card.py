@@ -44,15 +44,16 @@ kept checkpoint follows from the previous one, bit for bit. The export did not r
 """
 
 
-def describe(source: Path, state: TrainState, parameters: int, dtype: str, given: dict) -> dict[str, str]:
+def describe(source: Path, state: TrainState, parameters: int, dtype: str, license: str, language: str) -> dict[str, str]:
     """Return the files that describe an exported checkpoint, by name: its card and its settings. Raises UserError.
 
-    given: the user's `license` and `language`, as named on the Hub.
+    license, language: as named on the Hub; may be empty.
     """
     known, config = known_datasets(state), state.config
     if len(known) == 1:  # name the command that was used, because the preset's may make different tokens
         commands = [prepare_command(Path(path), metadata) for path, metadata in known.items() if metadata]
         config = settings.replace(config, prepare_command="".join(commands))
+    given = {"license": license or None, "language": language.split(",") if language else None}
     card = model_card(source, state, known, parameters, dtype, given)
     return {"README.md": card, "config.toml": settings.dumps(config)}
 

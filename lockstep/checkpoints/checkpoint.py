@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data import Batches, Mixture
-from extras.mirror import Mirror
 from lockstep import settings
 from lockstep.checkpoints import huggingface, retention, tensor_files
 from lockstep.checkpoints.retention import FileRecord, step_directory, write_manifest
@@ -231,7 +230,7 @@ class Checkpoints:
         engine,
         dataset: Mixture,
         log: Log,
-        mirror: Mirror | None = None,
+        mirror=None,  # an `extras.mirror.Mirror`, with --mirror
         weights: Path | None = None,  # the directory that the weights came from; its bos_token is kept
     ):
         self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data import Mixture, mixtures_seen, step_of_phase
-from extras.mirror import Mirror
 from lockstep import settings
 from lockstep.checkpoints import huggingface
 from lockstep.checkpoints.checkpoint import TrainState, load_state, while_others_wait
@@ -195,8 +194,8 @@ def origin(given: str, recorded: str) -> str:
     return recorded if given == "scratch" or Path(recorded).absolute().is_relative_to(parent) else given
 
 
-def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror: Mirror | None) -> Start:
-    """Return where a run starts. The master decides for all ranks. Raises UserError."""
+def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror) -> Start:
+    """Return where a run starts. The master decides for all ranks. mirror: see `extras.mirror`, or None. Raises UserError."""
     if mirror:
         restore(run / "checkpoints", world, mirror)
     start = while_others_wait(world, lambda: search(run, resume, init_from, dataset))
@@ -205,7 +204,7 @@ def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: 
     return start
 
 
-def restore(checkpoints: Path, world: World, mirror: Mirror) -> None:
+def restore(checkpoints: Path, world: World, mirror) -> None:
     """Download the newest checkpoint from the `mirror` to every node that lacks it. All ranks must call this."""
     several_nodes = world.size > world.local_size
 

@@ -80,7 +80,7 @@ def how_to_install(module: str | None) -> str:
     """Return what to do if `module` cannot be imported."""
     if os.name == "nt" or module in ("fcntl", "resource"):
         return "Windows has no such module, so use WSL there: run `wsl --install`, then pip install -r requirements.txt in it"
-    requirements = os.path.relpath(Path(__file__).parent.parent / "requirements.txt")
+    requirements = os.path.relpath(Path(__file__).parents[2] / "requirements.txt")
     install = shlex.join([sys.executable, "-m", "pip", "install", "-r", requirements])
     return f"run {install}, or `make setup` and then .venv/bin/python"
 
@@ -108,6 +108,18 @@ def named_errors(name: object) -> Iterator[None]:
         raise
     except BaseException as error:  # each library has its own classes, and the panics of tokenizers are not Exceptions
         raise UserError(f"{name}: {explain(error)}") from None
+
+
+@contextlib.contextmanager
+def extra(flag: str, path: str) -> Iterator[None]:
+    """Turn the failed import of an extra that `flag` needs into a UserError. path: what to import, in extras/."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "extras":
+            raise
+        found = f"{flag} needs {path}, which this copy lacks"
+        raise UserError(f"{found}; leave out {flag}, or take the folder extras/ from Lockstep's repository") from None
 
 
 def printable(text: str) -> str:
