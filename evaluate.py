@@ -55,7 +55,7 @@ from lockstep.hardware import device, host
 from lockstep.parallel.world import World, connect
 from lockstep.reports.progress import score_lines
 from lockstep.settings import DataConfig
-from model import GPT
+from model import GPT, on_meta
 
 
 @torch.no_grad()
@@ -89,12 +89,12 @@ def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
 
 def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset, or its scores on tasks. Raises UserError."""
-    directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
+    directory, model = lookup.load_model(config.run, on_meta, config.numerics, config.dtype)
     rank, world_size, local_rank, _ = host.read_ranks()
     portable = model.numerics == "portable"
     world = connect(rank, world_size, device.prepare_device(config.device, local_rank, integers_only=portable))
     if directory.name != (chosen := world.broadcast(directory.name)):  # the run has saved again meanwhile
-        directory, model = lookup.load_model(str(directory.with_name(chosen)), config.numerics, config.dtype)
+        directory, model = lookup.load_model(str(directory.with_name(chosen)), on_meta, config.numerics, config.dtype)
     dtype = "float32" if portable else device.choose_dtype(config.dtype, world.device)
     autocast = partial(device.autocast, world.device, dtype)
     lines = (score if config.tasks else validate)(config, directory, model, world, autocast)

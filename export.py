@@ -49,6 +49,7 @@ from lockstep import settings
 from lockstep.checkpoints import checkpoint, huggingface, lookup
 from lockstep.common import errors, files
 from lockstep.common.errors import UserError, say
+from model import on_meta
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -64,7 +65,7 @@ def main(config: ExportConfig) -> None:
         source, warnings = lookup.find(config.run)
         for warning in warnings:
             say(warning)
-        state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source)
+        state, (model, weights) = checkpoint.load_state(source), huggingface.read_model(source, on_meta)
         special = files.read_json(source / "generation_config.json")
         known = dict(bos_token=special["bos_token_id"], vocab_size=huggingface.known_tokens(source, model.vocab_size))
         with files.publish_directory(out) as directory:

@@ -1,7 +1,8 @@
-"""The transformer (`GPT`: a GPT-2, Llama or Qwen3), its initialization, and sampling.
+"""The transformer (`GPT`), its initialization, and sampling.
 
-Its logits match transformers' GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Shapes in comments: B sequences,
-T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
+`ARCHITECTURES` in lockstep/architectures.py says what differs between a GPT-2, Llama, Qwen2 and Qwen3. Logits match those of
+transformers' classes. To change what a model computes, change its record, because that is what checkpoints describe.
+Shapes in comments: B sequences, T tokens, C = n_embd, H heads, D = head_dim, V = vocab_size.
 """
 
 import functools
@@ -23,8 +24,8 @@ OPS = {"native": native, "portable": portable}  # the model's operations, by --n
 class GPT(nn.Module):
     """A decoder-only language model. `config` must be resolved (`settings.resolve_model`); `initial_weights` draws its weights.
 
-    Parameters: embed, positions (gpt2), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (qwen3), .norm2,
-    .mlp.{up,down}, .mlp.gate (not gpt2), norm, head (untied).
+    Parameters: embed, positions (learned), blocks.{i}.norm1, .attn.{q,k,v,o}, .attn.{q,k}_norm (QK-norm), .norm2,
+    .mlp.{up,down}, .mlp.gate (gated), norm, head (untied).
     document_token: the token that starts a document, to keep attention within documents (None: attend to all earlier tokens).
     numerics: the module with the operations, `native` or `portable`.
     """
@@ -32,10 +33,10 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, document_token: int | None = None, numerics: str = "native"):
         super().__init__()
         self.config, self.document_token, self.numerics, self.ops = config, document_token, numerics, (ops := OPS[numerics])
-        gpt2 = config.architecture == "gpt2"
+        positions = config.record.positions
         self.embed = embedding(config.vocab_size, config.n_embd)
-        self.positions = embedding(config.seq_len, config.n_embd) if gpt2 else None
-        self.rope = None if gpt2 else RotaryTable(config, ops)
+        self.positions = embedding(config.seq_len, config.n_embd) if positions == "learned" else None
+        self.rope = RotaryTable(config, ops) if positions == "rotary" else None
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.n_layer))
         self.norm = norm_layer(config, ops)
         self.head = None if config.tie_embeddings else ops.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -145,25 +146,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, ops):
         super().__init__()
-        self.head_dim, self.dropout, self.ops, bias = config.head_dim, config.dropout, ops, config.architecture == "gpt2"
-        width, kv_width = config.n_head * self.head_dim, config.n_kv_head * self.head_dim
-        self.q = ops.Linear(config.n_embd, width, bias=bias)
-        self.k = ops.Linear(config.n_embd, kv_width, bias=bias)
-        self.v = ops.Linear(config.n_embd, kv_width, bias=bias)
-        self.o = ops.Linear(width, config.n_embd, bias=bias)
-        normed = {"gpt2": False, "llama": False, "qwen3": True}[config.architecture]
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if normed else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if normed else None
+        self.head_dim, self.dropout, self.ops = config.head_dim, config.dropout, ops
+        record, width, kv_width = config.record, config.n_head * self.head_dim, config.n_kv_head * self.head_dim
+        self.q = ops.Linear(config.n_embd, width, bias="q" in record.biases)
+        self.k = ops.Linear(config.n_embd, kv_width, bias="k" in record.biases)
+        self.v = ops.Linear(config.n_embd, kv_width, bias="v" in record.biases)
+        self.o = ops.Linear(width, config.n_embd, bias="o" in record.biases)
+        self.q_norm = ops.RMSNorm(self.head_dim, eps=config.norm_eps) if record.qk_norm else None
+        self.k_norm = ops.RMSNorm(self.head_dim, eps=config.norm_eps) if record.qk_norm else None
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None", mask: "Tensor | BlockMask | None") -> Tensor:
         """Map `x` [B, T, C] to [B, T, C]."""
         ops, heads = self.ops, (*x.shape[:2], -1, self.head_dim)
         q, k, v = (y.unflatten(2, heads[2:]) for y in ops.linears(x, [self.q, self.k, self.v]))  # [B, T, H or n_kv_head, D]
-        if self.q_norm is not None:
-            q = ops.norm_and_rotate(q, self.q_norm.weight, self.q_norm.eps, rope)
-            k = ops.norm_and_rotate(k, self.k_norm.weight, self.k_norm.eps, rope)
-        elif rope is not None:
-            q, k = ops.rotate(q, rope).to(v.dtype), ops.rotate(k, rope).to(v.dtype)
+        q, k = norm_and_rotate(q, self.q_norm, rope, ops), norm_and_rotate(k, self.k_norm, rope, ops)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or n_kv_head, T, D]
         if cache is not None:
             k, v = cache.append(k, v)  # now for all tokens so far
@@ -171,23 +167,33 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
+def norm_and_rotate(x: Tensor, norm: nn.RMSNorm | None, rope: Tensor | None, ops) -> Tensor:
+    """Normalize queries or keys `x` [B, T, H, D], then rotate them by their positions, as far as the model does either."""
+    if norm is not None and rope is not None:
+        return ops.norm_and_rotate(x, norm.weight, norm.eps, rope)  # in fewer passes over memory
+    if rope is not None:
+        return ops.rotate(x, rope).to(x.dtype)
+    return x if norm is None else norm(x)
+
+
 class MLP(nn.Module):
-    """An MLP: GELU with biases for gpt2, else SwiGLU (Shazeer 2020) without biases."""
+    """An MLP: down(activation(up(x))), or gated, such as SwiGLU (Shazeer 2020): down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, ops):
         super().__init__()
-        self.ops, gpt2 = ops, config.architecture == "gpt2"
-        self.gelu = {"tanh": ops.gelu, "erf": ops.gelu_erf}[config.gelu]
-        self.gate = None if gpt2 else ops.Linear(config.n_embd, config.d_ff, bias=False)
-        self.up = ops.Linear(config.n_embd, config.d_ff, bias=gpt2)
-        self.down = ops.Linear(config.d_ff, config.n_embd, bias=gpt2)
+        self.ops, record = ops, config.record
+        function = {"tanh": "gelu", "erf": "gelu_erf"}[config.gelu] if record.activation == "gelu" else record.activation
+        self.activation = getattr(ops, function)
+        self.gate = ops.Linear(config.n_embd, config.d_ff, bias="gate" in record.biases) if record.gated else None
+        self.up = ops.Linear(config.n_embd, config.d_ff, bias="up" in record.biases)
+        self.down = ops.Linear(config.d_ff, config.n_embd, bias="down" in record.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [B, T, C] to [B, T, C]."""
         if self.gate is None:
-            return self.down(self.gelu(self.up(x)))
+            return self.down(self.activation(self.up(x)))
         gate, up = self.ops.linears(x, [self.gate, self.up])
-        return self.down(self.ops.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
 
 
 class RotaryTable(nn.Module):
@@ -229,8 +235,9 @@ def scale_rope(frequencies: Tensor, factor: float, low: float, high: float, cont
 
 
 def norm_layer(config: ModelConfig, ops) -> nn.Module:
-    """Return a LayerNorm for gpt2, else an RMSNorm."""
-    return (ops.LayerNorm if config.architecture == "gpt2" else ops.RMSNorm)(config.n_embd, eps=config.norm_eps)
+    """Return the norm before attention, before the MLP and after the last block."""
+    kinds = {"layer": ops.LayerNorm, "rms": ops.RMSNorm}
+    return kinds[config.record.norm](config.n_embd, eps=config.norm_eps)
 
 
 def initial_weights(model: GPT, seed: int) -> Iterator[tuple[str, Tensor]]:

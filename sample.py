@@ -57,7 +57,7 @@ from lockstep.common import files
 from lockstep.common.errors import UserError
 from lockstep.dataset import tokenizer
 from lockstep.hardware import device, host
-from model import generate
+from model import generate, on_meta
 
 PROMPT_TOKENS, NEW_TOKENS = 8, 64  # lengths of the prompt and of a sample during training
 
@@ -67,7 +67,7 @@ def main(config: SampleConfig) -> None:
     rank, _, local_rank, _ = host.read_ranks()
     if rank > 0:  # one rank is enough
         return
-    directory, model = lookup.load_model(config.run, config.numerics, config.dtype)
+    directory, model = lookup.load_model(config.run, on_meta, config.numerics, config.dtype)
     if not config.tokenizer and not (directory / "tokenizer.json").exists():
         raise UserError(f"{directory} has no tokenizer.json; pass the model's tokenizer with --tokenizer=FILE")
     text = tokenizer.resolve(config.tokenizer) if config.tokenizer else tokenizer.load(directory / "tokenizer.json")

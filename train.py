@@ -214,7 +214,7 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
     state = start.state
     module = on_meta(config.model, dataset.document_token(config.data.attend), config.numerics.numerics)
     if start.weights:  # a checkpoint, which is also a Hugging Face directory, or another model
-        weights = huggingface.open_model(start.weights, config.model.seq_len)[1].items()
+        weights = huggingface.open_model(start.weights, on_meta, config.model.seq_len)[1].items()
     else:
         weights = initial_weights(module, config.run.seed)
     engine = build_engine(module, weights, config, world)

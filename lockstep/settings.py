@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from lockstep.architectures import ARCHITECTURES, Architecture
 from lockstep.common import cli, files
 from lockstep.common.cli import flat_fields, flat_values, parse, read_values, replace
 from lockstep.common.errors import UserError, messages, refuse
@@ -72,8 +73,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    architecture: Literal["gpt2", "llama", "qwen3"] = "gpt2"
-    """The same arithmetic as transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM."""
+    architecture: Literal[tuple(ARCHITECTURES)] = "gpt2"
+    """The same arithmetic as transformers' class of this name."""
     vocab_size: Size | Auto = "auto"
     """Rows of the embedding. auto: the dataset's vocabulary, padded to a multiple of 128."""
     n_layer: Annotated[int, Meta(gt=0, le=1 << 12)] = 12
@@ -100,6 +101,11 @@ class ModelConfig:
     norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     init_from: str = "scratch"
     """scratch, or a Hugging Face model directory or Hub id to take weights and shape from."""
+
+    @property
+    def record(self) -> Architecture:
+        """What this architecture computes, and what Hugging Face calls it."""
+        return ARCHITECTURES[self.architecture]
 
     @property
     def rope_factors(self) -> tuple[float, ...]:
@@ -422,7 +428,7 @@ def resolve_model(model: ModelConfig, dataset_vocab_size: int) -> ModelConfig:
         "vocab_size": math.ceil(dataset_vocab_size / 128) * 128,
         "n_kv_head": model.n_head,
         "head_dim": model.n_embd // model.n_head,
-        "d_ff": 4 * model.n_embd if model.architecture == "gpt2" else math.ceil(8 / 3 * model.n_embd / 64) * 64,
+        "d_ff": math.ceil(8 / 3 * model.n_embd / 64) * 64 if model.record.gated else 4 * model.n_embd,
     }
     model = with_chosen(model, chosen)
     if model.vocab_size < dataset_vocab_size:

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, damage, execute
 from lockstep.checkpoints import huggingface, lookup, retention
 from lockstep.common import files
+from model import on_meta
 from power_cut import Miniature
 
 
@@ -69,14 +70,14 @@ def test_a_checkpoint_that_somebody_reads_stays_although_its_run_goes_on(tmp_pat
     kept = ["step-00000003", "step-00000007"]
     assert read.name == kept[0] and [path.name for path in retention.published(checkpoints)] == kept
 
-    def read_model(directory, original=huggingface.read_model):  # on a disk without locks, the run removes what is read
+    def read_model(directory, build, original=huggingface.read_model):  # on a disk without locks, the run removes what is read
         monkeypatch.undo()
         shutil.rmtree(directory)
         run.save(8)
-        return original(directory)
+        return original(directory, build)
 
     monkeypatch.setattr(huggingface, "read_model", read_model)
-    assert lookup.load_model(str(tmp_path / "run"))[0].name == "step-00000008"
+    assert lookup.load_model(str(tmp_path / "run"), on_meta)[0].name == "step-00000008"
 
 
 @pytest.mark.parametrize(

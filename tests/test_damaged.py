@@ -22,6 +22,7 @@ from lockstep.common.errors import UserError
 from lockstep.dataset import sources, tokenizer
 from lockstep.dataset.tokens import open_dataset, open_shard
 from lockstep.reports import curves
+from model import on_meta
 from power_cut import Miniature
 
 # In place of a value of JSON, and in place of some bytes.
@@ -49,7 +50,7 @@ def use(found):
 
 
 def read_optimizer(path):
-    parameters = dict(huggingface.read_model(path.parent)[1])
+    parameters = dict(huggingface.read_model(path.parent, on_meta)[1])
     return checkpoint.open_optimizer(path.parent, parameters, checkpoint.TrainState(step=4), "adamw")
 
 
@@ -65,8 +66,8 @@ READERS = {
     "run/step-*/manifest.json": lambda path: retention.find_damage(path.parent),
     "run/step-*/trainer_state.json": lambda path: checkpoint.load_state(path.parent),
     "run/step-*/config.json": lambda path: huggingface.read_config(path.parent),
-    "run/step-*/model*.index.json": lambda path: huggingface.read_model(path.parent),
-    "run/step-*/model-00001-*": lambda path: huggingface.read_model(path.parent),
+    "run/step-*/model*.index.json": lambda path: huggingface.read_model(path.parent, on_meta),
+    "run/step-*/model-00001-*": lambda path: huggingface.read_model(path.parent, on_meta),
     **dict.fromkeys(["run/step-*/optimizer*.index.json", "run/step-*/optimizer-00001-*"], read_optimizer),
 }
 

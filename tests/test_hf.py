@@ -11,20 +11,24 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from conftest import randomized
+from lockstep.architectures import ARCHITECTURES
 from lockstep.checkpoints import huggingface
 from lockstep.checkpoints.checkpoint import write_manifest
 from lockstep.checkpoints.lookup import find, find_model
 from lockstep.common import cli
 from lockstep.common.errors import UserError
 from lockstep.dataset import tokenizer
+from lockstep.hardware import footprint
+from lockstep.numerics import native
 from lockstep.settings import ModelConfig, resolve_model
-from model import GPT
+from model import GPT, on_meta
 
 SHAPES = {
     "gpt2": ModelConfig(architecture="gpt2", n_layer=2, n_head=2, n_embd=16, seq_len=12),
     "gpt2_untied": ModelConfig(architecture="gpt2", n_layer=1, n_head=2, n_embd=16, d_ff=24, seq_len=12, tie_embeddings=False),
     "llama": ModelConfig(architecture="llama", n_layer=2, n_head=4, n_kv_head=2, n_embd=16, seq_len=12, rope_theta=5000.0),
     "qwen3": ModelConfig(architecture="qwen3", n_layer=2, n_head=4, n_kv_head=1, n_embd=32, seq_len=12, tie_embeddings=False),
+    "qwen2": ModelConfig(architecture="qwen2", n_layer=2, n_head=4, n_kv_head=2, n_embd=16, seq_len=12, rope_theta=5000.0),
     "gpt2_erf": ModelConfig(architecture="gpt2", n_layer=1, n_head=2, n_embd=16, seq_len=12, gelu="erf"),
     "llama3": ModelConfig(
         architecture="llama", n_layer=2, n_head=2, n_embd=32, seq_len=12, head_dim=24, rope_theta=500.0, rope_scaling="8,1,4,64"
@@ -60,9 +64,11 @@ TOKENS = torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(3))
 @torch.no_grad()
 def test_transformers_opens_what_we_write(written, tokenizer_json):
     model, directory = written
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    # For qwen2, AutoTokenizer of transformers 5 takes Qwen2Tokenizer, which splits text by another pattern.
+    fast = model.config.architecture == "qwen2"
+    theirs = (transformers.PreTrainedTokenizerFast if fast else transformers.AutoTokenizer).from_pretrained(directory)
     other, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert type(other).__name__ == huggingface.ARCHITECTURES[model.config.architecture]
+    assert type(other).__name__ == model.config.record.hugging_face.model_class
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     assert other.dtype == torch.float32
     torch.testing.assert_close(other(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
@@ -76,12 +82,12 @@ def test_transformers_opens_what_we_write(written, tokenizer_json):
 
 def test_what_we_write_we_read_bit_for_bit_whole_and_by_rows(written):
     model, directory = written
-    config, state = huggingface.read_model(directory)
+    config, state = huggingface.read_model(directory, on_meta)
     assert config == model.config
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     GPT(config).load_state_dict(state)
-    _, back = huggingface.open_model(directory)
+    _, back = huggingface.open_model(directory, on_meta)
     for rows in (slice(0, 5), slice(5, 9), slice(9, 10_000), slice(10_000, 10_001)):
         assert all(torch.equal(back[name][rows], value[rows]) for name, value in state.items())
 
@@ -114,7 +120,7 @@ def test_tokens_without_an_end_of_text_have_no_special_ids(tokenizer_json, tmp_p
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("architecture", [*huggingface.ARCHITECTURES, "llama3"])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama3"])
 @torch.no_grad()
 def test_we_read_what_transformers_saves(architecture, tmp_path):
     small = {
@@ -122,6 +128,10 @@ def test_we_read_what_transformers_saves(architecture, tmp_path):
         "llama": transformers.LlamaConfig(
             hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=300, max_position_embeddings=12, rope_theta=300.0,
+        ),
+        "qwen2": transformers.Qwen2Config(
+            hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=300, max_position_embeddings=12, tie_word_embeddings=True,
         ),
         "qwen3": transformers.Qwen3Config(
             hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -138,13 +148,13 @@ def test_we_read_what_transformers_saves(architecture, tmp_path):
         parameter.add_(torch.randn_like(parameter) * 0.2)
     other.save_pretrained(tmp_path, max_shard_size="8KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    config, state = huggingface.read_model(tmp_path)
+    config, state = huggingface.read_model(tmp_path, on_meta)
     model = GPT(config).eval()
     model.load_state_dict(state)
     torch.testing.assert_close(model(TOKENS), other(TOKENS).logits, rtol=1e-5, atol=1e-5)
     other.save_pretrained(tmp_path)  # leaves the index of the files that it removes
     (tmp_path / "model.safetensors.index.json").touch()
-    assert huggingface.read_model(tmp_path)[1].keys() == state.keys()
+    assert huggingface.read_model(tmp_path, on_meta)[1].keys() == state.keys()
 
 
 def test_scaled_positions_are_read_as_transformers_4_wrote_them_and_5_reads_them(tmp_path):
@@ -181,7 +191,7 @@ def test_another_tokenizer_than_the_datasets_is_noticed(tokenizer_json, tmp_path
 def test_a_shorter_context_is_cut_from_a_longer(shape, tmp_path):
     model = build(shape)
     huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
-    config, state = huggingface.open_model(tmp_path, seq_len=5)
+    config, state = huggingface.open_model(tmp_path, on_meta, seq_len=5)
     assert config == dataclasses.replace(model.config, seq_len=5)
     short = GPT(config).eval()
     short.load_state_dict({name: stored[:] for name, stored in state.items()})
@@ -222,10 +232,10 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path):
     ]:
         save_file({name: value for name, value in (tensors | change).items() if value is not None}, path)
         with pytest.raises(UserError, match=named):
-            huggingface.read_model(tmp_path)
+            huggingface.read_model(tmp_path, on_meta)
     path.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="no model.safetensors, only config.json, .*pytorch_model.bin"):
-        huggingface.read_model(tmp_path)
+        huggingface.read_model(tmp_path, on_meta)
 
 
 def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
@@ -257,10 +267,69 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
         find_model("nobody/no-such-model-of-ours")
 
 
+@torch.no_grad()
+def test_transformers_computes_an_activation_of_one_s_own_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "relu2", lambda x: x.relu().square(), raising=False)
+    monkeypatch.setitem(ARCHITECTURES, "gpt2", dataclasses.replace(ARCHITECTURES["gpt2"], activation="relu2"))
+    model = build("gpt2")
+    huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(other(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
+    assert huggingface.read_config(tmp_path) == model.config
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="activation_function = 'relu2' is not supported"):
+        huggingface.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shape, change",
+    [
+        ("gpt2", dict(qk_norm=True)),
+        ("gpt2", dict(biases=("q", "v"))),
+        ("gpt2", dict(positions="rotary")),
+        ("llama", dict(norm="layer")),
+        ("qwen3", dict(gated=False, activation="gelu")),
+        ("qwen3", dict(hugging_face=None)),
+    ],
+)
+@torch.no_grad()
+def test_a_model_that_no_class_of_transformers_computes_is_not_called_by_its_name(shape, change, tmp_path, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, shape, dataclasses.replace(ARCHITECTURES[shape], **change))
+    model = build(shape)
+    assert model.parameter_count() == footprint.parameter_count(model.config)
+    huggingface.write_model(tmp_path, model.state_dict(), model.config, None, eot_token=0)
+    with pytest.raises(ValueError, match=f"model type `lockstep_{shape}`"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    config, state = huggingface.read_model(tmp_path, on_meta)
+    again = GPT(config).eval()
+    again.load_state_dict(state)
+    assert config == model.config and torch.equal(again(TOKENS), model(TOKENS))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=f"model_type 'lockstep_{shape}' is not one of gpt2, llama, qwen2, qwen3"):
+        huggingface.read_config(tmp_path)
+
+
+def test_a_model_of_one_s_own_continues_with_the_same_bits(train):
+    change = """
+import dataclasses
+from lockstep.architectures import ARCHITECTURES
+ARCHITECTURES["gpt2"] = dataclasses.replace(ARCHITECTURES["gpt2"], qk_norm=True)
+"""
+    flags = dict(architecture="gpt2", schedule="constant", eval_every=0)
+    said = train.changed(change, "whole", steps=4, **flags).stdout
+    assert (
+        "note: --architecture=gpt2: transformers has no class for this model, so only Lockstep can open its checkpoints" in said
+    )
+    assert json.loads((train.latest("whole") / "config.json").read_text())["architectures"] == ["LockstepForCausalLM"]
+    for steps in (2, 4):
+        train.changed(change, "continued", steps=steps, **flags)
+    assert train.files("continued") == train.files("whole")
+
+
 @pytest.mark.parametrize(
     "flags, change, said",
     [
-        (dict(norm_eps=1e-3), "del huggingface.GPT2_KEYS['norm_eps']", "--norm_eps=0.001 would be read back"),
+        (dict(norm_eps=1e-3), "del architectures.GPT2.keys['norm_eps']", "--norm_eps=0.001 would be read back"),
         ({}, "add('up2')", "there is no Hugging Face name for 'mlp.up2'"),
         ({}, "huggingface.tensor_names = lambda ours, *_, f=huggingface.tensor_names: "
              "{n: t.replace('c_fc', 'c_proj') for n, t in f(ours, *_).items()}", "are both called"),
@@ -269,6 +338,7 @@ def test_a_model_is_found_by_directory_run_or_not_at_all(tmp_path, monkeypatch):
 def test_a_model_that_its_checkpoint_would_not_describe_is_not_trained(train, flags, change, said):
     add = """
 import model
+from lockstep import architectures
 from lockstep.checkpoints import huggingface
 def add(name):
     class Other(model.MLP):

@@ -11,7 +11,8 @@ from conftest import ROOT, execute
 
 # Where modules are, from the ground up. What is in one place may import what is in those before it, and its neighbours.
 ORDER = [
-    *("lockstep.common", "lockstep.settings", "lockstep.hardware", "lockstep.command", "lockstep.dataset", "lockstep.numerics"),
+    *("lockstep.common", "lockstep.architectures", "lockstep.settings", "lockstep.hardware", "lockstep.command"),
+    *("lockstep.dataset", "lockstep.numerics"),
     *("lockstep.reports", "lockstep.parallel", "lockstep.checkpoints", "lockstep.planning", "lockstep"),
     *("data", "model", "lesson", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay", "extras"),
 ]
@@ -19,9 +20,7 @@ SCRIPTS = ("char_tokenizer", "convert_nanogpt", "to_gguf", "datatrove_tokens")  
 # Imports that point upward, still.
 UPWARD = {
     ("lockstep.checkpoints.checkpoint", "data"),
-    ("lockstep.checkpoints.huggingface", "model"),
     ("lockstep.checkpoints.lookup", "data"),
-    ("lockstep.checkpoints.lookup", "model"),
     ("lockstep.parallel.engine", "model"),
     ("lockstep.parallel.sharded", "model"),
     ("lockstep.planning.startup", "data"),

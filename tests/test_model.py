@@ -21,6 +21,7 @@ SHAPES = {
     "gpt2": ModelConfig(architecture="gpt2", n_layer=2, n_head=4, n_embd=32, seq_len=24),
     "llama": ModelConfig(architecture="llama", n_layer=2, n_head=4, n_embd=32, seq_len=24, rope_theta=5000.0),
     "llama_gqa": ModelConfig(architecture="llama", n_layer=2, n_head=4, n_kv_head=2, n_embd=32, seq_len=24),
+    "qwen2": ModelConfig(architecture="qwen2", n_layer=2, n_head=4, n_kv_head=2, n_embd=32, seq_len=24),
     "qwen3": ModelConfig(architecture="qwen3", n_layer=2, n_head=4, n_kv_head=1, n_embd=64, seq_len=24, tie_embeddings=False),
 }
 

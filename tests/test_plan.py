@@ -62,7 +62,9 @@ def test_the_plan_of_a_branch_is_that_of_its_decay():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture, n_kv_head", [("gpt2", "auto"), ("llama", "auto"), ("llama", 2), ("qwen3", 1)])
+@pytest.mark.parametrize(
+    "architecture, n_kv_head", [("gpt2", "auto"), ("llama", "auto"), ("llama", 2), ("qwen2", 2), ("qwen3", 1)]
+)
 def test_parameters_are_those_of_the_model(architecture, n_kv_head, tied):
     model = ModelConfig(architecture, 1000, 3, 4, n_kv_head, 64, "auto", 32, tie_embeddings=tied)
     model = settings.resolve_model(model, 1000)

@@ -219,7 +219,7 @@ def test_gradients_are_those_of_autograd_in_float64():
     compare(layer_norm, lambda x, w, b: F.layer_norm(x, (24,), w, b), random(3, 16, 24), random(24), random(24))
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_a_model_has_native_s_losses_and_gradients(architecture):
     config = resolve_model(ModelConfig(architecture, n_layer=2, n_head=4, n_embd=64, seq_len=160), 120)
     tokens = torch.arange(2 * 161).view(2, 161) * 7 % 120

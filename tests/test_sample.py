@@ -22,7 +22,7 @@ from lockstep.checkpoints.checkpoint import write_manifest
 from lockstep.common import cli, errors
 from lockstep.dataset import tokenizer
 from lockstep.settings import ModelConfig, resolve_model
-from model import GPT, generate, initial_weights
+from model import GPT, generate, initial_weights, on_meta
 
 TEXT = "def add(a, b):\n    return a + b\n"
 
@@ -64,7 +64,7 @@ def test_the_command_prints_prompt_and_sample(run):
 def test_the_sample_is_the_models_and_repeats_by_its_seed(run, capsys):
     out = sampled(capsys, run, "--prompt=def a", "--temperature=0")
     text = tokenizer.load(run / "checkpoints/latest/tokenizer.json")
-    config, state = huggingface.read_model(run / "checkpoints/latest")
+    config, state = huggingface.read_model(run / "checkpoints/latest", on_meta)
     model = GPT(config)
     model.load_state_dict(state)
     prompt = torch.tensor([text.encode("def a").tolist()])

@@ -15,6 +15,7 @@ from conftest import ROOT, before_update, execute, largest_difference
 from evaluate import describe
 from lockstep import settings
 from lockstep.checkpoints import lookup, retention
+from model import on_meta
 
 
 def test_a_run_learns_and_leaves_the_promised_directory(shared):
@@ -215,7 +216,7 @@ def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretc
     assert theirs.config.max_position_embeddings == 32 and theirs.config.rope_parameters["rope_type"] == rope_type
     tokens = torch.arange(64).view(2, 32)
     with torch.no_grad():
-        ours = lookup.load_model(str(train.runs / "longer"))[1](tokens)
+        ours = lookup.load_model(str(train.runs / "longer"), on_meta)[1](tokens)
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 

@@ -15,6 +15,7 @@ from lockstep.checkpoints import lookup
 from lockstep.common.errors import UserError
 from lockstep.dataset import tokenizer
 from lockstep.dataset.tokens import characters_in
+from model import on_meta
 
 TEXT = "To be, or not to be: größer € 日\n"
 ARGS = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, bias=True, vocab_size=50304, dropout=0.1)
@@ -70,7 +71,7 @@ def test_a_checkpoint_of_nanogpt_gives_the_same_logits(args, tmp_path):
     more = {"optimizer": {"state": {}}, "iter_num": 7, "best_val_loss": torch.tensor(1.5), "config": {"dataset": "x"}}
     torch.save({"model": compiled, "model_args": args, **more}, tmp_path / "ckpt.pt")
     convert(tmp_path / "ckpt.pt", f"--out={tmp_path}/model")
-    _, model = lookup.load_model(str(tmp_path / "model"))
+    _, model = lookup.load_model(str(tmp_path / "model"), on_meta)
     tokens = torch.randint(50257, (2, 12), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model(tokens), logits(state, args, tokens, "none"), rtol=1e-5, atol=1e-5)
     assert (model(tokens) - logits(state, args, tokens, "tanh")).abs().max() > 1e-4  # the two kinds of GELU do differ
@@ -91,7 +92,7 @@ def test_a_checkpoint_of_build_nanogpt_gives_the_same_logits(tmp_path, monkeypat
     vars(config).update({name: ARGS[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")})
     torch.save({"model": state, "config": config, "step": 3, "val_loss": 2.0}, tmp_path / "model_00003.pt")
     convert(tmp_path / "model_00003.pt", f"--out={tmp_path}/model")
-    _, model = lookup.load_model(str(tmp_path / "model"))
+    _, model = lookup.load_model(str(tmp_path / "model"), on_meta)
     tokens = torch.randint(50257, (2, 12), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model(tokens), logits(state, ARGS, tokens, "tanh"), rtol=1e-5, atol=1e-5)
 

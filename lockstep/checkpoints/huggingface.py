@@ -8,48 +8,23 @@ import dataclasses
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.architectures import ARCHITECTURES, Architecture, model_type
 from lockstep.checkpoints import tensor_files
 from lockstep.checkpoints.tensor_files import LazyTensor
 from lockstep.common import cli, files
 from lockstep.common.errors import UserError, refuse
 from lockstep.dataset.tokenizer import end_of_text, token_ids
 from lockstep.settings import ModelConfig, resolve_model
-from model import on_meta
 
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Our settings and their names in config.json.
-GPT2_KEYS = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | dict(
-    d_ff="n_inner", seq_len="n_positions", tie_embeddings="tie_word_embeddings", norm_eps="layer_norm_epsilon"
-)
-LLAMA_KEYS = {
-    **dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads"),
-    **dict(head_dim="head_dim", n_embd="hidden_size", d_ff="intermediate_size", seq_len="max_position_embeddings"),
-    **dict(tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps", rope_theta="rope_theta"),
-}
-# transformers' defaults for keys that config.json may omit (None: derived from other keys). All remaining keys are required.
-GPT2_DEFAULTS = {"n_inner": None, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
-LLAMA_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-# The values that our models support; any other value means different arithmetic. A missing key means the first value.
-GPT2_ONLY = {
-    **dict(activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), quantization_config=(None,)),
-    **dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
-}
-LLAMA_ONLY = {
-    **dict(hidden_act=("silu", "swish"), quantization_config=(None,), partial_rotary_factor=(1.0,)),
-    **dict(attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,)),
-}
-DIALECTS = {
-    "gpt2": (GPT2_KEYS, GPT2_DEFAULTS, GPT2_ONLY),
-    "llama": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": None}, LLAMA_ONLY),
-    "qwen3": (LLAMA_KEYS, LLAMA_DEFAULTS | {"head_dim": 128}, LLAMA_ONLY),
-}
+# transformers' names for our activations, the first one by default. Any other has the same name there.
+ACTIVATIONS = {"gelu": ("gelu_new", "gelu_pytorch_tanh", "gelu"), "silu": ("silu", "swish")}
 # Their keys for the numbers in our setting `rope_scaling`, in order.
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # The nested parts of config.json: rotary positions, as transformers 5 or 4 names them, and the type of each layer.
@@ -61,32 +36,28 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # allowed dtypes of weights, as safetens
 
 def config_json(config: ModelConfig, eot_token: int | None, dtype: torch.dtype = torch.float32) -> dict:
     """Return the contents of config.json for weights of `dtype`, with the keys of both transformers 4 and 5."""
-    common = {
-        "architectures": [ARCHITECTURES[config.architecture]],
-        "model_type": config.architecture,
+    record, form = config.record, config.record.form
+    contents = {
+        "architectures": [form.model_class],
+        "model_type": model_type(config.architecture),
         **dict.fromkeys(("bos_token_id", "eos_token_id"), eot_token),
         "initializer_range": 0.02,
         **dict.fromkeys(("torch_dtype", "dtype"), str(dtype).removeprefix("torch.")),
         "use_cache": True,
-    } | {theirs: getattr(config, ours) for ours, theirs in DIALECTS[config.architecture][0].items()}
-    if config.architecture == "gpt2":
-        return common | {
-            "n_ctx": config.seq_len,
-            "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
-        }
-    sliding = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.n_layer}
-    rope, factors = {"rope_type": "default"}, config.rope_factors
-    if factors:
-        rope = {"rope_type": "llama3"} | dict(zip(LLAMA3_ROPE, (*factors[:3], int(factors[3])), strict=True))
-    return common | {
-        "rope_parameters": rope | {"rope_theta": config.rope_theta},
-        **({"rope_scaling": rope} if factors else {}),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": config.dropout,
-        **({"mlp_bias": False} if config.architecture == "llama" else sliding),
-    }
+    } | {theirs: getattr(config, ours) for ours, theirs in form.keys.items()}
+    if record.positions == "rotary":
+        rope, factors = {"rope_type": "default"}, config.rope_factors
+        if factors:
+            rope = {"rope_type": "llama3"} | dict(zip(LLAMA3_ROPE, (*factors[:3], int(factors[3])), strict=True))
+        contents |= {"rope_parameters": rope | {"rope_theta": config.rope_theta}, **({"rope_scaling": rope} if factors else {})}
+    exact_gelu = record.activation == "gelu" and config.gelu == "erf"
+    contents[form.activation] = "gelu" if exact_gelu else activation_names(record)[0]
+    return contents | form.fixed | {theirs: getattr(config, ours) for theirs, ours in form.copies.items()}
+
+
+def activation_names(record: Architecture) -> tuple[str, ...]:
+    """Return transformers' names for the activation of a model. The first one is what we write."""
+    return ACTIVATIONS.get(record.activation, (record.activation,))
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -100,28 +71,37 @@ def parse_config(config: dict, path: Path) -> ModelConfig:
 
     Raises a UserError that names the `path` and the key if the model needs arithmetic that we do not support.
     """
-    architecture = config.get("model_type")
-    if architecture not in list(ARCHITECTURES):
-        raise UserError(f"{path}: model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    keys, defaults, only = DIALECTS[architecture]
+    named = [name for name in ARCHITECTURES if model_type(name) == config.get("model_type")]
+    if not named:
+        known = ", ".join(dict.fromkeys(map(model_type, ARCHITECTURES)))
+        raise UserError(f"{path}: model_type {config.get('model_type')!r} is not one of {known}")
     nested = files.decode(config, Nested, str(path))
     if sliding := set(nested.get("layer_types") or ()) - {"full_attention"}:
         raise UserError(f"{path}: layer_types includes {', '.join(sorted(sliding))}; only full_attention is supported")
+    form = ARCHITECTURES[named[0]].form
+    keys, defaults = form.keys, form.defaults
     found = defaults | config | (nested.get("rope_parameters") or nested.get("rope_scaling") or {})
-    for key, accepted in only.items():
+    # Architectures that differ only in their activation share a model_type.
+    function = found[form.activation]
+    architecture = next((name for name in named if function in activation_names(ARCHITECTURES[name])), named[0])
+    record = ARCHITECTURES[architecture]
+    supported = {key: (value,) for key, value in form.only.items()} | {form.activation: activation_names(record)}
+    for key, accepted in supported.items():
         if found.get(key, accepted[0]) not in accepted:
             raise UserError(f"{path}: {key} = {found[key]!r} is not supported; only {accepted[0]!r} is")
     given = {ours: found.get(theirs) for ours, theirs in keys.items()}
     unset = {ours: "auto" for ours, value in given.items() if value is None and keys[ours] in defaults}
     values, wrong = cli.read_values(ModelConfig, given | unset, strict=True)
     refuse(f"{path}: {keys[ours]} {mistake}" for ours, mistake in wrong.items())
-    if architecture == "gpt2":
-        values["gelu"] = "erf" if found.get("activation_function") == "gelu" else "tanh"
-    elif (rope_type := found.get("rope_type", found.get("type", "default"))) == "llama3":
-        factors = {"original_max_position_embeddings": values["seq_len"]} | found
-        values["rope_scaling"] = rope_text(map(factors.get, LLAMA3_ROPE))
-    elif rope_type != "default":
-        raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
+    if record.activation == "gelu":
+        values["gelu"] = "erf" if function == "gelu" else "tanh"
+    if record.positions == "rotary":
+        rope_type = found.get("rope_type", found.get("type", "default"))
+        if rope_type == "llama3":
+            factors = {"original_max_position_embeddings": values["seq_len"]} | found
+            values["rope_scaling"] = rope_text(map(factors.get, LLAMA3_ROPE))
+        elif rope_type != "default":
+            raise UserError(f"{path}: rope_scaling of type {rope_type!r} is not supported; only 'default' and 'llama3' are")
     model = resolve_model(ModelConfig(architecture, **values), 0)
     _ = model.rope_factors  # may raise UserError
     return model
@@ -141,7 +121,7 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
     found, rope = read_config(directory), {}
     if found.seq_len < model.seq_len:
         longest = f"--seq_len={model.seq_len}: {directory} has a context of {found.seq_len}"
-        if found.architecture == "gpt2":
+        if found.record.positions == "learned":
             raise UserError(f"{longest} learned positions, and no weights for more; use --seq_len={found.seq_len} or less")
         if model.rope_factors:
             rope["rope_scaling"] = rope_text(model.rope_factors)
@@ -156,22 +136,13 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
 
 def tensor_names(ours: Iterable[str], config: ModelConfig) -> dict[str, str]:
     """Return Hugging Face's name for each of our parameters `ours`. GPT-2's c_attn combines our attn.q, attn.k and attn.v."""
-    if config.architecture == "gpt2":
-        roots = {"embed": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h"}
-        roots = {module: f"transformer.{theirs}" for module, theirs in roots.items()}
-        parts = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-        parts |= {f"attn.{x}": "attn.c_attn" for x in "qkv"}
-    else:
-        roots = {"embed": "model.embed_tokens", "norm": "model.norm", "blocks": "model.layers"}
-        parts = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-        parts |= {f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"} | {f"attn.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
-        parts |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-    roots["head"], names = "lm_head", {}
+    theirs, names = config.record.form.names, {}
+    if not theirs:
+        return {name: name for name in ours}
     for name in ours:
         module, _, leaf = name.rpartition(".")  # such as blocks.0.attn.q and weight
-        root, *rest = module.split(".", 2)
-        inside = f"{rest[0]}.{parts[rest[1]]}." if rest else ""
-        names[name] = f"{roots[root]}.{inside}{leaf}"
+        root, *inside = module.split(".", 2)
+        names[name] = ".".join((theirs[root], *inside[:1], *(theirs[part] for part in inside[1:]), leaf))
     return names
 
 
@@ -202,14 +173,17 @@ def to_hf(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig, dict[str, LazyTensor]]:
+def open_model(
+    directory: Path, build: Callable[[ModelConfig], nn.Module], seq_len: int | None = None
+) -> tuple[ModelConfig, dict[str, LazyTensor]]:
     """Open a Hugging Face model. Returns its config, and its parameters under our names, read row by row. Raises UserError.
 
     This is the inverse of `to_hf`. Names may lack the leading `transformer.`, as in GPT-2's own files. Buffers and a tied head
-    are ignored. seq_len: shorten the context to this (learned positions lose their last rows).
+    are ignored. build: makes our model of a config, on the meta device. seq_len: shorten the context to this (learned positions
+    lose their last rows).
     """
     config = read_config(directory)
-    found = match(config, tensor_files.open_tensors(directory, "model"), directory)
+    found = match(config, shapes_of(build(config)), tensor_files.open_tensors(directory, "model"), directory)
     if seq_len and seq_len < config.seq_len:
         config = dataclasses.replace(config, seq_len=seq_len)
         if positions := found.get("positions.weight"):
@@ -217,9 +191,18 @@ def open_model(directory: Path, seq_len: int | None = None) -> tuple[ModelConfig
     return config, found
 
 
-def match(config: ModelConfig, tensors: dict[str, LazyTensor], directory: Path) -> dict[str, LazyTensor]:
-    """Return the parameters of a model, under our names, among the tensors of `directory`, under theirs. Raises UserError."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def match(
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]], tensors: dict[str, LazyTensor], directory: Path
+) -> dict[str, LazyTensor]:
+    """Return the parameters of a model, under our names, among the tensors of `directory`, under theirs. Raises UserError.
+
+    shapes: of the parameters.
+    """
     names = tensor_names(shapes, config)
     root = names["embed.weight"].partition(".")[0] + "."
     if not any(name.startswith(root) for name in tensors):
@@ -238,8 +221,12 @@ def check_description(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -
 
     config: resolved. shapes: of the model's parameters.
     """
-    path, way_out = Path("config.json"), "describe it in lockstep/checkpoints/huggingface.py before you train it"
-    ignored = {"dropout", "init_from", *(("rope_theta", "rope_scaling") if config.architecture == "gpt2" else ("gelu",))}
+    path, way_out = Path("config.json"), "describe it in lockstep/architectures.py before you train it"
+    ignored = {"dropout", "init_from"}
+    if config.record.positions != "rotary":
+        ignored |= {"rope_theta", "rope_scaling"}
+    if config.record.activation != "gelu":
+        ignored.add("gelu")
     try:
         described = parse_config(config_json(config, None), path)
         for name, given in vars(config).items():
@@ -255,9 +242,7 @@ def check_description(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -
                 raise UserError(f"{name} and another parameter are both called {theirs}")
             shape = (3 * shape[0], *shape[1:]) if fused else shape
             written[theirs] = LazyTensor(path, theirs, "F32", shape[::-1] if is_transposed(theirs, len(shape)) else shape)
-        read = {name: tensor.shape for name, tensor in match(described, written, path).items()}
-        if different := sorted(name for name in read.keys() | shapes.keys() if read.get(name) != shapes.get(name)):
-            raise UserError(f"{', '.join(different[:3])} would not be read back")
+        match(described, shapes, written, path)
     except (UserError, KeyError) as error:
         reason = error if isinstance(error, UserError) else f"there is no Hugging Face name for {error}"
         raise UserError(f"no checkpoint of this model could be opened: {reason}; {way_out}") from None
@@ -275,9 +260,9 @@ def rows_of(stored: LazyTensor, name: str, shape: tuple[int, ...]) -> LazyTensor
     return dataclasses.replace(stored, shape=shape, transposed=transposed, first=first)
 
 
-def read_model(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+def read_model(directory: Path, build: Callable[[ModelConfig], nn.Module]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Read all parameters of a Hugging Face model, in float32. See `open_model`."""
-    config, found = open_model(directory)
+    config, found = open_model(directory, build)
     return config, {name: stored[:].float().contiguous() for name, stored in found.items()}
 
 

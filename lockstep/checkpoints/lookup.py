@@ -4,8 +4,11 @@ import contextlib
 import dataclasses
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch import nn
 
 from data import Mixture, mixtures_seen, step_of_phase
 from lockstep import settings
@@ -19,7 +22,6 @@ from lockstep.numerics.optim import learning_rate, warn_of_jump
 from lockstep.parallel.world import World
 from lockstep.reports.log import read_records
 from lockstep.settings import Config, ModelConfig
-from model import GPT, on_meta
 
 # Settings that a run can never change, because they determine what the weights mean and which tokens a step sees. A new run
 # that starts from a checkpoint with optimizer state need only keep OF_WEIGHTS.
@@ -90,15 +92,18 @@ def nanogpt_hint(path: Path) -> str:
     return f"; to convert nanoGPT's, use {command}, then --init_from=models/NAME"
 
 
-def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[Path, GPT]:
+def load_model(
+    name: str, build: Callable[..., nn.Module], numerics: str = "auto", dtype: str = "auto"
+) -> tuple[Path, nn.Module]:
     """Load a model for inference, on the CPU and without dropout. Returns its directory and the model. See `find_model`.
 
-    numerics: native or portable; auto: as in training, if known. dtype: the requested precision of matmuls.
+    build: makes a model of a config, on the meta device (`model.on_meta`). numerics: native or portable; auto: as in
+    training, if known. dtype: the requested precision of matmuls.
     """
     while True:
         directory, warnings = find_model(name)
         try:
-            config, weights = huggingface.read_model(directory)
+            config, weights = huggingface.read_model(directory, build)
             break
         except (UserError, OSError):
             if directory.exists():
@@ -111,7 +116,7 @@ def load_model(name: str, numerics: str = "auto", dtype: str = "auto") -> tuple[
             numerics = settings_of(directory).numerics.numerics
     if numerics == "portable" and dtype not in ("auto", "float32"):
         raise UserError(f"--numerics=portable computes in float32; leave out --dtype={dtype}, or use --numerics=native")
-    model = on_meta(config, numerics=numerics).eval()
+    model = build(config, numerics=numerics).eval()
     model.load_state_dict(weights, assign=True)
     return directory, model
 

@@ -28,17 +28,23 @@ def widths(model: ModelConfig) -> tuple[int, int, int, int]:
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Return the number of parameters of the resolved `model`, by part. Tied embeddings count once."""
     C, F, Q, K = widths(model)
-    layers, gpt2 = model.n_layer, model.architecture == "gpt2"
-    head_norms = {"gpt2": 0, "llama": 0, "qwen3": 2 * model.head_dim}[model.architecture]
-    biases = gpt2 * (2 * C + 2 * K), gpt2 * (F + C)
+    record, layers = model.record, model.n_layer
+    outputs = {"q": Q, "k": K, "v": K, "o": C, "gate": F, "up": F, "down": C}
+    biases = {part: width if part in record.biases else 0 for part, width in outputs.items()}
+    head_norms = 2 * model.head_dim if record.qk_norm else 0
     return {
         "token embedding": model.vocab_size * C,
-        "position embedding": model.seq_len * C if gpt2 else 0,
-        "attention": layers * (2 * C * Q + 2 * C * K + biases[0] + head_norms),
-        "MLP": layers * ((2 if gpt2 else 3) * C * F + biases[1]),
-        "norms": (2 * layers + 1) * C * (2 if gpt2 else 1),  # LayerNorm has a bias
+        "position embedding": model.seq_len * C if record.positions == "learned" else 0,
+        "attention": layers * (2 * C * Q + 2 * C * K + sum(biases[part] for part in "qkvo") + head_norms),
+        "MLP": layers * (mlp_matrices(model) * C * F + biases["gate"] + biases["up"] + biases["down"]),
+        "norms": (2 * layers + 1) * C * {"layer": 2, "rms": 1}[record.norm],  # LayerNorm has a bias
         "output layer": 0 if model.tie_embeddings else model.vocab_size * C,
     }
+
+
+def mlp_matrices(model: ModelConfig) -> int:
+    """Return the number of matrices in the MLP of a block."""
+    return 3 if model.record.gated else 2
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -59,7 +65,7 @@ def flops_per_token(model: ModelConfig) -> int:
     embeddings, which are looked up. The half of attention that the causal mask removes counts too, but recomputation does not.
     """
     C, F, Q, K = widths(model)
-    layer = 2 * C * (Q + K) + (2 if model.architecture == "gpt2" else 3) * C * F
+    layer = 2 * C * (Q + K) + mlp_matrices(model) * C * F
     return 6 * (model.n_layer * layer + model.vocab_size * C) + 12 * model.n_layer * Q * model.seq_len
 
 
@@ -185,30 +191,34 @@ def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: s
     The blocks are counted tensor by tensor; eager and compiled code keep different tensors.
     """
     C, F, Q, K = widths(model)
-    gpt2, compiled = model.architecture == "gpt2", train.compile == "on"
+    record, compiled = model.record, train.compile == "on"
+    layer_norm = record.norm == "layer"
     s = BYTES[train.dtype]
     residual = s if strategy == "fsdp" else 4  # bytes per element of the residual stream
     gpu = device != "cpu" and not compiled  # eager code on a GPU
     # The inputs of the two norms. On a GPU, autocast converts LayerNorm's to float32, but not RMSNorm's.
-    block = 2 * C * (residual if compiled or gpt2 != gpu else 4)
+    block = 2 * C * (residual if compiled or layer_norm != gpu else 4)
     # Queries, keys, values and the output of attention. Without FlashAttention, keys and values are repeated for every query.
     block += s * (2 * Q + 2 * (Q if device != "cpu" and train.dtype != "bfloat16" else K))
-    block += s * F * (2 if gpt2 else 3 if compiled else 4)
+    if record.gated:
+        block += s * F * (3 if compiled else 4)
+    else:
+        block += s * F * 2
     # The inputs of matmuls. Autocast converts a norm's float32 output once per matmul that reads it.
-    converts = s == 2 and not compiled and ((gpt2 and (gpu or residual != s)) or (gpu and residual != s))
-    block += s * C * ((4 if gpt2 else 5) if converts else 2)
-    if model.architecture == "qwen3":  # queries and keys before their norms; on a CPU, eager code also copies the attention
+    converts = s == 2 and not compiled and ((layer_norm and (gpu or residual != s)) or (gpu and residual != s))
+    block += s * C * (2 + mlp_matrices(model) if converts else 2)
+    if record.qk_norm:  # queries and keys before their norms; on a CPU, eager code also copies the attention
         block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
     if device == "cpu" and s == 2 and model.seq_len <= SHORT:
         block += s * model.n_head * model.seq_len
     if model.dropout:
         block += 2 * C  # the masks, one byte per element
     N = train.micro_batch_size * model.seq_len
-    ends = N * C * (4 if gpt2 and gpu else residual) * (2 if gpt2 and s == 4 else 1)  # the input of the last norm
+    ends = N * C * (4 if layer_norm and gpu else residual) * (2 if layer_norm and s == 4 else 1)  # the input of the last norm
     if not train.activation_checkpointing:
         return N * model.n_layer * block + ends, 0.0
     if gpu:  # the gradients in the MLP while the whole block is in memory, except its input, which is already counted
-        block += s * F * (1 if gpt2 else 2) - C * residual
+        block += s * F * (mlp_matrices(model) - 1) - C * residual
     return N * model.n_layer * C * residual + ends, N * block
 
 
@@ -258,7 +268,7 @@ def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int
         return 0.0
     C, F, Q, K = widths(model)
     s = BYTES[optim.muon_dtype]
-    shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (1 if model.architecture == "gpt2" else 2) + [(C, F)]
+    shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (mlp_matrices(model) - 1) + [(C, F)]
     wide = 4 if s == 2 else 0  # a float32 copy of the updates
     kept = ((3 * s + wide) / shards if shards else s + wide) * model.n_layer  # bytes per element, over all layers
     # Four matrices are iterated at a time.

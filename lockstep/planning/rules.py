@@ -23,12 +23,13 @@ EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(
         ("rope_theta", "rope_scaling"),
         (
-            lambda c: c.model.architecture != "gpt2" or c.model.init_from != "scratch",  # has the architecture of that model
-            "with --architecture=gpt2, which has no rotary positions",
+            # With --init_from, the run has the architecture of that model.
+            lambda c: c.model.record.positions == "rotary" or c.model.init_from != "scratch",
+            "with --architecture={architecture}, which has no rotary positions",
         ),
     ),
     "gelu": (
-        lambda c: c.model.architecture == "gpt2" or c.model.init_from != "scratch",
+        lambda c: c.model.record.activation == "gelu" or c.model.init_from != "scratch",
         "with --architecture={architecture}, which has no GELU",
     ),
     "min_lr": (lambda c: c.optim.schedule != "constant" or c.optim.decay_steps > 0, "with --schedule=constant"),
@@ -133,18 +134,18 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
     """Yield a message for each size that cannot work in a model from scratch."""
     if model.init_from != "scratch":
         return
-    rotary = model.architecture != "gpt2"
+    rotary, keys = model.record.positions == "rotary", model.record.form.keys
     unit = model.n_head * (2 if rotary and model.head_dim == "auto" else 1)
     if model.n_embd % unit:
         even = " x 2 (rotary positions need an even head_dim)" if unit > model.n_head else ""
         values = nearest(model.n_embd, unit, unit)
         yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
-    elif not rotary and model.head_dim not in ("auto", model.n_embd // model.n_head):
-        yield f"--head_dim={model.head_dim}: for gpt2 it must be n_embd / n_head; leave it out"
+    elif "head_dim" not in keys and model.head_dim not in ("auto", model.n_embd // model.n_head):
+        yield f"--head_dim={model.head_dim}: for {model.architecture} it must be n_embd / n_head; leave it out"
     elif rotary and model.head_dim != "auto" and model.head_dim % 2:
         yield f"--head_dim={model.head_dim} must be even for rotary positions"
-    if not rotary and model.n_kv_head not in ("auto", model.n_head):
-        yield "--n_kv_head: gpt2 has one key/value head per query head; leave it out"
+    if "n_kv_head" not in keys and model.n_kv_head not in ("auto", model.n_head):
+        yield f"--n_kv_head: {model.architecture} has one key/value head per query head; leave it out"
     elif model.n_kv_head != "auto" and model.n_head % model.n_kv_head:
         divisors = ", ".join(str(n) for n in range(1, model.n_head + 1) if model.n_head % n == 0)
         yield f"--n_kv_head={model.n_kv_head} does not divide --n_head={model.n_head}; try one of {divisors}"

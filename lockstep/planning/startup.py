@@ -84,6 +84,8 @@ def check(config: Config, world: World) -> list[str]:
     if world.device.type == "cuda" and (most := device.ranks_here()) > world.local_size:
         idle = plural(torch.cuda.device_count() - world.local_size, "GPU")
         warnings.append(f"note: {idle} of this node will be idle; torchrun --nproc_per_node={most} train.py ... uses {most}")
+    if note := config.model.record.form.note:
+        warnings.append(f"note: --architecture={config.model.architecture}: {note}")
     hopper = device.kind(world.device) == "cuda" and torch.cuda.get_device_capability(world.device)[0] == 9
     if hopper and config.data.attend == "window":
         kernel = activate_attention_kernel(config.model, train.micro_batch_size, device.DTYPES[train.dtype], world.device)
