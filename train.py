@@ -60,7 +60,10 @@ from lockstep.hardware.device import DTYPES, keep_freed_memory, peak_flops, prep
 from lockstep.hardware.footprint import flops_per_token
 from lockstep.numerics import optim
 from lockstep.numerics.attention import activate_attention_kernel
-from lockstep.parallel.engine import Engine, build_optimizers, load_weights, wrap
+from lockstep.parallel.engine import Engine, load_weights
+from lockstep.parallel.exact import ExactSums
+from lockstep.parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
+from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import Stop, World, connect
 from lockstep.planning import choices, startup
 from lockstep.reports.log import Log, duration, require_wandb_key
@@ -239,24 +242,38 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
     if train.activation_checkpointing:
         module.checkpoint_activations()
 
-    # Every wrapper averages the gradients over the ranks during the last backward of an update.
-    model: nn.Module = module
+    # Every strategy's model averages the gradients over the ranks during the last backward of an update.
     if strategy == "fsdp" and world.size > 1:
-        from lockstep.parallel.sharded import FullyShard  # imported here because importing FSDP2 takes a second
+        from lockstep.parallel.sharded import Fsdp  # imported here because importing FSDP2 takes a second
 
-        model = FullyShard(module, DTYPES[train.dtype], world, config.parallel)
-    load_weights(module, weights, device)
-    if strategy == "ddp" and world.size > 1:
-        # The only buffers are tables that each rank computes. (torch 2.13 renames this option; 2.11 has only the old name.)
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
-    elif strategy not in ("ddp", "fsdp"):
-        model = wrap(module, config.parallel, config.micro_batches, train.compile == "on")
+        together = Fsdp(module, DTYPES[train.dtype], world, config.parallel, config.micro_batches)
+        load_weights(module, weights, device)
+    else:
+        load_weights(module, weights, device)
+        together = replicate(module, config, world)
 
-    parameters, optimizers = build_optimizers(model, module, config, world)
-    # A rank averages over its own micro-batches. `exact` adds integers instead, and divides once for the whole batch.
-    accumulation_steps = 1 if strategy == "exact" else len(world.share(config.micro_batches))
-    return Engine(module, model, parameters, optimizers, world, train.dtype, accumulation_steps, train.compile == "on")
+    optimizers = optim.build(together.parameters, config.optim, module.ops, together.orthogonalize, together.after_step)
+    return Engine(module, together, optimizers, world, train.dtype, train.compile == "on")
+
+
+def replicate(module: GPT, config: Config, world: World) -> Strategy:
+    """Wrap `module` in a strategy under which every rank holds all weights."""
+    model: nn.Module = module
+    match config.parallel.strategy:
+        case "ddp" if world.size > 1:
+            # The only buffers are tables that each rank computes. (torch 2.13 renames this option; 2.11 has only the old name.)
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            # torch's default buckets: 25 MB, and 1 MB for the first
+            model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+        case "exact":
+            return ExactSums(module, world, config.micro_batches, config.train.compile == "on")
+        case "scratch_allreduce":
+            model = ScratchAllReduce(module)
+        case "scratch_reduce_scatter":
+            model = ScratchReduceScatter(module)
+        case "scratch_overlap":
+            model = ScratchOverlap(module)
+    return Strategy(module, model, world, config.micro_batches)
 
 
 def train(run: Run) -> int:

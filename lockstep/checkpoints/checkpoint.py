@@ -177,18 +177,13 @@ class Snapshot:
         return records
 
 
-def count_writers(engine) -> int:
-    """Return how many ranks write checkpoints. They are the first ones, which share the first copy of the weights."""
-    return engine.model.mesh.get_group("shard").size() if engine.sharded else 1
-
-
 def take_snapshot(engine, limit: int) -> Snapshot:
     """Copy what this rank will write. The writers get files of up to `limit` bytes in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
     model, optimizer = huggingface.layout(shapes, config, limit), tensor_files.lay_out("optimizer", sizes, limit)
-    dealt = {file: number % count_writers(engine) for number, file in enumerate(model | optimizer)}
+    dealt = {file: number % engine.strategy.writers for number, file in enumerate(model | optimizer)}
     writer = {name: dealt[file] for file, names in (model | optimizer).items() for name in names}
     writer |= {ours: writer[theirs] for ours, theirs in huggingface.tensor_names(shapes, config).items()}
     copies = huggingface.to_hf(engine.gather(weights, writer), config) | engine.gather(state, writer)
@@ -244,7 +239,7 @@ class Checkpoints:
         self._saver = ThreadPoolExecutor(1)
         self._save: Future | None = None  # the save in progress, or done but not yet checked
         self._mirror = mirror if self.world.is_master else None
-        self._writers = range(count_writers(engine))
+        self._writers = range(engine.strategy.writers)
         # A group of only the writers, in which they exchange the records of their files in the background.
         self._group: dist.ProcessGroup | None = None
         if len(self._writers) > 1 and self.world.rank in self._writers:

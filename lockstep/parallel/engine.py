@@ -1,7 +1,6 @@
 """A model that the ranks train together, under any strategy. The training loop sees only `Engine`."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -9,27 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.common.errors import RunError
 from lockstep.hardware import device
-from lockstep.numerics import optim
 from lockstep.numerics.optim import Optimizers, load_rows, local
-from lockstep.parallel.exact import Exact
-from lockstep.parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
 from lockstep.parallel.replicas import check_replicas
 from lockstep.parallel.shares import gather_own
+from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
-from lockstep.settings import Config, ParallelConfig
 from model import GPT
 
 STAGING_BYTES = 1 << 26  # size of the pinned buffer through which checkpoints leave a GPU
-SCRATCH = {
-    "scratch_allreduce": ScratchAllReduce,
-    "scratch_reduce_scatter": ScratchReduceScatter,
-    "scratch_overlap": ScratchOverlap,
-}
 
 
 @dataclass
@@ -41,23 +31,19 @@ class Engine:
     """
 
     module: GPT
-    model: nn.Module  # `module` in the strategy's wrapper: maps inputs and targets [micro-batch, T] to their mean loss
-    parameters: dict[str, Any]  # what the optimizers update: the module's parameters, or this rank's shares of them
+    strategy: Strategy
     optimizers: Optimizers
     world: World
     dtype: str  # precision of matmuls
-    accumulation_steps: int
     compiled: bool
     scaler: torch.amp.GradScaler = field(init=False)  # the loss scale of float16
     staging: Tensor | None = None
 
     def __post_init__(self):
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.dtype == "float16")
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank holds only some rows of the weights."""
-        return hasattr(self.model, "mesh")
+        self.model = self.strategy.model  # `module` in a wrapper: maps inputs and targets [micro-batch, T] to their mean loss
+        self.parameters = self.strategy.parameters  # what the optimizers update: the module's, or this rank's shares of them
+        self.accumulation_steps = self.strategy.accumulation_steps
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -102,17 +88,12 @@ class Engine:
 
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before clipping, equal on all ranks."""
-        gradients, exact = [p.grad for p in self.parameters.values() if p.grad is not None], isinstance(self.model, Exact)
         # An update waits for the GPU only here. The optimizer's work then hides the kernel launches of the next update.
-        norm = self.model.total_norm(self.module.ops) if exact else nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if is_sharded(norm) else norm
-        if self.sharded and self.model.mesh.ndim == 2:  # nodes may add in different orders, so their copies would drift apart
-            dist.broadcast(norm, group=self.model.mesh.get_group("replicate"), group_src=0)
-        norm = norm.item() / self.scaler.get_scale()
+        norm = self.strategy.total_norm(self.module.ops).item() / self.scaler.get_scale()
         if self.scaler.is_enabled():  # GradScaler expects a torch optimizer; ours is not one
             self.scaler.unscale_(SimpleNamespace(param_groups=[{"params": list(self.parameters.values())}]))
         if 0 < limit < norm < math.inf:
-            torch._foreach_mul_([local(gradient) for gradient in gradients], limit / norm)
+            torch._foreach_mul_([local(p.grad) for p in self.parameters.values() if p.grad is not None], limit / norm)
         return norm
 
     def zero_grad(self) -> None:
@@ -145,7 +126,7 @@ class Engine:
         rank, copies = self.world.rank, {}
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
         if sharded:
-            group = self.model.mesh.get_group("shard") if self.sharded else dist.group.WORLD
+            group = self.strategy.group
             if rank < group.size():  # the other groups have copies of the same rows
                 copies = {name: self.to_host(tensor) for name, tensor in gather_own(sharded, writers, group)}
         for name, tensor in tensors.items():
@@ -185,39 +166,6 @@ def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: to
         module.to(own_device)  # the buffers
     for name, value in weights:
         load_rows(module.get_parameter(name), value)
-
-
-def wrap(module: GPT, parallel: ParallelConfig, micro_batches: int, compiled: bool) -> nn.Module:
-    """Wrap `module` in one of our own strategies, which average the ranks' gradients.
-
-    micro_batches: number per update, over all ranks. compiled: whether `exact` converts with compiled functions.
-    """
-    if parallel.strategy == "exact":
-        return Exact(module, micro_batches, compiled)
-    return SCRATCH[parallel.strategy](module)
-
-
-def build_optimizers(model: nn.Module, module: GPT, config: Config, world: World) -> tuple[dict[str, Any], Optimizers]:
-    """Return the tensors that this rank updates, by name (under `exact`, its shares of the parameters), and the optimizers."""
-    orthogonalize = share_orthogonalization(model, config.parallel.strategy, world)
-    if isinstance(model, Exact):
-        return model.shares, optim.build(model.shares, config.optim, module.ops, orthogonalize, model.gather_weights)
-    parameters = dict(module.named_parameters())
-    return parameters, optim.build(parameters, config.optim, module.ops, orthogonalize)
-
-
-def share_orthogonalization(model: nn.Module, strategy: str, world: World) -> optim.Orthogonalize:
-    """Return Muon's `orthogonalize` for a strategy: the ranks divide the matrices, and a single rank orthogonalizes each."""
-    if world.size == 1:
-        return optim.orthogonalize
-    if strategy == "exact":
-        return functools.partial(optim.orthogonalize_by_owners, group=dist.group.WORLD, multiple=optim.BATCH)
-    if strategy != "fsdp":
-        return functools.partial(optim.orthogonalize_shares, group=dist.group.WORLD, orthogonalize=optim.orthogonalize)
-    owners = functools.partial(optim.orthogonalize_by_owners, group=model.mesh.get_group("shard"))
-    if model.mesh.ndim == 1:
-        return owners
-    return functools.partial(optim.orthogonalize_shares, group=model.mesh.get_group("replicate"), orthogonalize=owners)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ the same kernels, the same number of threads and, for dropout, the same seed.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,12 @@ from torch import Tensor, nn
 
 from lockstep.common.errors import RunError
 from lockstep.hardware.footprint import EXACT_BLOCK
+from lockstep.numerics import optim
 from lockstep.numerics.optim import all_gather_single, local
 from lockstep.parallel.from_scratch import Buckets, register_hooks, views
 from lockstep.parallel.shares import gather_own, share_of
+from lockstep.parallel.strategy import Strategy
+from lockstep.parallel.world import World
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, just above the largest int64
@@ -212,6 +216,29 @@ class Exact(nn.Module):
             for parameter, columns in row.columns.items():
                 for values, place in by_rows(matrix[:, columns], parameter.detach().view(-1)):
                     place.copy_(values)
+
+
+class ExactSums(Strategy):
+    """Each rank holds all weights, and updates its share of every parameter."""
+
+    def __init__(self, module: nn.Module, world: World, micro_batches: int, compiled: bool):
+        super().__init__(module, Exact(module, micro_batches, compiled), world, micro_batches)
+        self.parameters = self.model.shares
+        self.accumulation_steps = 1  # the sum is divided once, for the whole batch
+
+    def total_norm(self, ops: ModuleType) -> Tensor:
+        """Return the norm of all gradients, equal on all ranks."""
+        return self.model.total_norm(ops)
+
+    def orthogonalize(self, matrices: list, dtype: torch.dtype, ops: ModuleType) -> Callable[[], Tensor]:
+        """Orthogonalize Muon's matrices of one shape in the same batches as a single rank does."""
+        if self.world.size == 1:
+            return optim.orthogonalize(matrices, dtype, ops)
+        return optim.orthogonalize_by_owners(matrices, dtype, ops, dist.group.WORLD, multiple=optim.BATCH)
+
+    def after_step(self) -> None:
+        """Send each rank's updated share of the weights to all ranks."""
+        self.model.gather_weights()
 
 
 @torch.no_grad()

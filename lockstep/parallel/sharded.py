@@ -13,12 +13,18 @@ keeps full gradients between its micro-batches. With --shard_gradients=on, they 
 only shards. With Muon, a rank sends 4 more bytes per parameter of its share (see `optim.py`).
 """
 
+from collections.abc import Callable
+from types import ModuleType
+
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lockstep.numerics import optim
+from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
 from lockstep.settings import ParallelConfig
 from model import GPT
@@ -60,3 +66,35 @@ class FullyShard(nn.Module):
             self.module.set_requires_gradient_sync(self.require_backward_grad_sync or self.shard_gradients)
             self.module.set_requires_all_reduce(self.require_backward_grad_sync)  # between copies of the weights
         return self.module(*args, **kwargs)
+
+
+class Fsdp(Strategy):
+    """Each rank holds and updates some rows of every parameter."""
+
+    def __init__(self, module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig, micro_batches: int):
+        super().__init__(module, FullyShard(module, dtype, world, parallel), world, micro_batches)
+        self.parameters = dict(module.named_parameters())  # now sharded
+        self.mesh = self.model.mesh
+        self.writers = self.group.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's copy of the weights."""
+        return self.mesh.get_group("shard")
+
+    def total_norm(self, ops: ModuleType) -> Tensor:
+        """Return the norm of all gradients, equal on all ranks."""
+        norm = super().total_norm(ops).full_tensor()
+        if self.mesh.ndim == 2:  # nodes may add in different orders, so their copies would drift apart
+            dist.broadcast(norm, group=self.mesh.get_group("replicate"), group_src=0)
+        return norm
+
+    def orthogonalize(self, matrices: list, dtype: torch.dtype, ops: ModuleType) -> Callable[[], Tensor]:
+        """Orthogonalize Muon's matrices of one shape, each of them on one rank, which receives the others' rows."""
+        if self.mesh.ndim == 1:
+            return self.by_owners(matrices, dtype, ops)
+        return optim.orthogonalize_shares(matrices, dtype, ops, self.mesh.get_group("replicate"), self.by_owners)
+
+    def by_owners(self, matrices: list, dtype: torch.dtype, ops: ModuleType) -> Callable[[], Tensor]:
+        """Divide the matrices among the ranks of one copy of the weights."""
+        return optim.orthogonalize_by_owners(matrices, dtype, ops, self.group)
