@@ -73,7 +73,7 @@ class FakeConfig(machine.Out):
 
 
 def main(config: FakeConfig) -> int:
-    """Measure all settings. Returns 1 if a prediction is more than 10 % off."""
+    """Measure all settings. Returns 1 if a prediction is more than 15 % off."""
     chosen, rows = [case for case in cases() if config.only in case[0]], []
     if not chosen:
         raise UserError(f"--only={config.only}: no setting has this in its name")
@@ -87,7 +87,7 @@ def main(config: FakeConfig) -> int:
     if not config.only:
         print(machine.write("fake_gpu", {"largest_error": worst, "settings": rows}, config.out))
     print(f"largest error of {len(rows)} predictions: {worst:.1%}")
-    return int(worst > 0.1)
+    return int(worst > 0.15)
 
 
 def cases():

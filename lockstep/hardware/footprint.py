@@ -11,9 +11,8 @@ from lockstep.common.cli import replace
 from lockstep.settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainConfig
 
 FLEX_BLOCK = 128  # queries, and keys, per block of FlexAttention's mask (attention.document_blocks)
-SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all its weights (attention.short_attention)
 # Tensors may use this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse about 5 %, and
-# the estimate is off by up to 6 % (bench/fake_gpu.py). Running out of memory costs more than a smaller micro-batch.
+# the estimate may be 5 % low (bench/fake_gpu.py). Running out of memory costs more than a smaller micro-batch.
 USABLE = 0.9
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per number in matmuls
 EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
@@ -115,7 +114,7 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     sharded = fsdp and config.parallel.shard_gradients == "on"
     copies = config.parallel.replicate if fsdp else 1 if exact else world_size
     shards = world_size // copies  # shards of the optimizer's state, and of fsdp's weights
-    activation, recomputed = activations(model, train, device, strategy)
+    activation, recomputed = activations(model, train, strategy)
     activation += train.micro_batch_size * document_mask(config, device)
     loss, loss_backward = loss_buffers(model, train, device)
     accumulating = config.micro_batches > world_size  # some rank holds gradients from an earlier micro-batch
@@ -185,41 +184,28 @@ def weight_casts(model: ModelConfig, train: TrainConfig, fsdp: bool) -> tuple[fl
     return casts, casts / model.n_layer if recomputed else casts
 
 
-def activations(model: ModelConfig, train: TrainConfig, device: str, strategy: str) -> tuple[float, float]:
+def activations(model: ModelConfig, train: TrainConfig, strategy: str) -> tuple[float, float]:
     """Return the bytes that a micro-batch's forward keeps for backward, and the bytes of one recomputed block.
 
-    The blocks are counted tensor by tensor; eager and compiled code keep different tensors.
+    Per token, a block keeps the inputs of its norms, a copy of their outputs for each matmul that reads them, queries, keys,
+    values, the output of attention, and what the MLP computes. Kernels differ in what else they keep, by up to 15 %.
     """
     C, F, Q, K = widths(model)
-    record, compiled = model.record, train.compile == "on"
-    layer_norm = record.norm == "layer"
-    s = BYTES[train.dtype]
+    s, N = BYTES[train.dtype], train.micro_batch_size * model.seq_len
     residual = s if strategy == "fsdp" else 4  # bytes per element of the residual stream
-    gpu = device != "cpu" and not compiled  # eager code on a GPU
-    # The inputs of the two norms. On a GPU, autocast converts LayerNorm's to float32, but not RMSNorm's.
-    block = 2 * C * (residual if compiled or layer_norm != gpu else 4)
-    # Queries, keys, values and the output of attention. Without FlashAttention, keys and values are repeated for every query.
-    block += s * (2 * Q + 2 * (Q if device != "cpu" and train.dtype != "bfloat16" else K))
-    if record.gated:
-        block += s * F * (3 if compiled else 4)
-    else:
-        block += s * F * 2
-    # The inputs of matmuls. Autocast converts a norm's float32 output once per matmul that reads it.
-    converts = s == 2 and not compiled and ((layer_norm and (gpu or residual != s)) or (gpu and residual != s))
-    block += s * C * (2 + mlp_matrices(model) if converts else 2)
-    if record.qk_norm:  # queries and keys before their norms; on a CPU, eager code also copies the attention
-        block += s * (Q + K) if compiled else (residual if gpu else 4) * (Q + K) + s * Q * (not gpu)
-    if device == "cpu" and s == 2 and model.seq_len <= SHORT:
-        block += s * model.n_head * model.seq_len
+    norms = 2 * C * (4 if model.record.norm == "layer" else residual)  # LayerNorm converts its input to float32
+    if model.record.qk_norm:
+        norms += residual * (Q + K)
     if model.dropout:
-        block += 2 * C  # the masks, one byte per element
-    N = train.micro_batch_size * model.seq_len
-    ends = N * C * (4 if layer_norm and gpu else residual) * (2 if layer_norm and s == 4 else 1)  # the input of the last norm
-    if not train.activation_checkpointing:
-        return N * model.n_layer * block + ends, 0.0
-    if gpu:  # the gradients in the MLP while the whole block is in memory, except its input, which is already counted
-        block += s * F * (mlp_matrices(model) - 1) - C * residual
-    return N * model.n_layer * C * residual + ends, N * block
+        norms += 2 * C  # its masks
+    # The matmuls that read a norm's output, and the tensors as wide as the MLP.
+    reads, wide = 2 + mlp_matrices(model), 4 if model.record.gated else 2
+    if train.compile == "on":  # it fuses the copies, and the MLP's gate
+        reads, wide = 2, min(wide, 3)
+    block = N * (norms + s * (reads * C + 2 * Q + 2 * K + wide * F))
+    if train.activation_checkpointing:
+        return N * (model.n_layer + 1) * C * residual, block
+    return N * C * residual + model.n_layer * block, 0.0
 
 
 def uses_flex(config: Config, device: str) -> bool:
@@ -239,17 +225,16 @@ def document_mask(config: Config, device: str) -> int:
 
 
 def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[float, float]:
-    """Return the bytes that the loss needs while it is computed, and when its backward begins."""
+    """Return the bytes that the loss needs while it is computed, and when its backward begins.
+
+    It holds the gradients of the output layer and of its input and, while it is computed, logits of some rows, with their
+    gradient. Eager code also stores their probabilities, and all three in float32.
+    """
     s, N = BYTES[train.dtype], train.micro_batch_size * model.seq_len
     weight, x = model.vocab_size * model.n_embd, s * N * model.n_embd
     logits = min(rows_at_a_time(model.vocab_size, device), N) * model.vocab_size
-    if train.compile == "on":  # the gradient of the logits, and the logits or a part of the weight's gradient
-        rows = s * (logits + max(logits, weight))
-    elif device == "cpu":  # logits, probabilities and their gradient
-        rows = 12 * logits + s * weight
-    else:  # also the gradient in the matmuls' dtype, and a mask of the targets in two dtypes
-        rows = max((8 if s == 4 else 10) * logits + s * weight, 13 * logits)
-    return 4 * weight + x * (1 if s == 4 else 2) + (s * weight if s == 2 else 0) + rows, 8 * weight + 2 * x
+    rows = logits * (2 * s if train.compile == "on" else 12)
+    return (4 + 2 * s) * weight + 2 * x + rows, 8 * weight + 2 * x
 
 
 def optimizer_state(model: ModelConfig, optimizer: str) -> float:

@@ -14,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lockstep.hardware.device import kind
-from lockstep.hardware.footprint import FLEX_BLOCK, SHORT
+from lockstep.hardware.footprint import FLEX_BLOCK
 from lockstep.settings import ModelConfig
+
+SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all its weights
 
 # Under --deterministic=true, PyTorch never uses cuDNN. Otherwise we prefer FlashAttention 3, then cuDNN's attention, because
 # PyTorch's default order depends on the GPU and the cuDNN version. On an H100, cuDNN reaches 632 TFLOP/s and PyTorch's own
