@@ -46,10 +46,9 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
-class Command:
+class Command(Config):
     """A train.py command line. Plan flags are not run settings, so config.toml omits them."""
 
-    config: Config = field(default_factory=Config)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
@@ -76,9 +75,10 @@ def read_command(args: list[str], description: str) -> tuple[Config, PlanConfig]
 
 def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
     """Return the settings of a command line, and its plan flags. Raises UserError."""
-    start = Command(settings.start_of(args))
-    command = cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]")
-    return settings.complete(command.config, args), command.plan
+    start = Command(**vars(settings.start_of(args)))
+    groups = vars(cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]"))
+    options = groups.pop("plan")
+    return settings.complete(Config(**groups), args), options
 
 
 def not_taken(args: list[str], config: Config) -> str:
