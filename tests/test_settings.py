@@ -325,6 +325,11 @@ def test_help_is_shown_without_importing_torch(script):
     assert "tyro.conf" in imported and not imported & {"torch", "numpy"}
 
 
+def test_help_names_the_groups_of_flags():
+    groups = re.findall(r"^╭─ (\w+) options", run("--help", status=0).stdout, re.MULTILINE)
+    assert groups == [*(group.name for group in dataclasses.fields(settings.Config)), "plan"]
+
+
 def test_version_is_the_newest_section_of_the_changelog():
     newest = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert run("--version", status=0).stdout == f"Lockstep {newest[1]}\n"
