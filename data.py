@@ -122,6 +122,10 @@ class Mixture:
         names = [dataset.directory.resolve().name for dataset in self.datasets]
         return names if len(set(names)) == len(names) else [str(dataset.directory) for dataset in self.datasets]
 
+    def by_name(self, values: Iterable[float]) -> dict[str, float]:
+        """Return a value for each dataset by its name."""
+        return dict(zip(self.names, values, strict=True))
+
     @property
     def once(self) -> dict[str, float]:
         """After how many tokens of the run each dataset has been read once, by name. Ignores later phases."""
@@ -146,17 +150,6 @@ class Mixture:
             if len(self.datasets) > 1:
                 record |= {f"val_loss/{name}": loss, f"val_bpb/{name}": dataset.bits_per_byte(loss)}
         return record
-
-
-def mixtures_seen(identity: str, steps: int) -> list[str]:
-    """Return the parts of a mixture's `identity` that affect the first `steps` steps: --tokens, and any phase begun by then."""
-    tokens, *phases = identity.split()
-    return [tokens, *(phase for phase in phases if step_of_phase(phase) < steps)]
-
-
-def step_of_phase(identity: str) -> int:
-    """Return the first step of a phase, from its part of a mixture's identity."""
-    return int(identity.partition(":")[0])
 
 
 def parse_mixture(tokens: str, flag: str = "--tokens=") -> list[tuple[str, Fraction]]:
@@ -400,6 +393,30 @@ def make_batches(config: Config, mixture: Mixture, sizes: Sizes = ()) -> Batches
     return Batches(mixture.streams("train"), mixture.phases, *batch, *order, own_orders, sizes)
 
 
+def sizes_from(step: int, sizes: Sizes, before: Config, config: Config) -> Sizes:
+    """Return the sizes of the batch in a run that goes on from `step` as `config` (see `Batches`).
+
+    sizes, before: its sizes and its settings until then.
+    """
+    if before.sequences_per_update == config.sequences_per_update:
+        return sizes
+    sizes = sizes or [(0, 0, before.sequences_per_update)]
+    batches = Batches([], (), 0, before.sequences_per_update, 1, 0, skipped=before.skipped_batches, sizes=sizes)
+    return [*sizes, (step, batches.reached(step), config.sequences_per_update)]
+
+
+def describe(mixture: Mixture, batches: Batches, steps: int) -> list[str]:
+    """Return what a run of `steps` reads: a line for each dataset, and one for each later phase."""
+    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # for each dataset: its share in each phase
+    lines = []
+    for dataset, share, stream, epochs in zip(mixture.datasets, shares, batches.streams, batches.epochs(steps), strict=True):
+        line = f"tokens  {len(stream):,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
+        if len(mixture.datasets) > 1:
+            line += f", for {', then '.join(f'{100 * n / BLOCK:.3g}' for n in share)} % of its sequences"
+        lines.append(line)
+    return lines + [f"phase   after step {step}: {mixture.describe(shares)}" for step, shares in mixture.phases[1:]]
+
+
 def planned(config: Config) -> tuple[int, Callable[[Config, int], dict[str, float]]]:
     """Return what a plan must know of the data: the vocabulary's size, and how many epochs of each dataset so many steps read.
 
@@ -410,7 +427,7 @@ def planned(config: Config) -> tuple[int, Callable[[Config, int], dict[str, floa
     def epochs(config: Config, steps: int) -> dict[str, float]:
         if mixture is None:
             return {}
-        return dict(zip(mixture.names, make_batches(config, mixture).epochs(steps), strict=True))
+        return mixture.by_name(make_batches(config, mixture).epochs(steps))
 
     return vocab_size, epochs
 

@@ -61,6 +61,7 @@ from lockstep import settings
 from lockstep.checkpoints import checkpoint, lookup, retention
 from lockstep.checkpoints.checkpoint import Era, TrainState, take_snapshot
 from lockstep.common.errors import UserError, one_line, plural, say
+from lockstep.common.steps import mixtures_seen
 from lockstep.dataset import tokenizer
 from lockstep.parallel.world import World
 from lockstep.reports.log import read_records
@@ -203,7 +204,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
         raise CannotReplay(f"{computed}, and its bits depend on their number; use {command.again(era['world_size'], 0)}")
     dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)
-    if data.mixtures_seen(dataset.identity, step) != data.mixtures_seen(dataset.translate(state.dataset), step):
+    if mixtures_seen(dataset.identity, step) != mixtures_seen(dataset.translate(state.dataset), step):
         problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
         raise UserError(f"{problem}; set --tokens to the current location of the tokens (for a mixture, with weights)")
     earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]

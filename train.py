@@ -167,7 +167,8 @@ def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World
     notes += startup.compare(config, world, versions)
     if start.state.step < config.train.steps:
         notes += startup.check(config, world)
-        log.say(startup.banner(config, dataset, world, start.state.step, start.state.sizes(config)))
+        reads = data.describe(dataset, open_batches(config, dataset, start.state), config.train.steps)
+        log.say(startup.banner(config, world, start.state.step, reads, dataset.remarks))
     for note in notes:
         log.say(note)
     return asked, config, world, dataset, start, mirror, log
@@ -189,7 +190,10 @@ def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, 
         log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
     run.log, run.tasks = log, loaded
     peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
-    run.progress = Progress(log, config.train, config.log.log_every, peak_speed, dataset.names, run.batches)
+    run.progress = Progress(
+        log, config.train, config.log.log_every, peak_speed, lambda step: dataset.by_name(run.batches.epochs(step))
+    )
+    state.batch_sizes = list(run.batches.sizes)
     state.begin(config, dataset.identity, world, start.continues)
     if mirror:
         mirror.identity = state.identity
@@ -226,7 +230,13 @@ def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> 
         engine.load_optimizer_state(saved)
         if state.grad_scaler:  # empty unless the dtype was float16
             engine.scaler.load_state_dict(state.grad_scaler)
-    return Run(config, world, dataset, data.make_batches(config, dataset, state.sizes(config)), engine, state)
+    return Run(config, world, dataset, open_batches(config, dataset, state), engine, state)
+
+
+def open_batches(config: Config, dataset: data.Mixture, state: TrainState) -> data.Batches:
+    """Return the batches of a run that goes on from `state` as `config`, which may change their size."""
+    before = state.config if state.settings else config
+    return data.make_batches(config, dataset, data.sizes_from(state.step, state.batch_sizes, before, config))
 
 
 def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:

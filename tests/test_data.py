@@ -23,6 +23,7 @@ import data
 import evaluate
 from conftest import PATIENCE, foreign_tokens, wait_for
 from lockstep.common.errors import RunError, UserError
+from lockstep.common.steps import mixtures_seen
 from lockstep.dataset.tokens import Stream, open_dataset, open_shard, write_shard
 from lockstep.parallel.world import World
 from lockstep.settings import DataConfig
@@ -480,7 +481,7 @@ def test_phases_share_their_datasets_and_only_those_of_tokens_count_in_the_valid
     )
     assert mixture.names == ["web", "code", "math"]
     assert mixture.phases == ((0, (3072, 1024, 0)), (8, (2048, 0, 2048)), (90, (0, 4096, 0)))
-    seen = [data.mixtures_seen(mixture.identity, steps) for steps in (8, 9, 90, 91)]
+    seen = [mixtures_seen(mixture.identity, steps) for steps in (8, 9, 90, 91)]
     assert [len(parts) for parts in seen] == [1, 2, 2, 3] and seen[0] == [before.identity]
     record = mixture.validation([2.0, 4.0, 9.0])
     assert {key: record[key] for key in before.validation([2.0, 4.0])} == before.validation([2.0, 4.0])

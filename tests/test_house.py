@@ -19,12 +19,8 @@ ORDER = [
 SCRIPTS = ("char_tokenizer", "convert_nanogpt", "to_gguf", "datatrove_tokens")  # of extras; nothing imports them
 # Imports that point upward, still.
 UPWARD = {
-    ("lockstep.checkpoints.checkpoint", "data"),
-    ("lockstep.checkpoints.lookup", "data"),
     ("lockstep.parallel.engine", "model"),
     ("lockstep.parallel.sharded", "model"),
-    ("lockstep.planning.startup", "data"),
-    ("lockstep.reports.progress", "data"),
 }
 PATHS = [path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *ROOT.glob("lockstep/**/*.py"), *ROOT.glob("extras/**/*.py")]]
 PATHS = [path for path in sorted(PATHS) if "tests" not in path.parts and path.stem not in SCRIPTS]

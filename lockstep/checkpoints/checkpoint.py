@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data import Batches, Mixture
 from lockstep import settings
 from lockstep.checkpoints import huggingface, retention, tensor_files
 from lockstep.checkpoints.retention import FileRecord, step_directory, write_manifest
@@ -78,19 +77,10 @@ class TrainState:
         """The lowest validation loss so far."""
         return self.best[0][0] if self.best else None
 
-    def sizes(self, config: Config) -> list[tuple[int, int, int]]:
-        """Return the sizes of the batch until now and from here on, if the run goes on as `config` (see `data.Batches`)."""
-        if not self.settings or (before := self.config).sequences_per_update == config.sequences_per_update:
-            return self.batch_sizes
-        earlier = self.batch_sizes or [(0, 0, before.sequences_per_update)]
-        batches = Batches([], (), 0, before.sequences_per_update, 1, 0, skipped=before.skipped_batches, sizes=earlier)
-        return [*earlier, (self.step, batches.reached(self.step), config.sequences_per_update)]
-
     def begin(self, config: Config, dataset: str, world: World, continues: bool) -> None:
         """Record that the run continues from this step with the resolved `config`."""
         if not continues:
             self.best, self.history, self.identity = [], [], uuid.uuid4().hex  # the old ones describe another run
-        self.batch_sizes = self.sizes(config)
         self.dataset, self.settings, self.versions = dataset, cli.flat_values(config), versions(config, world.device)
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **era} != self.history[-1]:
@@ -109,8 +99,11 @@ def versions(config: Config, own: torch.device) -> dict[str, str]:
     return packages | {"hardware": device.describe(own)}
 
 
-def load_state(directory: Path, dataset: Mixture | None = None) -> TrainState:
-    """Return the trainer state of an intact checkpoint. dataset: to recognize data by an earlier identity. Raises UserError."""
+def load_state(directory: Path, dataset=None) -> TrainState:
+    """Return the trainer state of an intact checkpoint. Raises UserError.
+
+    dataset: the run's `data.Mixture`, which knows the identities of its data in earlier versions.
+    """
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
     for record in (state.settings, *(era["settings"] for era in state.history)):
@@ -223,7 +216,7 @@ class Checkpoints:
         directory: Path,
         options: CheckpointConfig,
         engine,
-        dataset: Mixture,
+        dataset,  # the run's `data.Mixture`
         log: Log,
         mirror=None,  # an `extras.mirror.Mirror`, with --mirror
         weights: Path | None = None,  # the directory that the weights came from; its bos_token is kept

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from torch import nn
 
-from data import Mixture, mixtures_seen, step_of_phase
 from lockstep import settings
 from lockstep.checkpoints import huggingface
 from lockstep.checkpoints.checkpoint import TrainState, load_state, while_others_wait
 from lockstep.checkpoints.retention import MANIFEST, find_damage, hold, newest, published, step_of
 from lockstep.common import cli
 from lockstep.common.errors import UserError, refuse, say
-from lockstep.common.steps import read_phases
+from lockstep.common.steps import mixtures_seen, read_phases, step_of_phase
 from lockstep.numerics.optim import learning_rate, warn_of_jump
 from lockstep.parallel.world import World
 from lockstep.reports.log import read_records
@@ -199,8 +198,11 @@ def origin(given: str, recorded: str) -> str:
     return recorded if given == "scratch" or Path(recorded).absolute().is_relative_to(parent) else given
 
 
-def find_start(run: Path, resume: str, init_from: str, dataset: Mixture, world: World, mirror) -> Start:
-    """Return where a run starts. The master decides for all ranks. mirror: see `extras.mirror`, or None. Raises UserError."""
+def find_start(run: Path, resume: str, init_from: str, dataset, world: World, mirror) -> Start:
+    """Return where a run starts. The master decides for all ranks. Raises UserError.
+
+    dataset: the run's `data.Mixture`. mirror: its `extras.mirror.Mirror`, or None.
+    """
     if mirror:
         restore(run / "checkpoints", world, mirror)
     start = while_others_wait(world, lambda: search(run, resume, init_from, dataset))
@@ -231,7 +233,7 @@ def restore(checkpoints: Path, world: World, mirror) -> None:
         while_others_wait(world, fetch, mine=world.rank > 0 and world.rank % world.local_size == 0)
 
 
-def search(run: Path, resume: str, init_from: str, dataset: Mixture) -> Start:
+def search(run: Path, resume: str, init_from: str, dataset) -> Start:
     """Return where a run starts, with notes. Raises UserError."""
     if dataset.tokenizer and dataset.eot_token is not None:  # fail now, not at the first save hours later
         huggingface.token_text(dataset.tokenizer, dataset.eot_token)
@@ -274,7 +276,7 @@ def describe_loss(run: Path, done: int, config: Config) -> list[str]:
     return [f"{ended}, so the run begins again; the first checkpoint will be {when} (--save_every, --save_minutes)"]
 
 
-def check_vocabulary(directory: Path, dataset: Mixture) -> list[str]:
+def check_vocabulary(directory: Path, dataset) -> list[str]:
     """Raise UserError unless the model in `directory` knows the dataset's tokens. Returns a warning if that is uncertain."""
     unchecked = huggingface.check_tokenizer(directory, dataset.tokenizer, dataset.eot_token)
     if (size := huggingface.read_config(directory).vocab_size) < dataset.vocab_size:

@@ -1,4 +1,4 @@
-"""Parse the flags that list steps: which batches to leave out, and when a run switches to another mixture."""
+"""Which batches to leave out, and when a run switches to another mixture: parse the flags, and the recorded identity."""
 
 import re
 from contextlib import suppress
@@ -29,3 +29,17 @@ def read_phases(text: str) -> list[tuple[int, str]]:
         return phases
     wanted = "a step and the mixture after it, such as 8000:tokens/web:0.5,tokens/math:0.5, or several with increasing steps"
     raise UserError(f"--phase={text} must be {wanted}")
+
+
+def mixtures_seen(identity: str, steps: int) -> list[str]:
+    """Return the parts of a mixture's identity that affect the first `steps` steps: --tokens, and any phase begun by then.
+
+    identity: see `data.Mixture.identity`.
+    """
+    tokens, *phases = identity.split()
+    return [tokens, *(phase for phase in phases if step_of_phase(phase) < steps)]
+
+
+def step_of_phase(identity: str) -> int:
+    """Return the first step of a phase, from its part of a mixture's identity."""
+    return int(identity.partition(":")[0])

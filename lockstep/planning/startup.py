@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-import data
 from lockstep.common.cli import flat_values
 from lockstep.common.errors import PIP, RunError, UserError, plural
 from lockstep.hardware import device, footprint, host
@@ -155,10 +154,12 @@ def check_disk(config: Config) -> list[str]:
     return [f"warning: {where}: {kept}; lower --keep_last or --keep_best"] if more * size > free else []
 
 
-def banner(config: Config, mixture: data.Mixture, world: World, step: int, sizes: data.Sizes) -> str:
-    """Return what is about to run, as aligned lines. config: resolved. step: where the run begins. sizes: as in `Batches`."""
+def banner(config: Config, world: World, step: int, reads: list[str], remarks: list[str]) -> str:
+    """Return what is about to run, as aligned lines.
+
+    config: resolved. step: where the run begins. reads, remarks: lines about the data (`data.describe`, `Mixture.remarks`).
+    """
     model, train, own, ranks = config.model, config.train, world.device, plural(world.size, "rank")
-    batches = data.make_batches(config, mixture, sizes)
     each, more = divmod(config.micro_batches, world.size)
     shared = f", {each}{f' or {each + 1}' * bool(more)} on each of {ranks}" * (world.size > 1)
     hardware = torch.cuda.get_device_name(own) if own.type == "cuda" else f"{own.type} ({plural(host.cores(), 'core')})"
@@ -167,26 +168,18 @@ def banner(config: Config, mixture: data.Mixture, world: World, step: int, sizes
         kernel = f"{'FlexAttention' if footprint.uses_flex(config, device.kind(own)) else 'a mask'}, within documents"
     memory, total = sum(footprint.of_rank(config, world.size, device.kind(own)).values()), device.memory(own)[1]
     peak, known = device.peak_flops(own, train.dtype) * world.size, device.known_peak_flops(own, train.dtype)
-    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # for each dataset: its share in each phase
-    parts = zip(mixture.datasets, shares, batches.streams, batches.epochs(train.steps), strict=True)
-    several = len(mixture.datasets) > 1
     source = "from the datasheet" if known else "measured here with matmuls"
     rows = [
         f"model   {model.architecture}, {footprint.parameter_count(model):,} parameters: "
         f"{plural(model.n_layer, 'layer')}, {model.n_embd} wide, vocabulary {model.vocab_size}, context {model.seq_len}",
-        *(
-            f"tokens  {len(stream):,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
-            + f", for {', then '.join(f'{100 * n / data.BLOCK:.3g}' for n in share)} % of its sequences" * several
-            for dataset, share, stream, epochs in parts
-        ),
-        *(f"phase   after step {step}: {mixture.describe(shares)}" for step, shares in mixture.phases[1:]),
+        *reads,
         f"batch   {train.tokens_per_update:,} tokens = {plural(config.micro_batches, 'micro-batch')} of "
         f"{train.micro_batch_size} x {model.seq_len}{shared}; {plural(train.steps, 'step')}",
         f"ranks   {ranks}, {config.parallel.strategy}, {plural(train.threads, 'thread')} each",
         f"device  {hardware}, {train.dtype}, {'' if train.compile == 'on' else 'not '}compiled, attention by {kernel}",
         f"memory  about {memory / 1e6:,.0f} MB of {total / 1e6:,.0f} MB for each rank's tensors",
         f"peak    {peak / 1e12:.3g} TFLOP/s over all ranks, {source}",
-        *(remark if remark.startswith("warning:") else f"note    {remark}" for remark in mixture.remarks),
+        *(remark if remark.startswith("warning:") else f"note    {remark}" for remark in remarks),
     ]
     begins = f"from step {step}" if step else "from the beginning"
     return "\n  ".join([f"{Path(config.run.out_dir, config.run.name)}, {begins}", *rows])

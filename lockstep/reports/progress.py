@@ -4,11 +4,11 @@ import math
 import shlex
 import time
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 import torch
 
-from data import Batches
 from lockstep.common.errors import RunError, plural
 from lockstep.dataset.tokenizer import load_if_readable
 from lockstep.hardware import device
@@ -22,12 +22,14 @@ DRAW_SECONDS, DRAW_SHARE = 20, 0.02  # seconds between redraws, which hold up tr
 class Progress:
     """Reports the updates and evaluations of a run. peak_speed: tokens/s with all ranks at their peak (MFU 1).
 
-    datasets: the names of the datasets, in the order of `batches`.
+    epochs: from a number of steps to how many epochs of each dataset they read, by name.
     """
 
-    def __init__(self, log: Log, train: TrainConfig, log_every: int, peak_speed: float, datasets: list[str], batches: Batches):
+    def __init__(
+        self, log: Log, train: TrainConfig, log_every: int, peak_speed: float, epochs: Callable[[int], dict[str, float]]
+    ):
         self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
-        self.datasets, self.batches = datasets, batches
+        self.epochs = epochs
         self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
         # Totals since the last report, excluding the first update, which allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
@@ -68,8 +70,7 @@ class Progress:
         step, steps, speed = state.step, self.train.steps, self.speed()
         record = {"step": step, "tokens": state.tokens, "loss": loss, "lr": lr, "grad_norm": grad_norm, **speed}
         memory = round(device.peak_memory_gb(torch.device(self.train.device)), 3)
-        epochs = zip(self.datasets, self.batches.epochs(step), strict=True)
-        record |= {f"epochs/{name}": float(f"{read:.6g}") for name, read in epochs}
+        record |= {f"epochs/{name}": float(f"{read:.6g}") for name, read in self.epochs(step).items()}
         self.log.metrics(record | {"memory_gb": memory, "skipped": state.skipped or None})
         line = f"step {step:>6}/{steps}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.2f}"
         if speed:
