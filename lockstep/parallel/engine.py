@@ -17,7 +17,6 @@ from lockstep.parallel.replicas import check_replicas
 from lockstep.parallel.shares import gather_own
 from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
-from model import GPT
 
 STAGING_BYTES = 1 << 26  # size of the pinned buffer through which checkpoints leave a GPU
 
@@ -30,7 +29,7 @@ class Engine:
     the last backward of an update, the gradients on every rank are the mean over all micro-batches of all ranks.
     """
 
-    module: GPT
+    module: nn.Module
     strategy: Strategy
     optimizers: Optimizers
     world: World
@@ -152,7 +151,7 @@ class Engine:
 # The parts from which `build_engine` in train.py makes an engine
 
 
-def load_weights(module: GPT, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
+def load_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
     """Give memory and values to `module`, whose parameters are on the meta device.
 
     weights: names and values. A value is created on demand, or read by rows from a file. So a rank never holds more of a

@@ -27,7 +27,6 @@ from lockstep.numerics import optim
 from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
 from lockstep.settings import ParallelConfig
-from model import GPT
 
 
 class FullyShard(nn.Module):
@@ -42,7 +41,7 @@ class FullyShard(nn.Module):
     --shard_gradients=on, gradients are reduced to shards after every backward, and between replicas after the last one.
     """
 
-    def __init__(self, module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig):
+    def __init__(self, module: nn.Module, dtype: torch.dtype, world: World, parallel: ParallelConfig):
         super().__init__()
         replicas = parallel.replicate
         shape, names = (replicas, world.size // replicas), ("replicate", "shard")
@@ -71,7 +70,7 @@ class FullyShard(nn.Module):
 class Fsdp(Strategy):
     """Each rank holds and updates some rows of every parameter."""
 
-    def __init__(self, module: GPT, dtype: torch.dtype, world: World, parallel: ParallelConfig, micro_batches: int):
+    def __init__(self, module: nn.Module, dtype: torch.dtype, world: World, parallel: ParallelConfig, micro_batches: int):
         super().__init__(module, FullyShard(module, dtype, world, parallel), world, micro_batches)
         self.parameters = dict(module.named_parameters())  # now sharded
         self.mesh = self.model.mesh
