@@ -270,7 +270,9 @@ def replicate(module: GPT, config: Config, world: World) -> Strategy:
     """Wrap `module` in a strategy under which every rank holds all weights."""
     model: nn.Module = module
     match config.parallel.strategy:
-        case "ddp" if world.size > 1:
+        case "ddp" | "fsdp" if world.size == 1:
+            pass
+        case "ddp":
             # The only buffers are tables that each rank computes. (torch 2.13 renames this option; 2.11 has only the old name.)
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             # torch's default buckets: 25 MB, and 1 MB for the first
@@ -283,6 +285,8 @@ def replicate(module: GPT, config: Config, world: World) -> Strategy:
             model = ScratchReduceScatter(module)
         case "scratch_overlap":
             model = ScratchOverlap(module)
+        case other:
+            raise AssertionError(f"--strategy={other} has no class")
     return Strategy(module, model, world, config.micro_batches)
 
 

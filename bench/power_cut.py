@@ -62,7 +62,7 @@ class Miniature:
         self.engine = SimpleNamespace(
             module=model,
             world=world,
-            sharded=False,
+            strategy=SimpleNamespace(writers=1),
             parameters=weights,
             optimizer_state=lambda: {f"{name}.exp_avg": tensor for name, tensor in weights.items()},
             gather=lambda tensors, _: tensors,

@@ -18,7 +18,7 @@ SSE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 RUNS = {
     "gpt2": dict(architecture="gpt2", gelu="erf", dropout=0.1, attend="document", grad_clip=0.5, order="sequential"),
     "llama": dict(architecture="llama", n_head=4, n_kv_head=2, rope_scaling="8,1,4,8", tie_embeddings=False, seq_len=160),
-    "qwen3": dict(n_kv_head=1, optimizer="muon", schedule="wsd", gelu="tanh", activation_checkpointing=True),
+    "qwen3": dict(n_kv_head=1, optimizer="muon", schedule="wsd", activation_checkpointing=True),
 }
 FLAGS = dict(numerics="portable", steps=6, eval_every=3, save_every=3, tokens_per_update=192)
 
@@ -237,9 +237,9 @@ def test_a_model_has_native_s_losses_and_gradients(architecture):
 
 
 def test_adamw_and_muon_are_those_of_native_runs(train):
-    for optimizer in ("adamw", "muon"):
-        train(f"native-{optimizer}", steps=1, optimizer=optimizer, muon_dtype="float32", strategy="exact", save_every=1)
-        start = dict(resume=train.runs / f"native-{optimizer}", optimizer=optimizer, muon_dtype="float32", steps=4, lr=1e-3)
+    for optimizer, dtype in (("adamw", {}), ("muon", {"muon_dtype": "float32"})):
+        train(f"native-{optimizer}", steps=1, optimizer=optimizer, strategy="exact", save_every=1, **dtype)
+        start = dict(resume=train.runs / f"native-{optimizer}", optimizer=optimizer, steps=4, lr=1e-3) | dtype
         for numerics in ("native", "portable"):
             train(f"{numerics}-{optimizer}-on", **start, numerics=numerics, strategy="exact")
         native, own = (train.weights(f"{numerics}-{optimizer}-on") for numerics in ("native", "portable"))
