@@ -54,12 +54,17 @@ def read_optimizer(path):
     return checkpoint.open_optimizer(path.parent, parameters, checkpoint.TrainState(step=4), "adamw")
 
 
+def read_ranks(path):
+    ranks = tokenizer.read_ranks(path)
+    use(tokenizer.from_ranks(ranks, tokenizer.NAMED["gpt2"], {"<|endoftext|>": len(ranks)}, str(path)))
+
+
 READERS = {
     "tokens/dataset.json": lambda path: open_dataset(path.parent),
     "tokens/train_000000.bin": open_shard,
     "tokens/tokenizer.json": lambda path: use(tokenizer.load(path)),
     "a.npy": open_shard,
-    "a.tiktoken": lambda path: use(tokenizer.load_ranks(path)),
+    "a.tiktoken": read_ranks,
     **dict.fromkeys(["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet"], read_text),
     "a.toml": lambda path: settings.check(settings.read_preset(path)),
     "metrics.jsonl": lambda path: curves.read(path.parent),
