@@ -112,7 +112,7 @@ def test_weights_decay_but_norms_and_biases_do_not(architecture, optimizer):
     for parameter in found.values():
         parameter.data.fill_(1.0)
         parameter.grad = torch.zeros_like(parameter)
-    optim.build(found, settings.OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.25)).step()
+    optim.build(found, settings.OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.25, muon_dtype="float32")).step()
     assert {parameter.ndim for parameter in found.values()} == {1, 2}
     for name, parameter in found.items():
         assert (parameter == (1.0 if parameter.ndim == 1 else 0.875)).all(), name

@@ -24,10 +24,11 @@ PIP = f"run {sys.executable} -m pip install -r requirements.txt, or `make setup`
 def without(module, command, folder):
     """What a command says where `module` is missing."""
     (folder / "sitecustomize.py").write_text(WITHOUT.format(module=module))
-    return execute([sys.executable, *command.split()], status=2, env={"PYTHONPATH": str(folder)}, fork=False).stderr
+    # -B, because a cached sitecustomize of the same second and size would be taken for the new one
+    return execute([sys.executable, "-B", *command.split()], status=2, env={"PYTHONPATH": str(folder)}, fork=False).stderr
 
 
-@pytest.mark.parametrize("command", [*TORCH, "ladder.py --minutes=1", "plot.py x", "prepare_data.py --out=x"])
+@pytest.mark.parametrize("command", [*TORCH, "extras/ladder.py --minutes=1", "plot.py x", "prepare_data.py --out=x"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(command, tmp_path):
     for module in ("tyro", "msgspec", "torch" if command in TORCH else "numpy"):
         assert without(module, command, tmp_path) == f"error: No module named '{module}'; {PIP}\n"

@@ -65,12 +65,12 @@ def run(command, folder):
     return execute(["sh", "-c", " ".join(words)], cwd=folder).stdout
 
 
-def shortened(command):
-    """A command of train.py with a tiny model, a tenth of its --steps or two, and at most 3 ranks."""
+def shortened(command, flags=SHORT):
+    """A command of train.py with a tenth of its --steps, at most 3 ranks, and those `flags` that it does not set."""
     command = command.replace("--nproc_per_node=8", "--nproc_per_node=2")
     if steps := re.search(r"--steps=(\d+)", command):
         command = command.replace(steps[0], f"--steps={int(steps[1]) // 10}")
-    return " ".join([command, *(flag for flag in SHORT if flag.partition("=")[0] + "=" not in command)])
+    return " ".join([command, *(flag for flag in flags if flag.partition("=")[0] + "=" not in command)])
 
 
 def test_the_readme_begins_with_its_two_commands():
@@ -143,7 +143,7 @@ def test_command_of_the_readme(copy, command):
     elif "train.py" in command:
         name = re.search(r".*--name=(\w+)|.*config/(\w+)\.toml|$", command)
         begun = (copy / "runs" / (name[1] or name[2] or "laptop")).exists()
-        out = run(shortened(command), copy)
+        out = run(shortened(command, [] if begun else SHORT), copy)  # a run that continues keeps its settings
         assert "done:" in out or (begun and "is complete at step" in out)
         assert ("continuing from" in out) == begun  # the same command again
     elif command.startswith("sha256sum"):
