@@ -14,6 +14,7 @@ The exit status is 0 only if this holds in every case.
 import contextlib
 import io
 import math
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -161,6 +162,8 @@ def write_text(root: Path) -> None:
 
 def make_dataset(root: Path, name: str) -> None:
     """Make a dataset of the text."""
+    for path in (root / "text").iterdir():  # dataset.json depends on modification times, which the disk does not keep
+        os.utime(path, (0, 0))
     make = dict(tokenizer="bytes", shard_tokens=5000, val_fraction=0.2, workers=1)
     prepare_data.prepare(prepare_data.PrepareConfig((str(root / "text"),), out=str(root / name), **make))
 
