@@ -83,7 +83,8 @@ def test_a_stopped_run_gives_the_command_that_continues_it(train):
     command, last = found["next"], found["step"] + 3
     assert command.startswith("torchrun --standalone --nproc_per_node=2 train.py --")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    execute([*shlex.split(command), f"--steps={last}"], env={"PATH": path}, fork=False)
+    words = [word for word in shlex.split(command) if not word.startswith("--steps=")]
+    execute([*words, f"--steps={last}"], env={"PATH": path}, fork=False)
     found = status(train.runs / "asked")
     assert (found["state"], found["step"]) == ("complete", last) and "reason" not in found
 
