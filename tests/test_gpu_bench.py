@@ -28,7 +28,8 @@ class Present(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         spec = super().find_spec(name, path, target)
-        missing = spec and path is None and name not in PRESENT and "site-packages" in (spec.origin or "")
+        outside = spec and "site-packages" in (spec.origin or "") and "_vendor" not in spec.origin  # of setuptools
+        missing = outside and path is None and name not in PRESENT
         return None if missing else spec
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Present
 """
