@@ -118,7 +118,7 @@ def training(config: Config, folder: Path, limit: float, updates: int, profile: 
     resolved = settings.read_preset(folder / "run/config.toml")
     log = (folder / "run/train.log").read_text().replace(f"{machine.ROOT}/", "").splitlines()
     first_update = next(number for number, line in enumerate(log) if re.search(r"step +1/", line))
-    errors_seen = (folder / "forks.err").read_text(errors="replace")
+    errors_seen = (folder / "forks.err").read_text(errors="replace").replace(f"{machine.ROOT}/", "")
     return {
         "first_update_s": records[0]["time"] - began,
         "update_ms": timed,
@@ -164,7 +164,7 @@ def commands(run: Path, device: str, folder: Path, limit: float) -> list[str]:
         evaluate.main(evaluate.EvaluateConfig(run=str(run), eval_tokens=4096, device=device))
 
     forks.in_forks(both, folder=folder, limit=limit)
-    return (folder / "forks.out").read_text().splitlines()[-6:]
+    return (folder / "forks.out").read_text().replace(f"{machine.ROOT}/", "").splitlines()[-6:]
 
 
 def nanogpt_steps(checkout: Path, flags: list[str], limit: float) -> list[float]:

@@ -19,7 +19,8 @@ PRESENT += (
 PRESENT += (
     "dateutil six pyparsing fontTools setuptools pkg_resources functorch hf_xet rich click shellingham typer pygments psutil "
 )
-PRESENT += "markdown_it mdurl msgspec"
+PRESENT += "markdown_it mdurl msgspec "
+PRESENT += "autocommand backports importlib_metadata jaraco more_itertools platformdirs wheel zipp"  # come with setuptools
 # Nothing else can be found, as on a machine that lacks it.
 WITHOUT = f"""
 import importlib.machinery, sys
@@ -28,8 +29,7 @@ class Present(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         spec = super().find_spec(name, path, target)
-        outside = spec and "site-packages" in (spec.origin or "") and "_vendor" not in spec.origin  # of setuptools
-        missing = outside and path is None and name not in PRESENT
+        missing = spec and path is None and name not in PRESENT and "site-packages" in (spec.origin or "")
         return None if missing else spec
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Present
 """
