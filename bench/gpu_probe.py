@@ -129,7 +129,7 @@ def training(config: Config, folder: Path, limit: float, updates: int, profile: 
         "micro_batch_size": resolved.train.micro_batch_size,
         "recompilations": errors_seen.count("Recompiling function"),
         "banner": log[:first_update],
-        "profile": [line for line in log if re.match(r"\S* *trace-|\s+[\d.]+% ", line) or "trace-" in line],
+        "profile": [line for line in log if "/trace-" in line or re.match(r"\s+[\d.]+% ", line)],
         "warnings": sorted({line for line in errors_seen.splitlines() if "warn" in line.lower()})[:20],
     }
 
