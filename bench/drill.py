@@ -11,18 +11,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import machine  # puts the project's folder on the path
 
 # isort: split
 import forks
 from lockstep import settings
-from lockstep.common import cli
 from lockstep.common.errors import RunError, UserError
-from lockstep.settings import ParallelConfig
+from lockstep.strategies import STRATEGIES
 
-STRATEGIES = get_args(cli.flat_fields(ParallelConfig)["strategy"].type)
 CHECKPOINTS_PER_ATTEMPT = 4  # at most; this limits the steps of the whole run
 # A step of a tiny model is shorter than a save, so many kills hit a save. 1, 2, 3 and 6 ranks can share the 6 micro-batches
 # equally, and every strategy supports the optimizer.
@@ -62,7 +60,7 @@ def train_to_the_end(ranks: int, run: Path, flags: dict) -> dict[str, str]:
 @dataclass(frozen=True)
 class KillsConfig(machine.Options):
     kills: int = 200
-    strategy: Literal[STRATEGIES] = "ddp"
+    strategy: Literal[tuple(STRATEGIES)] = "ddp"
     ranks: int = 1
     """Ranks. Under exact, each attempt has a random number of ranks up to this."""
     max_shard_bytes: int = 10**9

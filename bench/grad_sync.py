@@ -17,8 +17,8 @@ import forks
 import machine  # puts the project's folder on the path
 from lockstep import settings
 from lockstep.common import cli
+from lockstep.strategies import STRATEGIES
 
-STRATEGIES = ["ddp", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"]
 FLAGS = dict(architecture="qwen3", n_layer=4, n_head=4, n_embd=256, seq_len=128, vocab_size=4096, micro_batch_size=4)
 FLAGS |= dict(lr=1e-4, device="cpu", dtype="float32")
 

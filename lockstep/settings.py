@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
+from typing_extensions import Doc  # comes with tyro, which shows it as the help of a flag
 
 from lockstep.architectures import ARCHITECTURES, Architecture
 from lockstep.common import cli, files
@@ -24,6 +25,7 @@ from lockstep.common.cli import flat_fields, flat_values, parse, read_values, re
 from lockstep.common.errors import UserError, messages, refuse
 from lockstep.common.records import Auto, Count, Seed, Size
 from lockstep.common.steps import read_phases, read_skipped
+from lockstep.strategies import STRATEGIES, StrategyRecord
 
 HERE = Path(__file__).parent.parent
 # Upper limits bound the work and memory that a number can cost, for example as the length of a list.
@@ -176,9 +178,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    strategy: Literal["ddp", "fsdp", "exact", "scratch_allreduce", "scratch_reduce_scatter", "scratch_overlap"] = "ddp"
-    """ddp: torch's DistributedDataParallel. fsdp: shard weights, gradients and optimizer state across ranks.
-    exact: the same bits on any number of ranks. scratch_*: the lessons in lockstep/parallel/from_scratch.py."""
+    strategy: Annotated[
+        Literal[tuple(STRATEGIES)], Doc(" ".join(f"{name}: {record.help}." for name, record in STRATEGIES.items()))
+    ] = "ddp"
     replicate: Ranks = 1
     """Copies of the weights under fsdp, each sharded across a group of ranks such as a node (1: one copy across all ranks)."""
     shard_gradients: Literal["auto", "on", "off"] = "auto"
@@ -188,6 +190,11 @@ class ParallelConfig:
     """Steps between comparisons of all ranks' weights (0: never). The run ends if a bit differs."""
     timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0
     """How long a rank waits for the others before giving up."""
+
+    @property
+    def record(self) -> StrategyRecord:
+        """What a rank holds and sends under this strategy, and what works with it."""
+        return STRATEGIES[self.strategy]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import get_args
 
 # No variable of the shell that the tests start in may change their outcome, whatever program reads it. What remains finds
 # programs, libraries, compilers, GPUs and folders, or is pytest's own.
@@ -36,9 +35,7 @@ from safetensors.torch import load_file
 import machine
 import warm
 from forks import free_port
-from lockstep import settings
 from lockstep.checkpoints import retention
-from lockstep.common import cli
 from lockstep.common.files import publish_directory
 from lockstep.dataset.tokens import write_shard
 from machine import ROOT, damage  # noqa: F401  for tests
@@ -47,7 +44,6 @@ from model import initial_weights
 PATIENCE = 300  # seconds for what takes a few on an idle machine; a test that reaches them hangs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would what tests start
 hypothesis.settings.load_profile("ci")  # the same examples every time, without a deadline
-STRATEGIES = get_args(cli.flat_fields(settings.Config)["strategy"].type)
 # 20 updates of 12 micro-batches of 2 x 16 tokens. One thread: as many tests as cores run side by side.
 TINY = machine.TINY | dict(
     steps=20,

@@ -11,7 +11,8 @@ from conftest import ROOT, execute
 
 # Where modules are, from the ground up. What is in one place may import what is in those before it, and its neighbours.
 ORDER = [
-    *("lockstep.common", "lockstep.architectures", "lockstep.settings", "lockstep.hardware", "lockstep.command"),
+    *("lockstep.common", "lockstep.architectures", "lockstep.strategies", "lockstep.settings"),
+    *("lockstep.hardware", "lockstep.command"),
     *("lockstep.dataset", "lockstep.numerics"),
     *("lockstep.reports", "lockstep.parallel", "lockstep.checkpoints", "lockstep.planning", "lockstep"),
     *("data", "model", "lesson", "evaluate", "sample", "export", "plot", "prepare_data", "train", "replay", "extras"),

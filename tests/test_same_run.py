@@ -11,10 +11,11 @@ import subprocess
 import pytest
 import torch
 
-from conftest import PATIENCE, STRATEGIES, before_update, damage, wait_for
+from conftest import PATIENCE, before_update, damage, wait_for
 from lockstep.checkpoints import retention
 from lockstep.common.errors import RunError
 from lockstep.parallel.exact import LIMIT, SCALE, Exact, add_fixed_point, mean_from_fixed_point, raise_largest
+from lockstep.strategies import STRATEGIES
 
 EXACT = dict(strategy="exact", dropout=0.1, optimizer="muon")
 
@@ -106,7 +107,9 @@ def test_a_run_of_exact_from_when_it_could_shard_gradients_continues_with_a_note
     assert "shard_gradients" not in train("old", steps=4, **EXACT).stdout
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "exact"])  # on any number of ranks: see above
+@pytest.mark.parametrize(
+    "strategy", [name for name in STRATEGIES if not STRATEGIES[name].any_ranks]
+)  # on any number of ranks: see above
 def test_resume_on_the_same_ranks_is_bit_identical_for_every_strategy(train, strategy):
     flags = dict(strategy=strategy, dropout=0.1, ranks=3, optimizer="muon", steps=9)  # Muon, and AdamW for what is no matrix
     train("whole", **flags)

@@ -28,6 +28,7 @@ from lockstep.hardware import footprint
 from lockstep.numerics import optim
 from lockstep.parallel.world import World
 from lockstep.planning import plan, rules
+from lockstep.strategies import ALONE, STRATEGIES
 from model import initial_weights, on_meta
 
 
@@ -185,7 +186,7 @@ def test_every_conflict_is_told_at_once_and_a_flag_that_turns_something_off_is_n
 
 CHOICES = {
     name: get_args(item.type) for name, item in cli.flat_fields(settings.Config).items() if get_origin(item.type) is Literal
-}
+} | {"strategy": tuple(STRATEGIES)}
 
 
 def assemble(config, tokens):
@@ -198,19 +199,28 @@ def assemble(config, tokens):
     optim.learning_rate(9, 10, config.optim), data.make_batches(config, mixture), footprint.of_rank(config, 1, "cpu")
 
 
+SIZES = dict(n_layer=1, n_head=2, n_embd=16, seq_len=16, micro_batch_size=2, tokens_per_update=64)
+RESOLVED = dict(architecture="gpt2", optimizer="muon", muon_dtype="float32", warmup_steps=0, mixture_order="own")
+SMALL = settings.replace(settings.Config(), **machine.TINY | SIZES | RESOLVED)
+
+
 @pytest.mark.parametrize("name", sorted(CHOICES.keys() - {"device", "compile", "shard_gradients", "wandb"}))
 def test_a_value_that_only_settings_knows_fails_loudly(name, tokens):
     """As after the first step of an addition: no part of a run takes a new value for another one."""
-    sizes = dict(n_layer=1, n_head=2, n_embd=16, seq_len=16, micro_batch_size=2, tokens_per_update=64)
-    config = (
-        machine.TINY
-        | sizes
-        | dict(architecture="gpt2", optimizer="muon", muon_dtype="float32", warmup_steps=0, mixture_order="own")
-    )
-    config = settings.replace(settings.Config(), **config)
-    assemble(config, tokens)
+    assemble(SMALL, tokens)
     with pytest.raises((KeyError, AssertionError), match="half-finished"):
-        assemble(settings.replace(config, **{name: "half-finished"}), tokens)
+        assemble(settings.replace(SMALL, **{name: "half-finished"}), tokens)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_record_of_a_strategy_has_a_class(strategy, tokens):
+    assemble(settings.replace(SMALL, strategy=strategy), tokens)
+
+
+def test_a_record_of_a_strategy_without_a_class_fails_loudly(monkeypatch, tokens):
+    monkeypatch.setitem(STRATEGIES, "half-finished", ALONE)
+    with pytest.raises(AssertionError, match="half-finished"):
+        assemble(settings.replace(SMALL, strategy="half-finished"), tokens)
 
 
 @pytest.mark.parametrize("config", [plan.Command, sample.SampleConfig, evaluate.EvaluateConfig])

@@ -9,13 +9,13 @@ import math
 
 from lockstep.common.cli import replace
 from lockstep.settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from lockstep.strategies import ALONE, Update
 
 FLEX_BLOCK = 128  # queries, and keys, per block of FlexAttention's mask (attention.document_blocks)
 # Tensors may use this share of a GPU's memory. CUDA and NCCL need 1 to 2 GB, the caching allocator cannot reuse about 5 %, and
 # the estimate may be 5 % low (bench/fake_gpu.py). Running out of memory costs more than a smaller micro-batch.
 USABLE = 0.9
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per number in matmuls
-EXACT_BLOCK = 1 << 26  # elements that exact converts at a time on a GPU
 CPU_BYTES = 1 << 28  # bytes of activations on a CPU: few enough to fit in the caches, but enough to hide Python's overhead
 
 
@@ -82,23 +82,26 @@ def rows_at_a_time(vocab_size: int, device: str) -> int:
 def largest_micro_batch(config: Config, world_size: int, device: str, budget: float) -> int:
     """Return the largest micro-batch, in sequences, that divides the ranks' shares equally and fits in `budget` bytes, or 1.
 
-    Under `exact` the choice must not depend on the number of ranks. So this leaves work for eight ranks, and counts the memory
-    of a run on one rank, which needs the most. On a CPU, `budget` covers only activations (roughly 14 widths and 3 MLP widths)
-    and logits.
+    Where the bits must not depend on the number of ranks (exact), nor may the choice. So this leaves work for eight ranks, and
+    counts the memory of a run on one rank, which needs the most. On a CPU, `budget` covers only activations (roughly 14 widths
+    and 3 MLP widths) and logits.
     """
-    model, sequences = config.model, config.sequences_per_update
-    exact = config.parallel.strategy == "exact"
-    share, most = (sequences, sequences // min(8, sequences)) if exact else (sequences // world_size, sequences)
+    model, share = config.model, config.sequences_per_update
+    most = share
+    if config.parallel.record.any_ranks:
+        world_size, most = 1, share // min(8, share)
+    share //= world_size
     rows = rows_at_a_time(model.vocab_size, device)
     per_sequence = 2 * model.seq_len * model.n_layer * (14 * model.n_embd + 3 * model.d_ff) + document_mask(config, device)
 
     def size(micro_batch: int) -> float:
         if device == "cpu":
             return micro_batch * per_sequence + 10 * model.vocab_size * min(rows, micro_batch * model.seq_len)
-        return sum(of_rank(replace(config, micro_batch_size=micro_batch), 1 if exact else world_size, device).values())
+        return sum(of_rank(replace(config, micro_batch_size=micro_batch), world_size, device).values())
 
     small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
-    return max((n for n in {*small, *(share // n for n in small)} if n <= most and size(n) <= budget), default=1)
+    large = [share // n for n in small]
+    return max((n for n in {*small, *large} if n <= most and size(n) <= budget), default=1)
 
 
 def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
@@ -106,55 +109,61 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
 
     The memory that CUDA and NCCL themselves use is not counted. config: resolved. device: a device type, such as cuda.
     """
-    model, train, strategy = config.model, config.train, config.parallel.strategy
-    if world_size == 1 and strategy != "exact":
-        strategy = "none"
-    P, s, blocks = parameter_count(model), BYTES[train.dtype], block_parameters(model)
-    fsdp, exact = strategy == "fsdp", strategy == "exact"
-    sharded = fsdp and config.parallel.shard_gradients == "on"
-    copies = config.parallel.replicate if fsdp else 1 if exact else world_size
-    shards = world_size // copies  # shards of the optimizer's state, and of fsdp's weights
-    activation, recomputed = activations(model, train, strategy)
-    activation += train.micro_batch_size * document_mask(config, device)
-    loss, loss_backward = loss_buffers(model, train, device)
-    accumulating = config.micro_batches > world_size  # some rank holds gradients from an earlier micro-batch
-    # exact and scratch_overlap move each gradient elsewhere as soon as it is complete.
-    between = 4.0 * P / (shards if sharded else 1) if accumulating and not exact and strategy != "scratch_overlap" else 0.0
-    buckets = 4.0 * P if strategy in ("ddp", "scratch_overlap") else 0.0
-    casts, again = weight_casts(model, train, fsdp)
+    model, train, record = config.model, config.train, config.parallel.record
+    if world_size == 1 and not record.any_ranks:
+        record = ALONE
+    update = update_of(config, world_size, device)
+    gradient = 4.0 * update.parameters
+    own_gradient = gradient / update.shards if record.shards_update else gradient  # of what this rank updates
     always = {
-        "weights": 4.0 * P / (shards if fsdp else 1),
-        "optimizer state": optimizer_state(model, config.optim.optimizer) / shards,
-        "gradient buckets": buckets,
-        "exact's integers": 8.0 * P if exact else 0.0,
+        "weights": gradient / update.shards if record.shards_weights else gradient,
+        "optimizer state": optimizer_state(model, config.optim.optimizer) / (update.shards if record.shards_update else 1),
+        **{part: size * update.parameters for part, size in record.holds.items()},
         "portable's copies": portable_copies(config),
     }
-    # After the reduction, DDP's gradients are views of its buckets; with fsdp and exact, gradients are shards.
-    reduced = 0.0 if buckets else 4.0 * P / shards
-    embedding = 4.0 * model.vocab_size * model.n_embd  # the largest tensor
-    # Backward adds the tied embedding's two gradients, from the lookup and the matmul, before it accumulates them.
-    tied = embedding * (1 + (accumulating and not exact)) if model.tie_embeddings else 0.0
-    # exact sends and receives one tensor at a time (a gradient's integers, later the weights) and converts in pieces.
-    travels = 4.0 * embedding * (exact and world_size > 1)
-    piece = min(embedding, 4.0 * EXACT_BLOCK) * (exact and device != "cpu")
-    temporary = {
-        "scratch_reduce_scatter": 8.0 * P,
-        "fsdp": (4.0 + s) * (P - blocks),  # reduces everything outside the blocks as one unit
-        "exact": max(travels, embedding + tied + 3 * piece),
-    }.get(strategy, tied)
-    complete = 0.0 if exact else reduced if buckets or fsdp else 4.0 * P
-    muon = muon_buffers(model, config.optim, shards if fsdp or exact else 0, world_size)
-    returns = max(2 * piece, embedding * (1 + 1 / shards) * (exact and world_size > 1))
+
+    # Gradients of earlier micro-batches, of all micro-batches before the ranks add them, and their mean.
+    if record.moves_gradients or update.micro_steps == 1:
+        earlier = 0.0
+    elif record.shards_weights and update.shard_gradients:
+        earlier = own_gradient
+    else:
+        earlier = gradient
+    mean = 0.0 if record.reduces_in_place else own_gradient
+    complete = 0.0 if record.moves_gradients else max(earlier, mean)
+
+    activation, recomputed = activations(model, train, record.shards_weights)
+    activation += train.micro_batch_size * document_mask(config, device)
+    loss, loss_backward = loss_buffers(model, train, device)
+    casts, casts_again = weight_casts(model, train, record.shards_weights)
+    temporary = record.temporary(update)
+    muon = muon_buffers(model, config.optim, update.shards if record.shards_update else 0, world_size)
     moments = [
         # In order: the last micro-batch's forward ends, its backward begins, the ranks add gradients, the weights are updated.
-        {"gradients": between, "weights for backward": casts, "activations": activation, "logits": loss},
-        {"gradients": between, "weights for backward": again, "activations": activation + recomputed, "logits": loss_backward},
-        {"gradients": max(between, complete), "temporary": temporary},
-        {"gradients": reduced, "temporary": max(muon, returns)},
+        {"gradients": earlier, "weights for backward": casts, "activations": activation, "logits": loss},
+        {"gradients": earlier, "weights for backward": casts_again, "activations": activation + recomputed}
+        | {"logits": loss_backward, "temporary": temporary.backward},
+        {"gradients": complete, "temporary": temporary.sync},
+        {"gradients": mean, "temporary": max(muon, temporary.step)},
     ]
-    if exact and not model.tie_embeddings:  # the output layer's gradient is sent first
-        moments[1]["temporary"] = travels
     return max((always | moment for moment in moments), key=lambda parts: sum(parts.values()))
+
+
+def update_of(config: Config, world_size: int, device: str) -> Update:
+    """Return what a strategy's memory and traffic depend on. config: resolved."""
+    model, parallel, P = config.model, config.parallel, parameter_count(config.model)
+    return Update(
+        ranks=world_size,
+        replicate=parallel.replicate,
+        micro_steps=-(-config.micro_batches // world_size),
+        shard_gradients=parallel.shard_gradients == "on",
+        number_bytes=BYTES[config.train.dtype],
+        parameters=P,
+        unblocked=P - block_parameters(model),
+        embedding=model.vocab_size * model.n_embd,
+        tied=model.tie_embeddings,
+        on_cpu=device == "cpu",
+    )
 
 
 def portable_copies(config: Config) -> float:
@@ -170,29 +179,30 @@ def portable_copies(config: Config) -> float:
     return 16.0 * (block_parameters(model) + model.vocab_size * model.n_embd) + 4.0 * weights
 
 
-def weight_casts(model: ModelConfig, train: TrainConfig, fsdp: bool) -> tuple[float, float]:
+def weight_casts(model: ModelConfig, train: TrainConfig, gathered: bool) -> tuple[float, float]:
     """Return the bytes of the weights cast to the matmuls' dtype, at the end of the forward pass and during the backward pass.
 
-    Autocast keeps its copies of all blocks until backward, and a recomputed block makes new ones. fsdp gathers two blocks at a
-    time, and the embeddings for the whole update.
+    Autocast keeps its copies of all blocks until backward, and a recomputed block makes new ones. With `gathered` weights, two
+    blocks at a time are whole, and the embeddings for the whole update.
     """
-    s, blocks, recomputed = BYTES[train.dtype], block_parameters(model), train.activation_checkpointing
-    if fsdp:
-        gathered = s * (parameter_count(model) - blocks + 2 * blocks / model.n_layer)
-        return gathered, gathered
+    s, blocks = BYTES[train.dtype], block_parameters(model)
+    if gathered:
+        whole = s * (parameter_count(model) - blocks + 2 * blocks / model.n_layer)
+        return whole, whole
     casts = 2.0 * blocks if s == 2 else 0.0
-    return casts, casts / model.n_layer if recomputed else casts
+    return casts, casts / model.n_layer if train.activation_checkpointing else casts
 
 
-def activations(model: ModelConfig, train: TrainConfig, strategy: str) -> tuple[float, float]:
+def activations(model: ModelConfig, train: TrainConfig, gathered: bool) -> tuple[float, float]:
     """Return the bytes that a micro-batch's forward keeps for backward, and the bytes of one recomputed block.
 
     Per token, a block keeps the inputs of its norms, a copy of their outputs for each matmul that reads them, queries, keys,
-    values, the output of attention, and what the MLP computes. Kernels differ in what else they keep, by up to 15 %.
+    values, the output of attention, and what the MLP computes. Kernels differ in what else they keep, by up to 15 %. gathered:
+    whether weights, and so the residual stream, are in the matmuls' dtype.
     """
     C, F, Q, K = widths(model)
     s, N = BYTES[train.dtype], train.micro_batch_size * model.seq_len
-    residual = s if strategy == "fsdp" else 4  # bytes per element of the residual stream
+    residual = s if gathered else 4  # bytes per element of the residual stream
     norms = 2 * C * (4 if model.record.norm == "layer" else residual)  # LayerNorm converts its input to float32
     if model.record.qk_norm:
         norms += residual * (Q + K)
@@ -210,7 +220,7 @@ def activations(model: ModelConfig, train: TrainConfig, strategy: str) -> tuple[
 
 def uses_flex(config: Config, device: str) -> bool:
     """Return whether `attention.document_mask` makes a mask for FlexAttention. device: from `device.kind`."""
-    repeats = config.train.deterministic or config.parallel.strategy == "exact"
+    repeats = config.train.deterministic or config.parallel.record.any_ranks
     fit = device == "cuda" or (device == "rocm" and not repeats)
     return fit and not config.model.dropout and config.numerics.numerics == "native"
 

@@ -45,23 +45,13 @@ GPUS = {
 
 def speed(config: Config, world_size: int, gpu: GPU, mfu: float) -> tuple[float, float, float]:
     """Return the seconds that an update spends computing and waiting for the network, and the bytes that each rank sends."""
-    train, strategy = config.train, config.parallel.strategy
-    flops = footprint.flops_per_token(config.model) * train.tokens_per_update
-    again = 4 / 3 if train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once
-    micro_steps = -(-config.micro_batches // world_size)
-    compute = flops * again * micro_steps / config.micro_batches / gpu.peak_flops / mfu
-
-    # fsdp reduces gradients to shards, and gathers the weights for the forward and the backward of each micro-step. Replicas of
-    # weights or shards all-reduce their gradients. exact sends 8-byte integers, then its share of the mean to the ranks that
-    # compute norms, and finally its share of the weights.
-    P, exact = footprint.parameter_count(config.model), strategy == "exact"
-    copies = config.parallel.replicate if strategy == "fsdp" else 1 if exact else world_size
-    shards = world_size // copies
-    gradients = 8.0 if exact else 4.0 * micro_steps if config.parallel.shard_gradients == "on" else 4.0
-    weights = 4.0 + 4.0 / shards if exact else 2 * micro_steps * footprint.BYTES[train.dtype]
-    sent = (shards - 1) / shards * P * (gradients + weights) + 2 * (copies - 1) / copies * P / shards * 4.0
+    record, update = config.parallel.record, footprint.update_of(config, world_size, "cuda")
+    flops = footprint.flops_per_token(config.model) * config.train.tokens_per_update
+    again = 4 / 3 if config.train.activation_checkpointing else 1  # the forward runs twice; MFU counts it once
+    compute = flops * again * update.micro_steps / config.micro_batches / gpu.peak_flops / mfu
     # Rings between nodes use all adapters of a node at once.
     rate = gpu.link if world_size <= NODE else min(gpu.link, NODE * gpu.network)
-    # fsdp always sends while it computes, scratch_allreduce and scratch_reduce_scatter never, the rest in the last backward.
-    hidden = {"fsdp": compute, "scratch_allreduce": 0.0, "scratch_reduce_scatter": 0.0}
-    return compute, max(0.0, sent / rate - hidden.get(strategy, compute / micro_steps * 2 / 3)), sent
+    sent = record.traffic(update)
+    last_backward = compute / update.micro_steps * 2 / 3
+    hidden = {"nothing": 0.0, "last backward": last_backward, "update": compute}[record.sends_during]
+    return compute, max(0.0, sent / rate - hidden), sent

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.common.errors import RunError
-from lockstep.hardware.footprint import EXACT_BLOCK
 from lockstep.numerics import optim
 from lockstep.numerics.optim import all_gather_single, local
 from lockstep.parallel.from_scratch import Buckets, register_hooks, views
 from lockstep.parallel.shares import gather_own, share_of
 from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
+from lockstep.strategies import EXACT_BLOCK
 
 SCALE = 2.0**50
 LIMIT = 2.0**13  # LIMIT * SCALE is 2^63, just above the largest int64

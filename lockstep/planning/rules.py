@@ -50,11 +50,11 @@ EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
         "with --numerics=portable, whose micro-batches are single sequences",
     ),
     "shard_gradients": (
-        lambda c: c.parallel.strategy == "fsdp" or c.parallel.shard_gradients != "on",
+        lambda c: c.parallel.record.shards_weights or c.parallel.shard_gradients != "on",
         "without --strategy=fsdp",
     ),
     "deterministic": (
-        lambda c: c.numerics.numerics == "native" and c.parallel.strategy != "exact",
+        lambda c: c.numerics.numerics == "native" and not c.parallel.record.any_ranks,
         "with --strategy=exact or --numerics=portable, which always repeat",
     ),
     **dict.fromkeys(
@@ -101,32 +101,32 @@ def step_problems(config: Config) -> Iterator[str]:
 
 def setting_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield a message for each setting that the strategy, or another setting, does not support."""
-    parallel, strategy, train, optim = config.parallel, config.parallel.strategy, config.train, config.optim
+    parallel, record, optim = config.parallel, config.parallel.record, config.optim
     if optim.min_lr != "auto" and optim.min_lr > optim.lr:
         yield f"--min_lr={optim.min_lr} must be at most --lr={optim.lr}"
     if not re.fullmatch(r"([1-9]\d{0,11}:[1-9]\d{0,5})?", config.log.profile):
         yield f"--profile={config.log.profile} must be STEP:COUNT, such as 100:3 to trace steps 100 to 102"
     if config.eval.tasks_every and not config.eval.tasks:
         yield f"--tasks_every={config.eval.tasks_every} needs --tasks, such as --tasks=hellaswag,arc_easy"
-    if strategy == "exact" and train.dtype == "float16":
-        yield "--strategy=exact does not support --dtype=float16, whose loss scale overflows its integers; use --dtype=float32"
-    if strategy != "fsdp" and parallel.replicate != 1:
-        yield f"--replicate={parallel.replicate} needs --strategy=fsdp; under {strategy} every rank holds all weights"
+    if config.train.dtype == "float16" and record.no_float16:
+        yield f"--strategy={parallel.strategy} does not support --dtype=float16, {record.no_float16}; use --dtype=float32"
+    if parallel.replicate != 1 and not record.shards_weights:
+        yield f"--replicate={parallel.replicate} needs --strategy=fsdp; under {parallel.strategy} every rank holds all weights"
     if world_size % parallel.replicate:
         yield f"--replicate={parallel.replicate} does not divide the number of ranks, {world_size}"
-    if strategy == "fsdp" and parallel.check_replicas_every:
-        yield "--check_replicas_every compares whole copies of the weights, but under --strategy=fsdp, no rank has one; use 0"
+    if parallel.check_replicas_every and not record.equal_weights:
+        yield f"--check_replicas_every compares all ranks' weights, which differ under --strategy={parallel.strategy}; use 0"
 
 
 def portable_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield a message for each setting that --numerics=portable does not support."""
     if config.numerics.numerics == "native":
         return
-    given, strategy = flat_values(config), config.parallel.strategy
+    given, strategy, any_ranks = flat_values(config), config.parallel.strategy, config.parallel.record.any_ranks
     for name, value in PORTABLE.items():
         if given[name] not in ("auto", value):
             yield f"--numerics=portable needs --{name}={value}; leave out --{name}={given[name]}".lower()
-    if strategy != "exact" and (world_size > 1 or strategy != "ddp"):
+    if not any_ranks and (world_size > 1 or strategy != "ddp"):
         yield f"--numerics=portable needs --strategy=exact: under {strategy}, sums of gradients depend on the number of ranks"
 
 
@@ -154,24 +154,29 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
 def share_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield a message if the ranks cannot share the global batch in whole micro-batches.
 
-    Shares must be equal, except under exact, where each rank only needs at least one micro-batch.
+    Shares must be equal, unless the strategy gives the same bits on any number of ranks. Then each rank needs at least one.
     """
-    exact, tokens, micro = config.parallel.strategy == "exact", config.train.tokens_per_update, config.train.micro_batch_size
-    micro = 1 if config.numerics.numerics == "portable" else micro  # see choices.for_portable
-    micro_batch = config.model.seq_len * (1 if micro == "auto" else micro)  # size in tokens
+    unequal, tokens, micro = config.parallel.record.any_ranks, config.train.tokens_per_update, config.train.micro_batch_size
+    if config.numerics.numerics == "portable":
+        micro = 1  # see choices.for_portable
+    micro_batch = config.model.seq_len if micro == "auto" else config.model.seq_len * micro  # size in tokens
     smallest = micro_batch * world_size
-    unit = micro_batch if exact else smallest
-    if tokens % unit == 0 and tokens >= smallest:
+    unit = micro_batch if unequal else smallest
+    whole, enough = tokens % unit == 0, tokens >= smallest
+    if whole and enough:
         return
-    factors = [f"--seq_len={config.model.seq_len}"] + [f"--micro_batch_size={micro}"] * (micro != "auto")
-    factors += [f"{world_size} ranks"] * (world_size > 1 and (not exact or tokens % unit == 0))
-    wrong = "not a multiple of" if tokens % unit else "less than"
-    unequal = not exact and tokens % micro_batch == 0 and tokens >= smallest  # shares that exact would accept
-    other = "; or --strategy=exact, which allows unequal shares" * unequal
-    if exact and tokens % unit == 0:  # too few micro-batches, but perhaps enough sequences
+    factors = [f"--seq_len={config.model.seq_len}"]
+    if micro != "auto":
+        factors.append(f"--micro_batch_size={micro}")
+    if world_size > 1 and (whole or not unequal):
+        factors.append(f"{world_size} ranks")
+    wrong, other = "less than" if whole else "not a multiple of", ""
+    if enough and not unequal and tokens % micro_batch == 0:
+        other = "; or --strategy=exact, which allows unequal shares"
+    if unequal and whole:  # too few micro-batches, but perhaps enough sequences
         sequences = tokens // config.model.seq_len
-        fit = next((n for n in range(sequences // world_size, 0, -1) if sequences % n == 0), 0)
-        other = f"; or --micro_batch_size={fit}" * (fit > 0)
+        if fit := next((n for n in range(sequences // world_size, 0, -1) if sequences % n == 0), 0):
+            other = f"; or --micro_batch_size={fit}"
     yield f"--tokens_per_update={tokens} is {wrong} {' x '.join(factors)}; try {nearest(tokens, unit, smallest)}{other}"
 
 
