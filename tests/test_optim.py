@@ -122,7 +122,7 @@ def test_ranks_compute_the_matrices_of_a_shape_while_they_send_those_of_the_one_
     """The products of a shape begin before the exchange of the one before is waited for, and no weight changes until then."""
     did = []
 
-    def orthogonalize(matrices, dtype, ops):
+    def orthogonalize(matrices, dtype):
         shape = tuple(matrices[0].shape)
         did.append(("send", *shape))
         done = torch.stack([torch.ones_like(matrix) for matrix in matrices])

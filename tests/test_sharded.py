@@ -54,9 +54,9 @@ def test_sharded_ranks_equal_one_process(train, one, optimizer, ranks, flags):
 COUNTED = """
 from lockstep.numerics import optim
 counts = []
-def counted(matrices, dtype, ops, original=optim.orthogonalize):
+def counted(matrices, dtype, *ops, original=optim.orthogonalize):
     counts.append(len(matrices))
-    return original(matrices, dtype, ops)
+    return original(matrices, dtype, *ops)
 optim.orthogonalize = counted
 def written(run, original=train.train):
     status = original(run)

@@ -52,9 +52,9 @@ class AdamW:
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 JUMP = 1.25  # a change of the learning rate by more than this factor, from one step to the next, is a jump
 BATCH = 4  # matrices per batch in Newton-Schulz: one small matrix underuses the CPU, and many overflow its cache
-# Arguments: N matrices of one shape, a dtype, and the module that computes (native or portable). Returns a function that waits
-# for the nearest orthogonal matrices [N, rows, columns] and returns them, or only this rank's part if they are sharded.
-Orthogonalize = Callable[[list[Tensor], torch.dtype, ModuleType], Callable[[], Tensor]]
+# Arguments: N matrices of one shape, and a dtype. Returns a function that waits for the nearest orthogonal matrices
+# [N, rows, columns] and returns them, or only this rank's part if they are sharded.
+Orthogonalize = Callable[[list[Tensor], torch.dtype], Callable[[], Tensor]]
 
 
 def orthogonalize(matrices: list[Tensor], dtype: torch.dtype, ops=native) -> Callable[[], Tensor]:
@@ -85,7 +85,7 @@ def newton_schulz(x: Tensor, ops, steps: int = 5) -> Tensor:
 
 
 def orthogonalize_shares(
-    matrices: list[Tensor], dtype: torch.dtype, ops, group: dist.ProcessGroup, orthogonalize: Orthogonalize
+    matrices: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, orthogonalize: Orthogonalize
 ) -> Callable[[], Tensor]:
     """Divide the work of `orthogonalize` among the ranks of `group`, which hold the same `matrices` (or the same rows of them).
 
@@ -95,7 +95,7 @@ def orthogonalize_shares(
     mine = matrices[group.rank() * each :][:each]
     share = torch.zeros(each, *local(matrices[0]).shape, dtype=dtype, device=matrices[0].device)
     if mine:
-        share[: len(mine)] = orthogonalize(mine, dtype, ops)()
+        share[: len(mine)] = orthogonalize(mine, dtype)()
     shares = share.new_empty(group.size() * each, *share.shape[1:])
     return when_done(all_gather_single(shares, share, group=group, async_op=True), shares[: len(matrices)])
 
@@ -111,7 +111,7 @@ def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
 
 
 def orthogonalize_by_owners(
-    matrices: list, dtype: torch.dtype, ops, group: dist.ProcessGroup, multiple: int = 1
+    matrices: list, dtype: torch.dtype, group: dist.ProcessGroup, multiple: int = 1, ops=native
 ) -> Callable[[], Tensor]:
     """Orthogonalize N matrices that are split across the ranks of `group`. The result has this rank's share of each.
 
@@ -167,7 +167,7 @@ class Muon:
                 momenta = [local(self.state[p]["momentum_buffer"]) for p in matrices]
                 self.ops.lerp_(momenta, gradients, 1 - self.momentum)
                 self.ops.lerp_(gradients, momenta, self.momentum)  # Nesterov's momentum
-                nearest = self.orthogonalize([p.grad for p in matrices], self.dtype, self.ops)
+                nearest = self.orthogonalize([p.grad for p in matrices], self.dtype)
                 update()
                 update = functools.partial(self.update, weights, nearest, group, max(shape))
         update()

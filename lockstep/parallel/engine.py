@@ -88,7 +88,7 @@ class Engine:
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before clipping, equal on all ranks."""
         # An update waits for the GPU only here. The optimizer's work then hides the kernel launches of the next update.
-        norm = self.strategy.total_norm(self.module.ops).item() / self.scaler.get_scale()
+        norm = self.strategy.total_norm().item() / self.scaler.get_scale()
         if self.scaler.is_enabled():  # GradScaler expects a torch optimizer; ours is not one
             self.scaler.unscale_(SimpleNamespace(param_groups=[{"params": list(self.parameters.values())}]))
         if 0 < limit < norm < math.inf:

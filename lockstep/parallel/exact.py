@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -90,7 +89,8 @@ class Exact(nn.Module):
         self.largest_of = dict(zip(self.trainable, self.largest, strict=True))
         self.add, self.mean = add_fixed_point, mean_from_fixed_point
         if compiled:
-            self.add, self.mean = (torch.compile(function, dynamic=True) for function in (self.add, self.mean))
+            self.add = torch.compile(self.add, dynamic=True)
+            self.mean = torch.compile(self.mean, dynamic=True)
         on_cpu = self.largest.device.type == "cpu"
         self.block = CPU_BLOCK if on_cpu and not compiled else EXACT_BLOCK
         self.buckets = Buckets(self.trainable[::-1], BUCKET_MB, FIRST_BUCKET_MB)
@@ -103,12 +103,16 @@ class Exact(nn.Module):
         """Return the `Row` of a bucket with these parameters."""
         columns, width = {}, 0
         for parameter in parameters:
-            size = parameter.numel() if self.world_size == 1 else share_of(parameter, 0, self.world_size).size
+            size = parameter.numel()
+            if self.world_size > 1:
+                size = share_of(parameter, 0, self.world_size).size
             columns[parameter] = slice(width, width + size)
             width += size
-        count = max(width, sum(p.numel() for p in parameters))
-        sums = torch.zeros(count, dtype=torch.int64, device=parameters[0].device)
-        return Row(columns, width, sums, dict(zip(parameters, views(sums, parameters), strict=True)))
+        # Shares are rounded up, so those of a few small parameters may take more room than the parameters.
+        elements = max(width, sum(p.numel() for p in parameters))
+        sums = torch.zeros(elements, dtype=torch.int64, device=parameters[0].device)
+        whole = dict(zip(parameters, views(sums, parameters), strict=True))
+        return Row(columns, width, sums, whole)
 
     # From backward to the ranks that add -----------------------------------------------------------------------------
 
@@ -133,11 +137,12 @@ class Exact(nn.Module):
             self.send(self.buckets.gradient_ready(parameter))
 
     def send(self, buckets: range) -> None:
-        """Start sending each rank its row of each of `buckets`. To limit memory, at most two exchanges are in flight."""
+        """Start sending each rank its row of each of `buckets`."""
         if self.world_size == 1:
             return
         for row in self.rows[buckets.start : buckets.stop]:
-            self.receive(but=1)
+            if len(self.in_flight) == 2:  # no more at a time, to limit memory
+                self.in_flight.popleft().wait()
             outgoing = torch.empty(self.world_size, row.width, dtype=torch.int64, device=row.sums.device)
             for parameter, columns in row.columns.items():
                 for place, values in by_rows(outgoing[:, columns], row.whole[parameter].view(-1)):
@@ -146,9 +151,9 @@ class Exact(nn.Module):
             work = dist.all_to_all_single(incoming, outgoing, async_op=True)
             self.in_flight.append(Exchange(work, outgoing, incoming, row))
 
-    def receive(self, but: int = 0) -> None:
-        """Add up the buckets in flight, oldest first, except for the last `but` of them."""
-        while len(self.in_flight) > but:
+    def receive(self) -> None:
+        """Add up the buckets in flight."""
+        while self.in_flight:
             self.in_flight.popleft().wait()
 
     # From sums to weights --------------------------------------------------------------------------------------------
@@ -186,21 +191,6 @@ class Exact(nn.Module):
         for part in zip(sums.split(self.block), values.split(self.block), strict=True):
             function(*part)
 
-    def total_norm(self, ops) -> Tensor:
-        """Return the norm of all gradients, with the same bits as on one rank: one rank computes each tensor's part."""
-        gradients = {name: share.grad for name, share in self.shares.items()}
-        if self.world_size == 1:
-            return ops.norm_of(ops.norm_parts(list(gradients.values())))
-        shapes = ops.norm_parts([torch.empty(share.shape, device="meta") for share in self.shares.values()])
-        places = [part.numel() for part in shapes]
-        found = torch.zeros(sum(places), dtype=shapes[0].dtype, device=self.largest.device)
-        parts = dict(zip(gradients, found.split(places), strict=True))
-        owners = {name: i % self.world_size for i, name in enumerate(gradients)}
-        for name, whole in gather_own(gradients, owners, dist.group.WORLD):
-            parts[name].copy_(ops.norm_parts([whole])[0])
-        dist.all_reduce(found)
-        return ops.norm_of(list(parts.values()))
-
     @torch.no_grad()
     def gather_weights(self) -> None:
         """Send each rank's updated share of the weights to all ranks."""
@@ -223,18 +213,31 @@ class ExactSums(Strategy):
 
     def __init__(self, module: nn.Module, world: World, micro_batches: int, compiled: bool):
         super().__init__(module, Exact(module, micro_batches, compiled), world, micro_batches)
-        self.parameters = self.model.shares
+        self.parameters, self.ops = self.model.shares, module.ops
         self.accumulation_steps = 1  # the sum is divided once, for the whole batch
 
-    def total_norm(self, ops: ModuleType) -> Tensor:
-        """Return the norm of all gradients, equal on all ranks."""
-        return self.model.total_norm(ops)
+    def total_norm(self) -> Tensor:
+        """Return the norm of all gradients, with the same bits on any number of ranks: one rank computes each tensor's part."""
+        gradients = {name: share.grad for name, share in self.parameters.items()}
+        if self.world.size == 1:
+            return self.ops.norm_of(self.ops.norm_parts(list(gradients.values())))
+        # Each rank fills in the parts of the tensors that it owns. All other parts are zero, so the sum over ranks is exact.
+        likes = self.ops.norm_parts([torch.empty(share.shape, device="meta") for share in self.parameters.values()])
+        sizes = [like.numel() for like in likes]
+        flat = torch.zeros(sum(sizes), dtype=likes[0].dtype, device=self.model.largest.device)
+        parts = dict(zip(gradients, flat.split(sizes), strict=True))
+        owners = {name: i % self.world.size for i, name in enumerate(gradients)}
+        for name, whole in gather_own(gradients, owners, self.group):
+            (part,) = self.ops.norm_parts([whole])
+            parts[name].copy_(part)
+        dist.all_reduce(flat)
+        return self.ops.norm_of(list(parts.values()))
 
-    def orthogonalize(self, matrices: list, dtype: torch.dtype, ops: ModuleType) -> Callable[[], Tensor]:
+    def orthogonalize(self, matrices: list, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Orthogonalize Muon's matrices of one shape in the same batches as a single rank does."""
         if self.world.size == 1:
-            return optim.orthogonalize(matrices, dtype, ops)
-        return optim.orthogonalize_by_owners(matrices, dtype, ops, dist.group.WORLD, multiple=optim.BATCH)
+            return optim.orthogonalize(matrices, dtype, self.ops)
+        return optim.orthogonalize_by_owners(matrices, dtype, self.group, optim.BATCH, self.ops)
 
     def after_step(self) -> None:
         """Send each rank's updated share of the weights to all ranks."""

@@ -14,7 +14,6 @@ only shards. With Muon, a rank sends 4 more bytes per parameter of its share (se
 """
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -81,19 +80,19 @@ class Fsdp(Strategy):
         """The ranks that share this rank's copy of the weights."""
         return self.mesh.get_group("shard")
 
-    def total_norm(self, ops: ModuleType) -> Tensor:
+    def total_norm(self) -> Tensor:
         """Return the norm of all gradients, equal on all ranks."""
-        norm = super().total_norm(ops).full_tensor()
+        norm = super().total_norm().full_tensor()
         if self.mesh.ndim == 2:  # nodes may add in different orders, so their copies would drift apart
             dist.broadcast(norm, group=self.mesh.get_group("replicate"), group_src=0)
         return norm
 
-    def orthogonalize(self, matrices: list, dtype: torch.dtype, ops: ModuleType) -> Callable[[], Tensor]:
+    def orthogonalize(self, matrices: list, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Orthogonalize Muon's matrices of one shape, each of them on one rank, which receives the others' rows."""
         if self.mesh.ndim == 1:
-            return self.by_owners(matrices, dtype, ops)
-        return optim.orthogonalize_shares(matrices, dtype, ops, self.mesh.get_group("replicate"), self.by_owners)
+            return self.by_owners(matrices, dtype)
+        return optim.orthogonalize_shares(matrices, dtype, self.mesh.get_group("replicate"), self.by_owners)
 
-    def by_owners(self, matrices: list, dtype: torch.dtype, ops: ModuleType) -> Callable[[], Tensor]:
+    def by_owners(self, matrices: list, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Divide the matrices among the ranks of one copy of the weights."""
-        return optim.orthogonalize_by_owners(matrices, dtype, ops, self.group)
+        return optim.orthogonalize_by_owners(matrices, dtype, self.group)

@@ -1,7 +1,6 @@
 """What a strategy decides, besides how gradients travel: what a rank updates, and how ranks share the optimizer's work."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,15 +29,15 @@ class Strategy:
         """The ranks that together hold each sharded tensor once."""
         return dist.group.WORLD
 
-    def total_norm(self, ops: ModuleType) -> Tensor:
+    def total_norm(self) -> Tensor:
         """Return the norm of all gradients, equal on all ranks."""
         return nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
 
-    def orthogonalize(self, matrices: list, dtype: torch.dtype, ops: ModuleType) -> Callable[[], Tensor]:
+    def orthogonalize(self, matrices: list, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Orthogonalize Muon's matrices of one shape (see `optim.Orthogonalize`), each of them on one rank."""
         if self.world.size == 1:
-            return optim.orthogonalize(matrices, dtype, ops)
-        return optim.orthogonalize_shares(matrices, dtype, ops, dist.group.WORLD, optim.orthogonalize)
+            return optim.orthogonalize(matrices, dtype)
+        return optim.orthogonalize_shares(matrices, dtype, dist.group.WORLD, optim.orthogonalize)
 
     def after_step(self) -> None:
         """Act after the optimizers have updated the weights."""
