@@ -14,7 +14,7 @@ import data
 from conftest import ROOT, execute
 from lockstep import settings
 from lockstep.common import errors
-from lockstep.hardware import footprint
+from lockstep.hardware import footprint, gpus
 from lockstep.parallel.world import World
 from lockstep.planning import choices, plan, rules, startup
 from lockstep.settings import CheckpointConfig, ModelConfig
@@ -91,14 +91,48 @@ def test_micro_steps_of_an_update(ranks, micro_steps):
 
 
 def test_time_and_money_follow_from_the_mfu():
-    found = planned("--plan_world_size=4", "--plan_gpu=a100", "--plan_mfu=0.5", "--dollars_per_gpu_hour=2", "--steps=1000")
+    found = planned("--plan_world_size=4", "--plan_gpu=a100", "--plan_mfu=0.5", "--dollars_per_gpu_hour=2", "--steps=10000")
     model = settings.resolve_model(settings.read_preset(ROOT / "config/gpt2_124m.toml").model, 50257)
-    flops = footprint.flops_per_token(model) * 1000 * 524288
-    hours = 4 * flops / (4 * 312e12 * 0.5) / 3600
+    flops = footprint.flops_per_token(model) * 10000 * 524288
+    hours = 4 * flops / (4 * 312e12 * 0.5) / 3600 / (1 - gpus.LOST_BETWEEN_GPUS)
     assert found.table["FLOPs"] == [f"{flops:.2e}"] and found.table["MFU"][1].startswith("--plan_mfu")
     assert number(found.table["the run"][1]) == pytest.approx(hours, rel=0.02) and found.verdict.endswith(f"${2 * hours:.0f}")
-    slower = planned("--plan_world_size=4", "--plan_gpu=a100", "--plan_mfu=0.5", "--steps=1000", "--activation_checkpointing")
+    slower = planned("--plan_world_size=4", "--plan_gpu=a100", "--plan_mfu=0.5", "--steps=10000", "--activation_checkpointing")
     assert number(slower.table["one update"][0]) == pytest.approx(number(found.table["one update"][0]) * 4 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "preset, flags, mfu, source",
+    [
+        ("gpt2_124m", [], "42%", "measured on one GPU with gpt2_124m"),
+        ("llama_1.3b", [], "51%", "measured on one GPU with llama_1.3b"),
+        ("gpt2_355m", [], "40%", "assumed"),
+        ("gpt2_124m", ["--plan_gpu=b200"], "28%", "assumed"),
+        ("gpt2_124m", ["--plan_mfu=0.3"], "30%", "--plan_mfu"),
+    ],
+)
+def test_the_plan_says_where_its_mfu_comes_from(preset, flags, mfu, source):
+    found, why = planned(*flags, preset=preset).table["MFU"]
+    assert found == mfu and why.startswith(f"{source};")
+
+
+def test_one_gpu_is_as_fast_as_its_mfu_and_more_wait_for_each_other():
+    assert [planned(f"--plan_world_size={ranks}").table["efficiency"][0] for ranks in (1, 8)] == ["100.0%", "91.0%"]
+
+
+def test_the_plan_in_presets_md_is_up_to_date():
+    table = (ROOT / "docs/presets.md").read_text().partition("## Plan before you rent")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    peak, recomputed, update, waiting, run, speed = (row[1:] for row in rows[2:])
+    for i, strategy in enumerate(("ddp", "fsdp")):
+        plans = [planned(f"--strategy={strategy}", f"--plan_world_size={n}", preset="llama_1.3b") for n in (1, 2, 4, 8)]
+        found, tokens = plans[-1].table, [number(plan.table["tokens/s"][0]) for plan in plans]
+        same = f"--micro_batch_size={plans[-1].config.train.micro_batch_size}"
+        again = planned(f"--strategy={strategy}", same, "--activation_checkpointing=true", preset="llama_1.3b").table
+        assert recomputed[i] == f"{again['peak during an update'][0]} GB"
+        assert peak[i] == f"{found['peak during an update'][0]} GB" and update[i] == found["one update"][0]
+        assert found["one update"][1].startswith(waiting[i]) and plans[-1].verdict.endswith(run[i])
+        assert speed[i] == ", ".join(f"{each / tokens[0]:.2f}" for each in tokens[1:])
 
 
 def test_epochs_and_vocabulary_are_those_of_the_dataset(tokens):

@@ -1,7 +1,7 @@
 """What a run will need, before you rent anything: `python train.py [config/NAME.toml] --plan [--flag=value ...]`
 
 Calculates memory per rank, time, money, traffic and checkpoints from the settings alone, without a GPU, data or torch. The
-speed is an assumption: --plan_mfu, or a typical value.
+speed follows from the MFU: --plan_mfu, or what we measured or assume for the GPU.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ from lockstep.settings import Config, Ranks
 
 CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
 Survey = Callable[[Config], tuple[int, Callable[[Config, int], dict[str, float]]]]
-SMALL, SMALL_MFU = 300e6, 0.8  # below this many parameters, short kernels lower the MFU by this factor
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         fit = [("What would fit, GB",), *(("", gb(size), words) for words, size in remedies(config, ranks, usable).items())]
         fit.append(("  a GPU with more memory, or a smaller model",))
     flops = footprint.flops_per_token(model)
-    mfu = gpu.mfu * (SMALL_MFU if count < SMALL else 1) if options.plan_mfu == "auto" else options.plan_mfu
+    mfu, source = (options.plan_mfu, "--plan_mfu") if options.plan_mfu != "auto" else gpus.typical_mfu(gpu, count)
     compute_s, waited_s, sent = gpus.speed(config, ranks, gpu, mfu)
     step_s, ideal_s = compute_s + waited_s, flops * train.tokens_per_update / ranks / gpu.peak_flops / mfu
     hours = train.steps * step_s / 3600 * ranks
@@ -187,9 +186,8 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         ("  tokens per parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} are {CHINCHILLA * count:,} tokens"),
         ("Time and money",),
         ("  FLOPs", f"{flops * tokens:.2e}"),
-        ("  MFU", f"{mfu:.0%}", ("assumed" if options.plan_mfu == "auto" else "--plan_mfu")
-          + f"; the peak is {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
-        ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for the network"),
+        ("  MFU", f"{mfu:.0%}", f"{source}; the peak is {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
+        ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for other ranks"),
         ("  efficiency", f"{ideal_s / step_s:.1%}", f"on {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
         ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${options.dollars_per_gpu_hour:g}"),
