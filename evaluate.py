@@ -80,6 +80,14 @@ def evaluate(model, stream: Stream, seq_len: int, micro_batch_size: int, tokens:
     return math.fsum(world.sum_over_ranks(sums).tolist()) / windows
 
 
+def losses_on(
+    mixture: data.Mixture, model, seq_len: int, micro_batch_size: int, tokens: int, world: World, autocast
+) -> list[float]:
+    """Return the mean loss on the validation split of each dataset, from `tokens` tokens of each (0: all). See `evaluate`."""
+    streams = mixture.streams("val")
+    return [evaluate(model, stream, seq_len, micro_batch_size, tokens, world, autocast) for stream in streams]
+
+
 def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
     """Return the number of windows that hold `tokens` validation tokens (0: all). Raises UserError if there are none."""
     stream.check_length(seq_len, "validation")
@@ -87,12 +95,20 @@ def num_windows(stream: Stream, seq_len: int, tokens: int) -> int:
     return min(total, math.ceil(tokens / seq_len)) if tokens else total
 
 
+def load_tasks(names: str, tokenizer: Path | None, eot_token: int | None, seq_len: int, world: World):
+    """Return lm-eval's tasks as `extras.tasks.Tasks`. Raises UserError."""
+    return errors.extra("--tasks", "tasks").load(names, tokenizer, eot_token, seq_len, world)
+
+
 def main(config: EvaluateConfig) -> None:
     """Print the validation loss of a model on a dataset, or its scores on tasks. Raises UserError."""
     directory, model = lookup.load_model(config.run, on_meta, config.numerics, config.dtype)
-    rank, world_size, local_rank, _ = host.read_ranks()
+    rank, world_size, local_rank, local_world_size = host.read_ranks()
     portable = model.numerics == "portable"
-    world = connect(rank, world_size, device.prepare_device(config.device, local_rank, integers_only=portable))
+    own = device.prepare_device(config.device, local_rank, integers_only=portable)
+    world = World(rank, world_size, local_world_size, own)
+    if world_size > 1:
+        connect(world)
     if directory.name != (chosen := world.broadcast(directory.name)):  # the run has saved again meanwhile
         directory, model = lookup.load_model(str(directory.with_name(chosen)), on_meta, config.numerics, config.dtype)
     dtype = "float32" if portable else device.choose_dtype(config.dtype, world.device)
@@ -104,9 +120,7 @@ def main(config: EvaluateConfig) -> None:
 
 def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, autocast) -> list[str]:
     """Return the scores on tasks, one per line."""
-    with errors.extra("--tasks", "extras/tasks.py"):
-        from extras import tasks
-    loaded = tasks.load(config.tasks, *huggingface.first_token(directory), model.config.seq_len, world)
+    loaded = load_tasks(config.tasks, *huggingface.first_token(directory), model.config.seq_len, world)
     with autocast():
         scores = loaded.measure(model.to(world.device), config.tasks_limit)
     return [f"{directory} on {config.tasks}", *score_lines(scores)]
@@ -126,12 +140,12 @@ def validate(config: EvaluateConfig, directory: Path, model: GPT, world: World, 
     lines = huggingface.check_tokenizer(directory, mixture.tokenizer)
     model.to(world.device)
     seq_len = config.seq_len or model.config.seq_len
-    micro_batch_size, losses = config.micro_batch_size or max(1, 8192 // seq_len), []
-    for dataset, stream in zip(mixture.datasets, mixture.streams("val"), strict=True):
-        losses.append(evaluate(model, stream, seq_len, micro_batch_size, config.eval_tokens, world, autocast))
-        evaluated = num_windows(stream, seq_len, config.eval_tokens) * seq_len
+    micro_batch_size, tokens = config.micro_batch_size or max(1, 8192 // seq_len), config.eval_tokens
+    losses = losses_on(mixture, model, seq_len, micro_batch_size, tokens, world, autocast)
+    for dataset, stream, loss in zip(mixture.datasets, mixture.streams("val"), losses, strict=True):
+        evaluated = num_windows(stream, seq_len, tokens) * seq_len
         lines.append(f"{directory} on {dataset.directory}: {evaluated:,} of {len(stream):,} validation tokens")
-        lines.append(describe(losses[-1], dataset.bits_per_byte(losses[-1])))
+        lines.append(describe(loss, dataset.bits_per_byte(loss)))
     if len(losses) > 1:
         lines += [f"{directory} on {mixture}", describe(*list(mixture.validation(losses).values())[:2])]
     return lines

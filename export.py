@@ -59,7 +59,7 @@ def main(config: ExportConfig) -> None:
     max_shard_size = cli.read_quantity(config.max_shard_size, UNITS)
     if not max_shard_size:
         raise UserError(f"--max_shard_size={config.max_shard_size} must be a size in KB, MB, GB or TB, such as 5GB")
-    publishing = import_publishing(config)
+    model_card, hub = import_publishing(config)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "model") if config.push and not config.out else cli.new_directory(config.out)
         source, warnings = lookup.find(config.run)
@@ -76,27 +76,25 @@ def main(config: ExportConfig) -> None:
             huggingface.write_model(directory, *about, **known)
             parameters = sum(value.numel() for value in weights.values())
             about_it = {"config.toml": settings.dumps(state.config)}
-            if publishing:
+            if model_card:
                 given = config.license, config.language
-                about_it = publishing.model_card.describe(source, state, parameters, config.dtype, *given)
+                about_it = model_card.describe(source, state, parameters, config.dtype, *given)
             for name, text in about_it.items():
                 (directory / name).write_text(text, encoding="utf-8")
             sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
             # If the upload fails, `out` is not published, so the same command may run again.
-            where = publishing.hub.push(directory, config.push, config.private) if config.push else out
+            where = hub.push(directory, config.push, config.private) if config.push else out
         say(f"exported {source} to {where}: {errors.plural(len(sizes), 'weights file')}, {sum(sizes):,} bytes, {config.dtype}")
 
 
 def import_publishing(config: ExportConfig):
-    """Return the package that writes cards and uploads. A copy without it exports without a card. Raises UserError."""
+    """Return the modules that write cards and upload. A copy without them exports without a card. Raises UserError."""
     needs = [name for name in ("push", "license", "language") if getattr(config, name)]
     try:
-        with errors.extra(f"--{needs[0]}" if needs else "the model card", "extras/publishing"):
-            from extras import publishing
-            from extras.publishing import hub, model_card  # noqa: F401  as attributes of the package
+        flag = f"--{needs[0]}" if needs else "the model card"
+        return errors.extra(flag, "publishing.model_card"), errors.extra(flag, "publishing.hub")
     except UserError:
         if needs:
             raise
         say("note: without a model card, which needs extras/publishing")
-        return None
-    return publishing
+        return None, None

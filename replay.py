@@ -49,6 +49,7 @@ import os
 import sys
 import tempfile
 from collections import ChainMap
+from datetime import timedelta
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean, median
@@ -60,10 +61,13 @@ import train
 from lockstep import settings
 from lockstep.checkpoints import checkpoint, lookup, retention
 from lockstep.checkpoints.checkpoint import Era, TrainState, take_snapshot
+from lockstep.checkpoints.start import Start, search
 from lockstep.common.errors import UserError, one_line, plural, say
 from lockstep.common.steps import mixtures_seen
 from lockstep.dataset import tokenizer
-from lockstep.parallel.world import World
+from lockstep.hardware.device import prepare_training
+from lockstep.hardware.host import read_ranks
+from lockstep.parallel.world import World, connect
 from lockstep.reports.log import read_records
 
 OUTLIER = 8  # a loss this many median deviations above the median stands out
@@ -91,7 +95,7 @@ def main(config: ReplayConfig) -> int:
         raise UserError("--from and --to need --verify; to look at a single step, use --step")
     newest, warnings = lookup.find(config.run)
     state = checkpoint.load_state(newest)
-    world = train.join(anywhere(state.config))
+    world = join(anywhere(state.config))
     moved = {"tokens": config.tokens, "phase": config.phase}
     past = Past(Path(config.run), state, world, {name: value for name, value in moved.items() if value})
     if not world.is_master:
@@ -102,6 +106,16 @@ def main(config: ReplayConfig) -> int:
         status = verify(past, config) if config.verify else look_back(past, config.step, config.sequences)
         world.leave()
     return status
+
+
+def join(config: settings.Config) -> World:
+    """Join the other ranks, as train.py does."""
+    rank, world_size, local_rank, local_world_size = read_ranks()
+    device = prepare_training(config, local_rank)
+    world = World(rank, world_size, local_world_size, device, timedelta(minutes=config.parallel.timeout_minutes))
+    if world_size > 1:
+        connect(world)
+    return world
 
 
 def look_back(past: Past, step: int, count: int) -> int:
@@ -210,17 +224,17 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]
     path = path or next((path for path in reversed(earlier) if retention.find_damage(path) is None), None)
     if path:
-        start = lookup.Start(checkpoint.load_state(path, dataset), path)
+        start = Start(checkpoint.load_state(path, dataset), path)
     else:
         began = settings.from_record(state.history[0]["settings"], str(directory))
-        start = lookup.search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it first started
+        start = search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it first started
     if start.state.step < since:
         gone = f"no intact checkpoint remains between that step and step {step} (a larger --keep_last keeps more)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
     if (ours := checkpoint.versions(config, world.device)) != era["versions"] and config.numerics.numerics == "native":
         say(f"warning: the step was computed with {era['versions']}; this machine has {ours}")
     run = train.build(config, world, dataset, start)
-    run.engine.warm_up(config.train.micro_batch_size, config.model.seq_len)
+    run.engine.warm_up()
     return run
 
 

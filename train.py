@@ -9,7 +9,7 @@ Run the same command again to continue a run. `--name=NAME` is enough, because a
 until a flag changes them, whatever the preset says. Exit status: 0 complete, 75 stopped and saved, 2 bad input, 1 failed.
 """
 
-# Read this file from top to bottom: setup, the training loop, one update, and the loop's helpers.
+# Read this file from top to bottom: who this process is, the data, the model, DDP, the loop, one update.
 
 from lockstep import command
 
@@ -36,43 +36,35 @@ if __name__ == "__main__":  # answer --help, --plan and bad flags before importi
 
 import gc
 import math
-import os
 import time
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import data
-from evaluate import evaluate
-from lockstep import settings
-from lockstep.checkpoints import checkpoint, huggingface, lookup
+import evaluate
+from lockstep.checkpoints import checkpoint
 from lockstep.checkpoints.checkpoint import Checkpoints, TrainState
-from lockstep.checkpoints.lookup import Start
-from lockstep.common import cli, errors, files
 from lockstep.common.errors import EX_TEMPFAIL, RunError
-from lockstep.hardware.device import DTYPES, keep_freed_memory, peak_flops, prepare_compiler, prepare_device
-from lockstep.hardware.footprint import flops_per_token
+from lockstep.hardware import device as devices
+from lockstep.hardware.host import read_ranks
 from lockstep.numerics import optim
-from lockstep.numerics.attention import activate_attention_kernel
-from lockstep.parallel.engine import Engine, load_weights
-from lockstep.parallel.exact import ExactSums
-from lockstep.parallel.from_scratch import ScratchAllReduce, ScratchOverlap, ScratchReduceScatter
+from lockstep.parallel import wrap
+from lockstep.parallel.engine import Engine
 from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import Stop, World, connect
-from lockstep.planning import choices, startup
-from lockstep.reports.log import Log, duration, require_wandb_key
+from lockstep.planning import startup
+from lockstep.reports.log import Log
 from lockstep.reports.progress import Progress, due
 from lockstep.reports.trace import Trace
 from model import GPT, initial_weights, on_meta
 from sample import require_tokenizer, write_sample
 
-HOPELESS = 10  # times the loss of guessing; NaN and infinity are above any limit
 COLLECT_EVERY = 100  # steps between collections of Python's garbage, on all ranks at once
 
 
@@ -84,8 +76,8 @@ class Run:
     world: World
     dataset: data.Mixture
     batches: data.Batches
-    engine: Engine
-    state: TrainState
+    engine: Engine  # the model in its wrapper, and the optimizers
+    state: TrainState  # what resuming needs, besides tensors
     # Only the loop needs these; replay.py leaves them unset.
     log: Log | None = None
     progress: Progress | None = None
@@ -98,130 +90,46 @@ class Run:
 
 def main(config: Config) -> int:
     """Train as `config` says. Returns the exit status."""
-    is_master = int(os.environ.get("RANK", 0)) == 0
+    # Who is this process? torchrun starts one per GPU and sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Without
+    # torchrun, this process is the only one.
+    rank, world_size, local_rank, local_world_size = read_ranks()
+    ddp = world_size > 1  # several processes train together
+    master_process = rank == 0  # the only one that prints, logs and writes checkpoints
     run = None
-    with Log(Path(config.run.out_dir, config.run.name), is_master) as log:
+    with Log(Path(config.run.out_dir, config.run.name), master_process) as log:
 
-        def end(error: RunError) -> None:  # in a thread, because this one is stuck
+        def end(error: RunError) -> None:  # in a thread, if other ranks are lost and this one is stuck
             log.end(error)
-            if run:
+            if run and run.checkpoints:
                 run.checkpoints.wait(failed=True)
 
-        world = join(config)
+        device = devices.prepare_training(config, local_rank)  # cuda:LOCAL_RANK, mps or cpu
+        world = World(rank, world_size, local_world_size, device, timedelta(minutes=config.parallel.timeout_minutes))
+        if ddp:
+            connect(world)  # by NCCL between GPUs, by gloo between CPUs
         with world.reporting_lost_ranks(end):
-            asked, config, *settled = settle(config, world, log)
+            dataset = data.open_mixture(config.data, config.model.vocab_size)
+            if config.eval.sample_every:
+                require_tokenizer(dataset)
+            setup = startup.prepare(config, dataset, world, log)  # from here on, config is resolved: nothing is `auto`
+            config, state = setup.config, setup.start.state
+            reads = data.describe(dataset, open_batches(config, dataset, state), config.train.steps)
+            startup.announce(setup, world, log, reads, dataset.remarks)
             with startup.explaining_out_of_memory(config, world):
-                run = prepare(asked, config, *settled)
-                try:
+                run = build(config, world, dataset, setup.start)
+                begin(run, setup, log)
+                with run.checkpoints:  # finishes a save, even if training fails
                     log.status = train(run)
-                    run.checkpoints.finish_copying()  # last, because a scheduler may not wait for it
-                finally:  # if training fails during a save, finish the save
-                    run.checkpoints.wait(failed=log.status == 1)
             world.leave()
     return log.status
 
 
-def join(config: Config) -> World:
-    """Join the other ranks, each on its own device."""
-    # torchrun sets these. Without it, this process is the only rank.
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # rank within this machine, and the index of its GPU
-
-    exact, portable = config.parallel.strategy == "exact", config.numerics.numerics == "portable"
-    threads = config.train.threads
-    if exact and threads == "auto" and not portable:
-        threads = 1  # sums within a rank depend on its number of threads
-    # FSDP allocates and frees memory in blocks of many sizes. If the C library held on to all of them, an fsdp rank would need
-    # twice the memory, nearly as much as a ddp rank.
-    if config.parallel.strategy != "fsdp":
-        keep_freed_memory()
-    integers_only = exact or portable  # portable always uses exact
-    deterministic = config.train.deterministic or integers_only
-    device = prepare_device(config.train.device, local_rank, threads, deterministic, integers_only)
-    return connect(rank, world_size, device, config.parallel.timeout_minutes)  # NCCL between GPUs, gloo between CPUs
-
-
-def settle(asked: Config, world: World, log: Log) -> tuple[Config, Config, World, data.Mixture, Start, Any, Log]:
-    """Open the data, find where the run starts, resolve every `auto`, and print what will run. Raises UserError."""
-    config = asked
-    dataset = data.open_mixture(config.data, config.model.vocab_size)
-    flags = {f"--{name}": value for name, value in cli.flat_values(config).items()}
-    world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
-    if config.eval.sample_every:
-        require_tokenizer(dataset)
-    mirror = None
-    if config.checkpoint.mirror:
-        with errors.extra("--mirror", "extras/mirror.py"):
-            from extras.mirror import Mirror
-        mirror = Mirror(config.checkpoint.mirror, log)
-    start = lookup.find_start(log.directory, config.run.resume, config.model.init_from, dataset, world, mirror)
-    previous = start.state.settings
-    if not start.continues:
-        previous = previous | world.broadcast(settings.first_choices(asked))
-    previous = previous | {"world_size": start.state.history[-1]["world_size"] if start.state.history else 0}
-    kept = startup.keep_threads(config, previous, world)
-    config = choices.resolve(start.settle(config), dataset.vocab_size, startup.survey(world), previous)
-    versions = checkpoint.versions(config, world.device)
-    lost = lookup.describe_loss(log.directory, start.state.step, config) if world.is_master and not start.continues else []
-    notes = [*start.notes, *lost, *kept, *lookup.check_changes(start, config, dataset.identity, versions)]
-    notes += startup.compare(config, world, versions)
-    if start.state.step < config.train.steps:
-        notes += startup.check(config, world)
-        reads = data.describe(dataset, open_batches(config, dataset, start.state), config.train.steps)
-        log.say(startup.banner(config, world, start.state.step, reads, dataset.remarks))
-    for note in notes:
-        log.say(note)
-    return asked, config, world, dataset, start, mirror, log
-
-
-def prepare(asked: Config, config: Config, world: World, dataset: data.Mixture, start: Start, mirror: Any, log: Log) -> Run:
-    """Build everything that training needs, then open the run's directory. Writes nothing until every check has passed."""
-    names, loaded = config.eval.tasks, None
-    if names:
-        with errors.extra("--tasks", "extras/tasks.py"):
-            from extras import tasks
-        log.say(f"loading the tasks {names}")
-        loaded = tasks.load(names, dataset.tokenizer, dataset.eot_token, config.model.seq_len, world)
-    began, state = time.monotonic(), start.state
-    run = build(config, world, dataset, start)
-    huggingface.check_description(config.model, {name: tuple(tensor.shape) for name, tensor in run.engine.parameters.items()})
-    if start.weights and state.step < config.train.steps:
-        which = "weights and optimizer state" if start.checkpoint else "weights"
-        log.say(f"loaded the {which} of {start.weights} in {duration(time.monotonic() - began)}")
-    run.log, run.tasks = log, loaded
-    peak_speed = world.size * peak_flops(world.device, config.train.dtype) / flops_per_token(config.model)
-    run.progress = Progress(
-        log, config.train, config.log.log_every, peak_speed, lambda step: dataset.by_name(run.batches.epochs(step))
-    )
-    state.batch_sizes = list(run.batches.sizes)
-    state.begin(config, dataset.identity, world, start.continues)
-    if mirror:
-        mirror.identity = state.identity
-    directory = log.directory / "checkpoints"
-    run.checkpoints = Checkpoints(directory, config.checkpoint, run.engine, dataset, log, mirror, start.weights)
-    if world.is_master and config.log.wandb == "online":
-        require_wandb_key()
-    recorded = world.broadcast(log.begin(state.step))
-    log.set_status(state="running", step=state.step, steps=config.train.steps, next=command.again(world.size, world.local_size))
-    run.checkpoints.begin(state.step)
-    if "val_loss" in recorded:
-        run.evaluated_at, run.val_loss = state.step, recorded["val_loss"]
-        run.checkpoints.evaluated(state, run.val_loss)
-    if not names or any(name.startswith("tasks/") for name in recorded):
-        run.scored_at = state.step
-    if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings it was trained with
-        files.publish_text(log.directory / "config.toml", settings.dumps(config, asked))
-    facts = cli.flat_values(config) | {"world_size": world.size, "parameters": run.engine.module.parameter_count()}
-    state.wandb_run_id = log.start_trackers(config.log, facts, state.step, state.wandb_run_id if start.continues else "")
-    return run
-
-
-def build(config: Config, world: World, dataset: data.Mixture, start: Start) -> Run:
-    """Build what an update needs: model, optimizers and data, with the weights and state to start from."""
+def build(config: Config, world: World, dataset: data.Mixture, start: startup.Start) -> Run:
+    """Build what an update needs: data, model and optimizers, with the weights and state to start from."""
     state = start.state
     module = on_meta(config.model, dataset.document_token(config.data.attend), config.numerics.numerics)
     if start.weights:  # a checkpoint, which is also a Hugging Face directory, or another model
-        weights = huggingface.open_model(start.weights, on_meta, config.model.seq_len)[1].items()
+        weights = start.open_weights(on_meta, config.model.seq_len).items()
     else:
         weights = initial_weights(module, config.run.seed)
     engine = build_engine(module, weights, config, world)
@@ -244,50 +152,46 @@ def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config
 
     module: on the meta device, where it takes no memory until each rank loads its part of the `weights`.
     """
-    train, strategy, device = config.train, config.parallel.strategy, world.device
-    activate_attention_kernel(config.model, train.micro_batch_size, DTYPES[train.dtype], device)
+    train = config.train
     if train.compile == "on":
-        prepare_compiler(device)
+        devices.prepare_compiler(world.device)
         module.compile_blocks()
     if train.activation_checkpointing:
         module.checkpoint_activations()
 
-    # Every strategy's model averages the gradients over the ranks during the last backward of an update.
-    if strategy == "fsdp" and world.size > 1:
-        from lockstep.parallel.sharded import Fsdp  # imported here because importing FSDP2 takes a second
-
-        together = Fsdp(module, DTYPES[train.dtype], world, config.parallel, config.micro_batches)
-        load_weights(module, weights, device)
-    else:
-        load_weights(module, weights, device)
-        together = replicate(module, config, world)
-
-    optimizers = optim.build(together.parameters, config.optim, module.ops, together.orthogonalize, together.after_step)
-    return Engine(module, together, optimizers, world, train.dtype, train.compile == "on")
-
-
-def replicate(module: GPT, config: Config, world: World) -> Strategy:
-    """Wrap `module` in a strategy under which every rank holds all weights."""
-    model: nn.Module = module
-    match config.parallel.strategy:
-        case "ddp" | "fsdp" if world.size == 1:
-            pass
-        case "ddp":
-            # The only buffers are tables that each rank computes. (torch 2.13 renames this option; 2.11 has only the old name.)
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            # torch's default buckets: 25 MB, and 1 MB for the first
+    if config.parallel.strategy == "ddp":
+        wrap.load_weights(module, weights, world.device)
+        model = module
+        if world.size > 1:
+            # DDP averages the gradients over the ranks during the last backward of an update, a bucket at a time: 25 MB, and
+            # 1 MB for the first. The only buffers are tables that each rank computes, so there is nothing to broadcast.
             model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
-        case "exact":
-            return ExactSums(module, world, config.micro_batches, config.train.compile == "on")
-        case "scratch_allreduce":
-            model = ScratchAllReduce(module)
-        case "scratch_reduce_scatter":
-            model = ScratchReduceScatter(module)
-        case "scratch_overlap":
-            model = ScratchOverlap(module)
-        case other:
-            raise AssertionError(f"--strategy={other} has no class")
-    return Strategy(module, model, world, config.micro_batches)
+        strategy = Strategy(module, model, world, config.micro_batches)
+    else:  # in DDP's place: fsdp, exact, or a lesson from scratch
+        strategy = wrap.wrap(module, weights, config, world)
+    optimizers = optim.build(strategy.parameters, config.optim, module.ops, strategy.orthogonalize, strategy.after_step)
+    return Engine(module, strategy, optimizers, world, train)
+
+
+def begin(run: Run, setup: startup.Setup, log: Log) -> None:
+    """Open the run's directory. Nothing is written before every check has passed."""
+    config, world, state, engine = run.config, run.world, run.state, run.engine
+    run.log = log
+    if config.eval.tasks:
+        log.say(f"loading the tasks {config.eval.tasks}")
+        first_token = run.dataset.tokenizer, run.dataset.eot_token
+        run.tasks = evaluate.load_tasks(config.eval.tasks, *first_token, config.model.seq_len, world)
+    run.progress = Progress(log, config, world.device, world.size, lambda step: run.dataset.by_name(run.batches.epochs(step)))
+    state.batch_sizes = list(run.batches.sizes)
+    state.begin(config, run.dataset.identity, world, setup.start.continues)
+    directory = log.directory / "checkpoints"
+    run.checkpoints = Checkpoints(directory, config.checkpoint, engine, run.dataset, log, setup.mirror, setup.start.weights)
+    recorded = startup.open_run(setup, world, log, run.checkpoints, engine.module.parameter_count())
+    if "val_loss" in recorded:
+        run.evaluated_at, run.val_loss = state.step, recorded["val_loss"]
+        run.checkpoints.evaluated(state, run.val_loss)
+    if not run.tasks or any(name.startswith("tasks/") for name in recorded):
+        run.scored_at = state.step
 
 
 def train(run: Run) -> int:
@@ -303,7 +207,7 @@ def train(run: Run) -> int:
     upcoming = ((step, micro_batch) for step in range(state.step, steps) for micro_batch in mine)
     prefetcher = data.Prefetcher(run.batches, upcoming, world.device)
     stop, trace = Stop(world, config.run.max_minutes, log.began), Trace(log, config.log.profile, world.device)
-    warm_up(run)
+    engine.warm_up(log.say)
     # Left alone, Python would collect garbage at a different moment on each rank, and all ranks would wait every time.
     gc.collect()
     gc.freeze()
@@ -320,7 +224,7 @@ def train(run: Run) -> int:
         if state.step != run.evaluated_at and (last or due(config.eval.eval_every, state.step)):
             validate(run)
         if run.tasks and state.step != run.scored_at and (last or due(config.eval.tasks_every, state.step)):
-            score(run)
+            run.tasks.report(run)
         if last:
             break
         stop.ask(save=run.checkpoints.overdue())
@@ -372,47 +276,21 @@ def update(run: Run, prefetcher: data.Prefetcher) -> tuple[float, float]:
     engine.zero_grad()
     loss = math.fsum(losses.tolist()) / len(losses)  # fsum rounds once, whatever the order
     state.skipped += not math.isfinite(grad_norm)
-    state.unsound = not (math.isfinite(grad_norm) and is_sound(loss, config))
+    state.unsound = not (math.isfinite(grad_norm) and checkpoint.is_sound(loss, config.model.vocab_size))
     state.step += 1
     state.tokens += config.train.tokens_per_update
     return loss, grad_norm
 
 
-def is_sound(loss: float, config: Config) -> bool:
-    """Return whether `loss` may come from a model worth keeping. One that guesses has log(vocab_size)."""
-    return loss < HOPELESS * math.log(max(2, config.model.vocab_size))
-
-
-def warm_up(run: Run) -> None:
-    """Compile, and fix the order of communication, so that the first update is like every other, even after a resume."""
-    began = time.monotonic()
-    if run.engine.compiled:
-        run.log.say("compiling ...")
-    run.engine.warm_up(run.config.train.micro_batch_size, run.config.model.seq_len)
-    if run.engine.compiled:
-        run.log.say(f"compiled in {duration(time.monotonic() - began)}")
-
-
 def validate(run: Run) -> None:
     """Evaluate on all ranks, report the result, and remember the best checkpoint."""
     config, state, engine, began = run.config, run.state, run.engine, time.monotonic()
-    streams, size = run.dataset.streams("val"), (config.model.seq_len, config.train.micro_batch_size)
-    tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # tokens per dataset
+    sizes = (config.model.seq_len, config.train.micro_batch_size)
+    tokens = -(-config.eval.eval_tokens // run.dataset.evaluated)  # per dataset
     with engine.evaluating() as model:
-        losses = [evaluate(model, stream, *size, tokens, run.world, engine.autocast) for stream in streams]
+        losses = evaluate.losses_on(run.dataset, model, *sizes, tokens, run.world, engine.autocast)
     validation = run.dataset.validation(losses)
     run.evaluated_at, run.val_loss = state.step, validation["val_loss"]
-    state.unsound |= not is_sound(run.val_loss, config)
+    state.unsound |= not checkpoint.is_sound(run.val_loss, config.model.vocab_size)
     run.checkpoints.evaluated(state, run.val_loss)
     run.progress.evaluated(state, validation, time.monotonic() - began)
-
-
-def score(run: Run) -> None:
-    """Score the model on tasks, on all ranks, and report the scores. If lm-eval fails, the run continues."""
-    began, run.scored_at = time.monotonic(), run.state.step
-    try:
-        with run.engine.inference():
-            scores = run.tasks.measure(run.engine.module, run.config.eval.tasks_limit)
-        run.progress.scored(run.state, scores, time.monotonic() - began)
-    except RunError as error:
-        run.log.warn(f"step {run.state.step}: no scores on tasks: {error}")

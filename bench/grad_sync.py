@@ -70,7 +70,7 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     from lockstep.hardware.device import prepare_device
     from lockstep.hardware.host import read_ranks
     from lockstep.numerics.optim import local
-    from lockstep.parallel.world import connect
+    from lockstep.parallel.world import World, connect
     from model import initial_weights, on_meta
     from train import build_engine
 
@@ -79,7 +79,9 @@ def measure(config: StrategiesConfig, strategy: str, weights_file: str) -> dict:
     training = settings.replace(settings.Config(), **FLAGS, **flags)
     training = settings.replace(training, **cli.flat_values(settings.resolve_model(training.model, FLAGS["vocab_size"])))
     rank, world_size, _, _ = read_ranks()
-    world = connect(rank, world_size, prepare_device("cpu", threads=1))
+    world = World(rank, world_size, world_size, prepare_device("cpu", threads=1))
+    if world_size > 1:
+        connect(world)
     module = on_meta(training.model)
     engine = build_engine(module, initial_weights(module, 0), training, world)
     optimizers = engine.optimizers

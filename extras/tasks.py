@@ -11,6 +11,7 @@ import io
 import math
 import random
 import sys
+import time
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,6 +85,16 @@ class Tasks:
             model.document_token = document_token
             if self.loaded and not self.computing:
                 self.compute()  # release the other ranks
+
+    def report(self, run) -> None:
+        """Score the model of a `train.Run`, on all ranks, and report the scores. If lm-eval fails, the run continues."""
+        began, run.scored_at = time.monotonic(), run.state.step
+        try:
+            with run.engine.inference():
+                scores = self.measure(run.engine.module, run.config.eval.tasks_limit)
+            run.progress.scored(run.state, scores, time.monotonic() - began)
+        except RunError as error:
+            run.log.warn(f"step {run.state.step}: no scores on tasks: {error}")
 
     def evaluate(self, limit: int) -> Scores:
         """Return lm-eval's scores on the first documents of each task. If a group has scores, its subtasks are left out."""

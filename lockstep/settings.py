@@ -275,16 +275,31 @@ class Config:
 
 
 def load(args: list[str], description: str) -> Config:
-    """Return the settings from a train.py command line, without its plan flags. See `complete`. Raises UserError."""
-    config = complete(parse(Config, divide(args)[1], description, start_of(args)), args)
+    """Return the checked settings of a train.py command line without plan flags. See `read_command_line`. Raises UserError."""
+    config = read_command_line(args, description, Config)
     check(config)
     return config
 
 
-def start_of(args: list[str]) -> Config:
-    """Return the settings of a command line's preset, without its flags. Raises UserError."""
+def read_command_line(args: list[str], description: str, kind: type):
+    """Return what a train.py command line asks for, with every `auto` as it is. Precedence: default < preset < run < flag.
+
+    A run that continues keeps its own settings unless a flag changes them. kind: Config, or a subclass with further groups of
+    flags. Raises UserError.
+    """
     path, flags = divide(args)
     refuse(f"--{name} no longer exists; {RETIRED[name][1]}" for name in cli.flag_names(flags) if name in RETIRED)
+    config = parse(kind, flags, description, kind(**vars(load_preset(path, flags))), "[config/NAME.toml]")
+    if not config.run.name:
+        config = replace(config, name=path.stem)
+    if own := of_run(config):
+        asked = flat_values(config)
+        config = replace(config, **flat_values(own) | {name: asked[name] for name in given(flags) if name in asked})
+    return config
+
+
+def load_preset(path: Path, flags: list[str]) -> Config:
+    """Return the settings of a preset, which may be the config.toml of a run. Raises UserError."""
     config, run = read_preset(path), path.parent if path.parent.name else path.absolute().parent
     if "name" in given(flags):
         return config
@@ -294,19 +309,6 @@ def start_of(args: list[str]) -> Config:
     if "\n[asked]\n" in files.read_text(path) and run.resolve() != recorded.resolve():  # written by `dumps`
         new = f"start a new run with --name=NAME, or continue that one with {shlex.quote(f'{recorded}/config.toml')}"
         raise UserError(f"{path} contains the settings of the run {recorded}; {new}")
-    return config
-
-
-def complete(config: Config, args: list[str]) -> Config:
-    """Add the run's own settings to `config`, a preset with the flags in `args`. Precedence: default < preset < run < flag.
-
-    A run that continues therefore keeps its settings unless a flag changes them. Raises UserError.
-    """
-    preset, flags = divide(args)
-    if not config.run.name:
-        config = replace(config, name=preset.stem)
-    if own := of_run(config):
-        config = replace(own, **{name: value for name, value in flat_values(config).items() if name in given(flags)})
     return config
 
 

@@ -166,7 +166,7 @@ def test_metal_is_for_one_process_without_exact(monkeypatch):
     with pytest.raises(UserError, match="need float64, which Metal devices do not support; use --device=cpu"):
         device.prepare_device("auto", threads=torch.get_num_threads(), integers_only=True)
     with pytest.raises(UserError, match="ranks cannot exchange tensors of Metal devices; start one process"):
-        connect(0, 2, torch.device("mps"))
+        connect(World(0, 2, 2, torch.device("mps")))
 
 
 @pytest.mark.parametrize(

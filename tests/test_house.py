@@ -79,12 +79,12 @@ def test_without_extras_everything_else_works_and_their_flags_say_what_is_missin
         assert told.startswith(f"error: {flag} needs {place}, which this copy lacks; ") and len(told.splitlines()) == 1
 
     assert "fits" in run(*train, "--plan", "--plan_world_size=1").stdout
-    lacks("--tasks", "extras/tasks.py", *train, "--tasks=hellaswag")
-    lacks("--mirror", "extras/mirror.py", *train, f"--mirror={tmp_path / 'store'}")
+    lacks("--tasks", "extras/tasks", *train, "--tasks=hellaswag")
+    lacks("--mirror", "extras/mirror", *train, f"--mirror={tmp_path / 'store'}")
     assert "done: 2 steps" in run(*train).stdout
     assert run("sample.py", "runs/run", "--max_new_tokens=4", "--prompt=a").stdout.startswith("a")
     assert "loss " in run("evaluate.py", "runs/run").stdout
-    lacks("--tasks", "extras/tasks.py", "evaluate.py", "runs/run", "--tasks=hellaswag")
+    lacks("--tasks", "extras/tasks", "evaluate.py", "runs/run", "--tasks=hellaswag")
     lacks("--push", "extras/publishing", "export.py", "runs/run", "--push=me/model")
     assert "note: without a model card" in run("export.py", "runs/run", "--out=model").stdout
     assert (tmp_path / "model/config.toml").exists() and not (tmp_path / "model/README.md").exists()

@@ -188,7 +188,7 @@ def test_a_rank_that_is_gone_ends_the_replay(kept, monkeypatch):
     def lose(*args):
         raise RuntimeError("[gloo] Connection closed by peer")
 
-    monkeypatch.setattr(train_py, "join", lambda config: world.World(0, 2, 2, torch.device("cpu")))
+    monkeypatch.setattr(replay_py, "join", lambda config: world.World(0, 2, 2, torch.device("cpu")))
     monkeypatch.setattr(world, "Watch", lambda *_: contextlib.nullcontext())  # there are no connections to watch
     monkeypatch.setattr(replay_py, "open_before", lose)
     with pytest.raises(

@@ -317,7 +317,7 @@ def test_a_run_says_where_its_weights_came_from(train, shared):
 
 
 def test_ctrl_c_is_answered_before_the_first_step_and_during_an_update(train):
-    early = train.changed("train.choices.resolve = lambda *_: os.kill(os.getpid(), 2)", "early", status=130)
+    early = train.changed("train.startup.choices.resolve = lambda *_: os.kill(os.getpid(), 2)", "early", status=130)
     assert early.stderr == "interrupted\n" and not (train.runs / "early").exists()
     empty = train.runs / "empty"
     empty.mkdir(parents=True)

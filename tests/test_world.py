@@ -63,7 +63,7 @@ def test_determinism_is_set_before_the_process_group_is_made(gpu_node, monkeypat
     if users:
         monkeypatch.setenv("NCCL_NVLS_ENABLE", users)
     assert torch.get_float32_matmul_precision() == "highest"
-    world.connect(1, 8, device.prepare_device("cuda", 1, **options))
+    world.connect(world.World(1, 8, 8, device.prepare_device("cuda", 1, **options)))
     assert gpu_node["current"] == gpu_node["device_id"] == torch.device("cuda", 1)
     assert gpu_node["backend"] == "cpu:gloo,cuda:nccl" and gpu_node["deterministic"] == options["deterministic"]
     assert tuple(map(gpu_node.get, SWITCHES)) == wanted

@@ -44,6 +44,7 @@ from lockstep.settings import CheckpointConfig, Config, Ranks
 
 # How long the ranks that write a checkpoint wait for each other: during training, and after training has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
+HOPELESS = 10  # times the loss of guessing; NaN and infinity are above any limit
 HEARTBEAT = 1.0  # seconds between signs of life from a working rank while the others wait
 # The settings of a run from `step` on.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
@@ -85,6 +86,11 @@ class TrainState:
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **era} != self.history[-1]:
             self.history = [*self.history, {"step": self.step, **era}]
+
+
+def is_sound(loss: float, vocab_size: int) -> bool:
+    """Return whether `loss` may come from a model worth keeping. One that guesses has log(vocab_size)."""
+    return loss < HOPELESS * math.log(max(2, vocab_size))
 
 
 def versions(config: Config, own: torch.device) -> dict[str, str]:
@@ -208,7 +214,8 @@ def write_together(directory: Path, snapshot: Snapshot, group: dist.ProcessGroup
 class Checkpoints:
     """The checkpoints of a run: saves them, in the background if requested, and removes old ones.
 
-    All ranks call the methods. Several may write tensors, but only the master publishes and removes checkpoints.
+    All ranks call the methods. Several may write tensors, but only the master publishes and removes checkpoints. As a context
+    manager, it finishes the save in progress at the end.
     """
 
     def __init__(
@@ -223,6 +230,7 @@ class Checkpoints:
     ):
         self.directory, self.options, self.engine, self.dataset, self.log = directory, options, engine, dataset, log
         self.world: World = engine.world
+        huggingface.check_description(engine.module.config, {name: tuple(p.shape) for name, p in engine.parameters.items()})
         self.intact: set[Path] = set()  # written and flushed by this process, or verified
         self.saved_at, self._saved_time = 0, time.monotonic()  # step of the newest checkpoint, published or in progress
         self._due = False  # whether a save of --save_every waits for sound weights
@@ -248,6 +256,15 @@ class Checkpoints:
     def keep_last(self) -> int:
         """How many of the newest checkpoints to keep (0: all), with those that only --save_minutes asked for."""
         return self.options.keep_last and self.options.keep_last + len(self.between)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        """Finish the save in progress, even if training has failed, and then the copy to the mirror, if there is one."""
+        if error is None and self._mirror:
+            self._mirror.finish()  # last, because a scheduler may not wait for it
+        self.wait(failed=error is not None)
 
     def overdue(self) -> bool:
         """Return whether --save_minutes have passed since the last save."""
@@ -318,11 +335,6 @@ class Checkpoints:
                 raise RunError(f"{message}; free some space and run the same command again")
             self.log.warn(f"{message}; training continues until the next save")
         self.prune(state)
-
-    def finish_copying(self) -> None:
-        """Wait for the last copy to the mirror, if there is one."""
-        if self._mirror:
-            self._mirror.finish()
 
     def evaluated(self, state: TrainState, val_loss: float) -> None:
         """Remember the validation loss of the weights at `state.step`, if a checkpoint of them exists or is in progress."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 EX_TEMPFAIL = 75  # exit status of a stopped run, which the same command continues
@@ -110,15 +112,14 @@ def named_errors(name: object) -> Iterator[None]:
         raise UserError(f"{name}: {explain(error)}") from None
 
 
-@contextlib.contextmanager
-def extra(flag: str, path: str) -> Iterator[None]:
-    """Turn the failed import of an extra that `flag` needs into a UserError. path: what to import, in extras/."""
+def extra(flag: str, module: str) -> ModuleType:
+    """Return a module of extras/, which `flag` needs. Raises UserError if this copy lacks it, because it may be deleted."""
     try:
-        yield
+        return importlib.import_module(f"extras.{module}")
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "extras":
             raise
-        found = f"{flag} needs {path}, which this copy lacks"
+        found = f"{flag} needs extras/{module.partition('.')[0]}, which this copy lacks"
         raise UserError(f"{found}; leave out {flag}, or take the folder extras/ from Lockstep's repository") from None
 
 

@@ -25,8 +25,10 @@ import torch.nn.functional as F
 
 from lockstep.common.errors import PIP, UserError
 from lockstep.common.records import Auto
+from lockstep.hardware import host
 from lockstep.hardware.gpus import GPU_PEAK_FLOPS
 from lockstep.hardware.host import cores, cpu_name, cpuinfo, default_threads, has_blackwell, memory_bytes, nvidia_driver
+from lockstep.settings import Config
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # from the safest to the fastest
 # ONEDNN_MAX_CPU_ISA limits oneDNN to older instructions. With these values, it may use the matrix unit and AVX512_BF16.
@@ -80,6 +82,21 @@ def prepare_device(
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     return device
+
+
+def prepare_training(config: Config, local_rank: int) -> torch.device:
+    """Return the device of a rank that trains. See `prepare_device`."""
+    exact, portable = config.parallel.strategy == "exact", config.numerics.numerics == "portable"
+    threads = config.train.threads
+    if exact and threads == "auto" and not portable:
+        threads = 1  # sums within a rank depend on its number of threads
+    # FSDP allocates and frees memory in blocks of many sizes. If the C library held on to all of them, an fsdp rank would need
+    # twice the memory, nearly as much as a ddp rank.
+    if config.parallel.strategy != "fsdp":
+        keep_freed_memory()
+    integers_only = exact or portable  # portable always uses exact
+    deterministic = config.train.deterministic or integers_only
+    return prepare_device(config.train.device, local_rank, threads, deterministic, integers_only)
 
 
 def find_device(name: str, local_rank: int) -> torch.device:
@@ -137,11 +154,6 @@ def require_kernels(device: torch.device) -> None:
         if own < min(version for _, version in versions):
             fix = f"try: {CUDA_12_WHEEL}"
         raise UserError(f"{gpu}, but torch {torch.__version__} has kernels only for {known}; {fix}")
-
-
-def local_world_size() -> int:
-    """Return the number of ranks on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def ranks_here() -> int:
@@ -252,7 +264,7 @@ def kind(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: str) -> float:
     """Return the peak FLOP/s of this rank's device, from the datasheet or measured; on a CPU, count one thread per core."""
-    threads = min(torch.get_num_threads(), cores() / local_world_size()) if device.type == "cpu" else 1
+    threads = min(torch.get_num_threads(), cores() / host.read_ranks()[3]) if device.type == "cpu" else 1
     return known_peak_flops(device, dtype) or best_product(device, dtype) * threads
 
 

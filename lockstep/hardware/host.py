@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import time
+import warnings
 from pathlib import Path
 
 from lockstep.common.errors import UserError
@@ -77,6 +78,8 @@ def prepare_torch() -> None:
     # an otherwise idle thread to work (bench/LOG.md, "Classes of processors").
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
+    # DDP's option has another name in torch 2.13; 2.11 has only the old one.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler announces its start and stop on stderr
     # Expandable segments lose less CUDA memory to fragmentation. Which of the three names counts depends on torch's version.
     # Under WSL, CUDA's first allocation would fail with this setting (pytorch#192330, #182286).

@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from lockstep.common.errors import RunError
 from lockstep.hardware import device
-from lockstep.numerics.optim import Optimizers, load_rows, local
+from lockstep.numerics.attention import activate_attention_kernel
+from lockstep.numerics.optim import Optimizers, local
 from lockstep.parallel.replicas import check_replicas
 from lockstep.parallel.shares import gather_own
 from lockstep.parallel.strategy import Strategy
 from lockstep.parallel.world import World
+from lockstep.reports.log import duration
+from lockstep.settings import TrainConfig
 
 STAGING_BYTES = 1 << 26  # size of the pinned buffer through which checkpoints leave a GPU
 
@@ -33,12 +37,14 @@ class Engine:
     strategy: Strategy
     optimizers: Optimizers
     world: World
-    dtype: str  # precision of matmuls
-    compiled: bool
+    train: TrainConfig  # resolved
     scaler: torch.amp.GradScaler = field(init=False)  # the loss scale of float16
     staging: Tensor | None = None
 
     def __post_init__(self):
+        self.dtype, self.compiled = self.train.dtype, self.train.compile == "on"
+        batch = self.train.micro_batch_size, device.DTYPES[self.dtype], self.world.device
+        activate_attention_kernel(self.module.config, *batch)
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.dtype == "float16")
         self.model = self.strategy.model  # `module` in a wrapper: maps inputs and targets [micro-batch, T] to their mean loss
         self.parameters = self.strategy.parameters  # what the optimizers update: the module's, or this rank's shares of them
@@ -68,8 +74,8 @@ class Engine:
         with self.evaluating(), self.autocast(), eager:
             yield
 
-    def warm_up(self, micro_batch_size: int, seq_len: int) -> None:
-        """Run one synchronized forward and backward on dummy tokens and drop the gradients.
+    def warm_up(self, say: Callable[[str], None] = lambda line: None) -> None:
+        """Run one synchronized forward and backward on dummy tokens and drop the gradients. say: prints a line.
 
         This triggers compilation, and it settles DDP's buckets, which torch rearranges after the first backward by the order in
         which gradients arrived. A gradient's place in a bucket affects the order of its sum over ranks. So without a warm-up, a
@@ -77,13 +83,18 @@ class Engine:
         """
         if self.world.size == 1 and not self.compiled:
             return
-        size = (micro_batch_size, seq_len + 1)
-        tokens = torch.arange(size[0] * size[1], device=self.world.device).view(size) % self.module.config.vocab_size
+        if self.compiled:
+            say("compiling ...")
+        began, shape = time.monotonic(), self.module.config
+        size = (self.train.micro_batch_size, shape.seq_len + 1)
+        tokens = torch.arange(size[0] * size[1], device=self.world.device).view(size) % shape.vocab_size
         self.model.require_backward_grad_sync = True
         with self.autocast():
             loss = self.model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         self.zero_grad()
+        if self.compiled:
+            say(f"compiled in {duration(time.monotonic() - began)}")
 
     def clip(self, limit: float) -> float:
         """Clip the gradients to the global norm `limit` (0: do not). Returns the norm before clipping, equal on all ranks."""
@@ -145,26 +156,6 @@ class Engine:
             check_replicas(self.module)
         except ValueError as error:
             raise RunError(f"{error}; memory, a GPU or a library on one of them is faulty; the checkpoints are kept") from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The parts from which `build_engine` in train.py makes an engine
-
-
-def load_weights(module: nn.Module, weights: Iterable[tuple[str, Any]], own_device: torch.device) -> None:
-    """Give memory and values to `module`, whose parameters are on the meta device.
-
-    weights: names and values. A value is created on demand, or read by rows from a file. So a rank never holds more of a
-    sharded model than its shards and one tensor.
-    """
-    if any(map(is_sharded, module.parameters())):
-        module.to_empty(device=own_device)
-    else:  # the same without `to_empty`, which imports the compiler's symbols for a meta tensor and takes half a second
-        empty = {name: torch.empty(value.shape, device=own_device) for name, value in module.named_parameters()}
-        module.load_state_dict(empty, assign=True)
-        module.to(own_device)  # the buffers
-    for name, value in weights:
-        load_rows(module.get_parameter(name), value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.common.errors import RunError, UserError, within
-from lockstep.hardware.device import local_world_size
 
 LONGEST_END = timedelta(days=1)  # how long a finished rank waits for the master, which may be copying to a mirror
 STUCK_SECONDS = 5.0  # how long the main thread may run no Python code after a rank is lost
@@ -185,58 +184,53 @@ def lack(rank: int, error: Exception) -> str:
     return ""
 
 
-def connect(rank: int, world_size: int, device: torch.device, timeout_minutes: float = 10.0) -> World:
-    """Join the other ranks at MASTER_ADDR and MASTER_PORT, or form a world of one rank.
+def connect(world: World) -> None:
+    """Meet the other ranks: NCCL between GPUs, gloo between CPUs. Raises UserError or RunError.
 
-    timeout_minutes: how long a rank waits for the others, here and in each collective. Raises UserError, or RunError if ranks
-    are still missing after that time; the master names them.
+    RunError: ranks are still missing after the world's timeout; the master names them.
     """
-    if world_size > 1:
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        if device.type == "mps":
-            raise UserError(
-                "--device=mps: ranks cannot exchange tensors of Metal devices; start one process, or use --device=cpu"
-            )
-        if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
-            raise UserError("MASTER_ADDR and MASTER_PORT must be the host and port of rank 0; torchrun sets them")
-        given, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
-        if not {*given.split(",")} <= {"", *known}:
-            raise UserError(f"GLOO_SOCKET_IFNAME={given}: this machine has only the network interfaces {', '.join(known)}")
-        timeout = timedelta(minutes=timeout_minutes)
-        try:  # `within`, because torch's own timeouts add up, and NCCL's initialization has none
-            within(1.1 * timeout.total_seconds(), lambda: rendezvous(rank, world_size, device, (host, int(port)), timeout))
-        except (RuntimeError, TimeoutError) as error:
-            if problem := lack(rank, error):
-                raise RunError(problem) from None
-            if "failed to listen" in str(error):
-                why = str(error).rpartition("message: ")[2].rstrip(")")
-                way_out = "end the process that uses it, or choose another MASTER_PORT (torchrun --master-port) on all nodes"
-                raise RunError(f"rank 0 cannot listen on port {port}: {why}; {way_out}") from None
-            found = f"within {timeout} (--timeout_minutes): {reason(error) or 'no answer'}"
-            if world_size > local_world_size() and "missing" not in found:
-                interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-                found += f"; if rank 0 is up, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"
-            raise RunError(f"rank {rank} did not reach all ranks at {host}:{port} {found}; {SAME_COMMAND}") from None
-    return World(rank, world_size, local_world_size(), device, timedelta(minutes=timeout_minutes))
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if world.device.type == "mps":
+        raise UserError("--device=mps: ranks cannot exchange tensors of Metal devices; start one process, or use --device=cpu")
+    if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError("MASTER_ADDR and MASTER_PORT must be the host and port of rank 0; torchrun sets them")
+    given, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    if not {*given.split(",")} <= {"", *known}:
+        raise UserError(f"GLOO_SOCKET_IFNAME={given}: this machine has only the network interfaces {', '.join(known)}")
+    try:  # `within`, because torch's own timeouts add up, and NCCL's initialization has none
+        within(1.1 * world.timeout.total_seconds(), lambda: rendezvous(world, (host, int(port))))
+    except (RuntimeError, TimeoutError) as error:
+        if problem := lack(world.rank, error):
+            raise RunError(problem) from None
+        if "failed to listen" in str(error):
+            why = str(error).rpartition("message: ")[2].rstrip(")")
+            way_out = "end the process that uses it, or choose another MASTER_PORT (torchrun --master-port) on all nodes"
+            raise RunError(f"rank 0 cannot listen on port {port}: {why}; {way_out}") from None
+        found = f"within {world.timeout} (--timeout_minutes): {reason(error) or 'no answer'}"
+        if world.size > world.local_size and "missing" not in found:
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+            found += f"; if rank 0 is up, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"
+        raise RunError(f"rank {world.rank} did not reach all ranks at {host}:{port} {found}; {SAME_COMMAND}") from None
 
 
-def rendezvous(rank: int, size: int, device: torch.device, place: tuple[str, int], timeout: timedelta) -> None:
+def rendezvous(world: World, place: tuple[str, int]) -> None:
     """Meet the other ranks in the store at `place` and create the process group. Raises RuntimeError."""
+    rank, size, timeout = world.rank, world.size, world.timeout
     deadline = time.monotonic() + timeout.total_seconds()
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's store outlives the ranks; else rank 0 holds it
     # A longer timeout here, because an unreachable store prints a stack trace when it expires.
     store = dist.TCPStore(*place, size, rank == 0 and not held, 2 * timeout, wait_for_workers=False, multi_tenant=True)
     more = 0.05 * timeout.total_seconds() * (rank > 0)  # rank 0 gives up first, because it can name the missing ranks
     store = join_round(store, rank, size, address_towards(place[0]), deadline + more)
-    if size > local_world_size() and (interface := gloo_interface(store, size, place[0])):
+    if size > world.local_size and (interface := gloo_interface(store, size, place[0])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Data about the run is in CPU tensors and goes through gloo, so that it never waits for a GPU.
-    nccl = device.type == "cuda"
+    nccl = world.device.type == "cuda"
     if nccl:
-        torch.cuda.set_device(device)  # for this thread, which is a new one
+        torch.cuda.set_device(world.device)  # for this thread, which is a new one
     # With device_id, NCCL splits the communicators of subgroups from the first one. If a run with --replicate hangs, suspect
     # this first (pytorch/pytorch#153960).
-    options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device if nccl else None)
+    options = dict(rank=rank, world_size=size, timeout=timeout, device_id=world.device if nccl else None)
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, **options)
 
 

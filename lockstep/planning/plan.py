@@ -52,7 +52,7 @@ class Command(Config):
 
 
 def read_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
-    """Read and check a train.py command line. Raises UserError."""
+    """Read and check a train.py command line: the run's settings, and the plan flags. Raises UserError."""
     config, options = load_command(args, description)
     rank, world_size = read_ranks()[:2]
     if rank == 0 and (note := not_taken(args, config)):
@@ -73,11 +73,10 @@ def read_command(args: list[str], description: str) -> tuple[Config, PlanConfig]
 
 
 def load_command(args: list[str], description: str) -> tuple[Config, PlanConfig]:
-    """Return the settings of a command line, and its plan flags. Raises UserError."""
-    start = Command(**vars(settings.start_of(args)))
-    groups = vars(cli.parse(Command, settings.divide(args)[1], description, start, "[config/NAME.toml]"))
+    """Return what a command line asks for, and its plan flags. Raises UserError."""
+    groups = dict(vars(settings.read_command_line(args, description, Command)))
     options = groups.pop("plan")
-    return settings.complete(Config(**groups), args), options
+    return Config(**groups), options
 
 
 def not_taken(args: list[str], config: Config) -> str:

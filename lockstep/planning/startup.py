@@ -1,20 +1,29 @@
-"""Prepare a run: survey the machines, check that they are up to it, and describe what is about to run."""
+"""Prepare a run: find where it starts, resolve its settings, check that the machines are up to it, and say what will run."""
 
 import contextlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from lockstep import command, settings
+from lockstep.checkpoints import checkpoint
+from lockstep.checkpoints import start as starts
+from lockstep.checkpoints.start import Start
+from lockstep.common import errors, files
 from lockstep.common.cli import flat_values
 from lockstep.common.errors import PIP, RunError, UserError, plural
 from lockstep.hardware import device, footprint, host
 from lockstep.numerics.attention import activate_attention_kernel
 from lockstep.numerics.optim import warn_of_warmup
 from lockstep.parallel.world import World
+from lockstep.planning import choices
 from lockstep.planning.choices import Machines
+from lockstep.reports.log import Log, Record, require_wandb_key
 from lockstep.settings import Config
 
 # The settings that determine how much memory each part needs.
@@ -25,6 +34,75 @@ BLAME = {
     **dict.fromkeys(("attention", "MLP"), ("n_embd", "n_layer")),
     **dict.fromkeys(("token embedding", "output layer"), ("vocab_size", "n_embd")),
 }
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a start of training has found: its settings, and where it starts."""
+
+    asked: Config  # before any `auto` was resolved
+    config: Config
+    start: Start
+    mirror: Any  # an extras.mirror.Mirror, with --mirror
+    notes: list[str]  # what to tell the user
+
+
+def prepare(asked: Config, dataset, world: World, log: Log) -> Setup:
+    """Find where the run starts, resolve every `auto`, and check what changes. All ranks must call this. Raises UserError.
+
+    dataset: the run's `data.Mixture`.
+    """
+    flags = {f"--{name}": value for name, value in flat_values(asked).items()}
+    world.require_same(flags | {"the sha256 of --tokens": dataset.identity, "torch's version": torch.__version__})
+    mirror = None
+    if asked.checkpoint.mirror:
+        mirror = errors.extra("--mirror", "mirror").Mirror(asked.checkpoint.mirror, log)
+    start = starts.find_start(log.directory, asked.run.resume, asked.model.init_from, dataset, world, mirror)
+    state = start.state
+    previous = state.settings  # of the run, as far as its bits depend on them
+    if not start.continues:
+        previous = previous | world.broadcast(settings.first_choices(asked))
+    previous = previous | {"world_size": state.history[-1]["world_size"] if state.history else 0}
+    kept = keep_threads(asked, previous, world)
+    config = choices.resolve(choices.from_start(asked, start), dataset.vocab_size, survey(world), previous)
+    versions = checkpoint.versions(config, world.device)
+    notes = list(start.notes)
+    if world.is_master and not start.continues:
+        notes += starts.describe_loss(log.directory, state.step, config)
+    notes += [*kept, *starts.check_changes(start, config, dataset.identity, versions), *compare(config, world, versions)]
+    if state.step < config.train.steps:
+        notes += check(config, world)
+    return Setup(asked, config, start, mirror, notes)
+
+
+def announce(setup: Setup, world: World, log: Log, reads: list[str], remarks: list[str]) -> None:
+    """Say what is about to run. reads, remarks: lines about the data (`data.describe`, `Mixture.remarks`)."""
+    if setup.start.state.step < setup.config.train.steps:
+        log.say(banner(setup.config, world, setup.start.state.step, reads, remarks))
+    for note in setup.notes:
+        log.say(note)
+
+
+def open_run(setup: Setup, world: World, log: Log, checkpoints: checkpoint.Checkpoints, parameters: int) -> Record:
+    """Create or open the run's directory, and start what reports to others. All checks have passed: nothing was written so far.
+
+    Returns what metrics.jsonl holds of the step at which the run starts, the same on all ranks. parameters: of the model.
+    """
+    config, state = setup.config, setup.start.state
+    if world.is_master and config.log.wandb == "online":
+        require_wandb_key()
+    recorded = world.broadcast(log.begin(state.step))
+    log.set_status(state="running", step=state.step, steps=config.train.steps, next=command.again(world.size, world.local_size))
+    checkpoints.begin(state.step)
+    if setup.start.weights and state.step < config.train.steps:
+        which = "weights and optimizer state" if setup.start.checkpoint else "weights"
+        log.say(f"loaded the {which} of {setup.start.weights}")
+    if world.is_master and state.step < config.train.steps:  # a complete run keeps the settings it was trained with
+        files.publish_text(log.directory / "config.toml", settings.dumps(config, setup.asked))
+    facts = flat_values(config) | {"world_size": world.size, "parameters": parameters}
+    run_id = state.wandb_run_id if setup.start.continues else ""
+    state.wandb_run_id = log.start_trackers(config.log, facts, state.step, run_id)
+    return recorded
 
 
 def survey(world: World) -> Machines:

@@ -12,25 +12,25 @@ import torch
 from lockstep.common.errors import RunError, plural
 from lockstep.dataset.tokenizer import load_if_readable
 from lockstep.hardware import device
+from lockstep.hardware.footprint import flops_per_token
 from lockstep.reports import curves
 from lockstep.reports.log import Log, duration
-from lockstep.settings import TrainConfig
+from lockstep.settings import Config
 
 DRAW_SECONDS, DRAW_SHARE = 20, 0.02  # seconds between redraws, which hold up training, and their largest share of the time
 
 
 class Progress:
-    """Reports the updates and evaluations of a run. peak_speed: tokens/s with all ranks at their peak (MFU 1).
+    """Reports the updates and evaluations of a run on so many `ranks`.
 
     epochs: from a number of steps to how many epochs of each dataset they read, by name.
     """
 
-    def __init__(
-        self, log: Log, train: TrainConfig, log_every: int, peak_speed: float, epochs: Callable[[int], dict[str, float]]
-    ):
-        self.log, self.train, self.log_every, self.peak_speed = log, train, log_every, peak_speed
-        self.epochs = epochs
-        self.is_peak_measured = not device.known_peak_flops(torch.device(train.device), train.dtype)
+    def __init__(self, log: Log, config: Config, own: torch.device, ranks: int, epochs: Callable[[int], dict[str, float]]):
+        self.log, self.train, self.log_every, self.epochs = log, config.train, config.log.log_every, epochs
+        peak_flops = ranks * device.peak_flops(own, self.train.dtype)
+        self.peak_speed = peak_flops / flops_per_token(config.model)  # tokens/s with all ranks at their peak: MFU 1
+        self.is_peak_measured = not device.known_peak_flops(own, self.train.dtype)
         # Totals since the last report, excluding the first update, which allocates memory, warms caches and may compile.
         self.updates, self.seconds, self.waited = -1, 0.0, 0.0
         self.skipped_in_a_row = 0
