@@ -132,7 +132,9 @@ def test_the_commands_that_the_documents_name_have_these_flags():
 # extras/tests/test_ladder.py climbs a ladder, which takes long.
 @pytest.mark.parametrize("command", [c for c in commands() if "extras/ladder.py" not in c], ids=lambda command: command[:90])
 def test_command_of_the_readme(copy, command):
-    if command.startswith("make"):
+    if command.startswith(("python3 -m venv", ". .venv", "pip install -r requirements.txt")):
+        assert command.split()[-1] in ("requirements.txt", ".venv", ".venv/bin/activate")  # as the Makefile does
+    elif command.startswith("make"):
         run(command.replace("make", "make -n", 1), copy)
     elif "--plan" in command:
         assert "fits" in run(command, copy)
