@@ -489,7 +489,8 @@ def test_a_loss_that_leaves_its_history_is_told_once_and_at_the_end(train, share
     assert "the loss rose" not in shared.log("plain") and "far above" not in shared.log("plain")
     train("calm", steps=5, eval_every=2, optimizer="adamw")
     lowest = train.metrics("calm", "val_loss")[-1]["val_loss"]
-    spoilt = "from lockstep.parallel import wrap\nload = wrap.load_weights\nwrap.load_weights = lambda module, weights, device: (\n"
+    spoilt = "from lockstep.parallel import wrap\nload = wrap.load_weights\n"
+    spoilt += "wrap.load_weights = lambda module, weights, device: (\n"
     spoilt += "    load(module, weights, device), [parameter.data.mul_(30) for parameter in module.parameters()])\n"
     said = train.changed(spoilt, "calm", steps=6, optimizer="adamw", lr=1e-9, warmup_steps=0).stdout
     assert re.search(r"the loss rose from ([\d.]+) to", said)[1] == f"{lowest:.4g}"  # of the start before
