@@ -193,12 +193,12 @@ def conditions(era: Era) -> tuple:
     """Return everything that the bits of a step depend on, except the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
     same = settings.replace(config, check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
-    if same.parallel.strategy == "exact":
+    if not same.parallel.record.shards_weights:
         same = settings.replace(same, shard_gradients="off")
     if same.numerics.numerics == "portable":
         same = settings.replace(same, threads="auto", device="cpu")
     versions = era["versions"] if config.numerics.numerics == "native" else {}
-    ranks = 0 if same.parallel.strategy == "exact" else era["world_size"]
+    ranks = 0 if same.parallel.record.any_ranks else era["world_size"]
     return same.model, same.numerics, same.optim, same.train, same.parallel, ranks, versions
 
 
@@ -214,7 +214,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     config = settings.from_record(era["settings"], f"the settings of {directory} from step {era['step']} on")
     if config.numerics.numerics == "native" and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)  # `join` set those of the run's last settings
-    if config.parallel.strategy != "exact" and world.size != era["world_size"]:
+    if not config.parallel.record.any_ranks and world.size != era["world_size"]:
         computed = f"step {step} was computed on {plural(era['world_size'], 'rank')}"
         raise CannotReplay(f"{computed}, and its bits depend on their number; use {command.again(era['world_size'], 0)}")
     dataset = data.open_mixture(settings.replace(config.data, **past.moved), config.model.vocab_size)

@@ -69,7 +69,7 @@ def model_card(source: Path, state: TrainState, known: dict, parameters: int, dt
     run, last, config, ranks = source.parent.parent, state.history[-1], state.config, state.history[-1]["world_size"]
     began = settings.from_record(state.history[0]["settings"], str(source))
     start = began.model.init_from if began.run.resume in ("auto", "off") else began.run.resume
-    number = "any" if config.parallel.strategy == "exact" else "the same"
+    number = "any" if config.parallel.record.any_ranks else "the same"
     repeats = f"It reproduces the weights bit for bit on {number} number of ranks, given the same versions and hardware."
     if len(state.history) > 1:
         steps = ", ".join(f"step {era['step']}" for era in state.history[1:])

@@ -86,15 +86,15 @@ def prepare_device(
 
 def prepare_training(config: Config, local_rank: int) -> torch.device:
     """Return the device of a rank that trains. See `prepare_device`."""
-    exact, portable = config.parallel.strategy == "exact", config.numerics.numerics == "portable"
+    record, portable = config.parallel.record, config.numerics.numerics == "portable"
     threads = config.train.threads
-    if exact and threads == "auto" and not portable:
+    if record.any_ranks and threads == "auto" and not portable:
         threads = 1  # sums within a rank depend on its number of threads
     # FSDP allocates and frees memory in blocks of many sizes. If the C library held on to all of them, an fsdp rank would need
     # twice the memory, nearly as much as a ddp rank.
-    if config.parallel.strategy != "fsdp":
+    if not record.shards_weights:
         keep_freed_memory()
-    integers_only = exact or portable  # portable always uses exact
+    integers_only = record.any_ranks or portable  # portable always uses exact
     deterministic = config.train.deterministic or integers_only
     return prepare_device(config.train.device, local_rank, threads, deterministic, integers_only)
 

@@ -134,8 +134,8 @@ def with_hardware(config: Config, machines: Machines, previous: dict) -> Config:
     kept = previous if previous.get("device") == machines.device else {}
     given = cli.flat_values(config)
     fastest = {"dtype": machines.dtype, "muon_dtype": machines.muon_dtype, "compile": "auto"}
-    if config.parallel.strategy == "exact" and machines.dtype == "float16":
-        fastest["dtype"] = "float32"  # float16 needs a loss scale, which exact's integers do not support
+    if config.parallel.record.no_float16 and machines.dtype == "float16":
+        fastest["dtype"] = "float32"
     chosen = {}
     for name, value in fastest.items():
         chosen[name] = kept.get(name, value) if given[name] == "auto" else given[name]
@@ -149,9 +149,10 @@ def with_batch(config: Config, machines: Machines, previous: dict) -> Config:
 
     A run keeps its choices if they still work. Under fsdp with another number of ranks, the bits differ anyway.
     """
-    strategy, asked = config.parallel.strategy, config.train.micro_batch_size
+    parallel, asked = config.parallel, config.train.micro_batch_size
     same_ranks = previous.get("world_size") == machines.ranks and previous.get("device") == machines.device
-    if config.parallel.shard_gradients == "auto" and strategy == previous.get("strategy") == "fsdp" and same_ranks:
+    same = parallel.strategy == previous.get("strategy") and same_ranks
+    if parallel.shard_gradients == "auto" and parallel.record.shards_weights and same:
         config = settings.replace(config, shard_gradients=previous["shard_gradients"])
     room = footprint.USABLE * machines.total / (machines.local_ranks if machines.device == "cpu" else 1)
     smallest = settings.replace(config, micro_batch_size=1) if asked == "auto" else config
@@ -166,7 +167,7 @@ def with_batch(config: Config, machines: Machines, previous: dict) -> Config:
 def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Config:
     """Resolve --shard_gradients: on if a rank of fsdp would otherwise need more than `room` bytes."""
     off, on = (settings.replace(config, shard_gradients=value) for value in ("off", "on"))
-    if config.parallel.strategy != "fsdp":
+    if not config.parallel.record.shards_weights:
         return off
     if config.parallel.shard_gradients != "auto":
         return config
@@ -177,12 +178,13 @@ def shard_gradients(config: Config, ranks: int, device: str, room: float) -> Con
 def fit_micro_batch(config: Config, previous: int | None, machines: Machines) -> int:
     """Return the micro-batch size for `auto`, in sequences: the largest equal share of an update that fits (see `footprint`).
 
-    A run keeps its `previous` choice if the ranks can divide the batch into such micro-batches. Under `exact`, the choice must
-    not depend on what else uses the memory now, so it is based on the total memory, rounded down.
+    A run keeps its `previous` choice if the ranks can divide the batch into such micro-batches. Under `exact`, shares may be
+    unequal, and the choice must not depend on what else uses the memory now, so it is based on the total memory, rounded down.
     """
-    exact = config.parallel.strategy == "exact"
-    if isinstance(previous, int) and config.sequences_per_update % (previous * (1 if exact else machines.ranks)) == 0:
+    equal_shares, memory = machines.ranks, machines.free
+    if config.parallel.record.any_ranks:
+        equal_shares, memory = 1, machines.total // 2**32 * 2**32
+    if isinstance(previous, int) and config.sequences_per_update % (previous * equal_shares) == 0:
         return previous
-    usable = footprint.USABLE * (machines.total // 2**32 * 2**32 if exact else machines.free)
-    budget = footprint.CPU_BYTES if machines.device == "cpu" else usable
+    budget = footprint.CPU_BYTES if machines.device == "cpu" else footprint.USABLE * memory
     return footprint.largest_micro_batch(config, machines.ranks, machines.kind, budget)

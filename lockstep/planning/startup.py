@@ -126,9 +126,9 @@ def keep_threads(config: Config, previous: dict, world: World) -> list[str]:
     Returns a note if the ranks would otherwise use another number. If the machine lacks the cores, or the number of ranks has
     changed, the bits will differ anyway. previous: the run's settings so far, and its world_size.
     """
-    threads, exact = previous.get("threads"), config.parallel.strategy == "exact" or config.numerics.numerics == "portable"
+    threads, any_ranks = previous.get("threads"), config.parallel.record.any_ranks or config.numerics.numerics == "portable"
     same = previous["world_size"] == world.size and previous.get("device") == world.device.type == "cpu"
-    if config.train.threads != "auto" or exact or not same:  # exact uses one thread, and portable has the same bits
+    if config.train.threads != "auto" or any_ranks or not same:  # exact uses one thread, and portable has the same bits
         return []
     own, enough = torch.get_num_threads(), all(world.all_gather(threads <= host.cores() // world.local_size))
     if own == threads or not enough:
@@ -141,8 +141,9 @@ def compare(config: Config, world: World, versions: dict[str, str]) -> list[str]
     """Return a warning if the ranks' hardware or libraries differ. Raises UserError for `exact`, whose bits depend on that."""
     if config.numerics.numerics == "portable" or not (difference := world.difference(versions)):
         return []
-    if config.parallel.strategy == "exact":
-        raise UserError(f"{difference}; --strategy=exact needs identical hardware and libraries, or --numerics=portable")
+    if config.parallel.record.any_ranks:
+        strategy = f"--strategy={config.parallel.strategy}"
+        raise UserError(f"{difference}; {strategy} needs identical hardware and libraries, or --numerics=portable")
     return [f"warning: {difference}; the bits depend on which machine runs which rank"]
 
 
@@ -194,12 +195,12 @@ def check_memory(config: Config, world: World) -> None:
 
 def less_memory(config: Config, ranks: int) -> str:
     """Return what lets an update fit on a GPU, such as `--activation_checkpointing=true or --strategy=fsdp`."""
-    strategy, remedies = config.parallel.strategy, []
+    sharded, remedies = config.parallel.record.shards_weights, []
     if not config.train.activation_checkpointing:
         remedies.append("--activation_checkpointing=true")
-    flag = "--shard_gradients=on" if strategy == "fsdp" else "--strategy=fsdp"
+    flag = "--shard_gradients=on" if sharded else "--strategy=fsdp"
     if ranks == 1:
-        remedies.append("several GPUs" + f" with {flag}" * (strategy != "fsdp"))
+        remedies.append("several GPUs" if sharded else f"several GPUs with {flag}")
     elif config.parallel.shard_gradients != "on":
         remedies.append(flag)
     return " or ".join(remedies) or "a GPU with more memory"
