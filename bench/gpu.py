@@ -63,7 +63,7 @@ TITLES = {
     "commands": "Do sample.py and evaluate.py run there?",
     "peak": "How fast is the fastest matmul?",
     "gpt2": "gpt2_124m as a user starts it: speed and memory",
-    "gpt2_any_order": "gpt2_124m with --deterministic=false",
+    "gpt2_any_order": "gpt2_124m with deterministic = false",
     "llama": "llama_1.3b as a user starts it: speed and memory",
     "nanogpt": "nanoGPT on the same model, with its own settings",
     "residual": "gpt2_124m with the residual stream in bfloat16",

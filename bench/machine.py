@@ -1,6 +1,7 @@
 """Shared by all benchmarks and some tests. Start and kill train.py, read a run's files, measure contenders in turns, and write
 results together with a description of the machine."""
 
+import atexit
 import contextlib
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +28,13 @@ from lockstep.common import cli, errors
 from lockstep.common.errors import RunError, UserError
 from lockstep.common.files import publish_text, sha256
 from lockstep.hardware.host import cores, cpu_name, memory_bytes
+from lockstep.settings import Config
 
 ROOT = Path(__file__).parent.parent
 LOAD = [round(load, 2) for load in os.getloadavg()]  # of other programs, before the measurement
 RESULTS = str(ROOT / "runs" / "bench")  # not bench/results, which is tracked: that needs --out
+# Settings of train.py that are not flags.
+FILE_ONLY = {name for name, item in cli.flat_fields(Config).items() if not cli.is_flag(item)}
 # Metrics that differ between equal runs.
 MEASURED = {"time", "tokens_per_second", "mfu", "step_ms", "data_wait_ms", "memory_gb"}
 # Limit torch, oneDNN and Intel's MKL to older instructions, so that a processor acts as an older one.
@@ -78,10 +83,24 @@ def choose(description: str, **cases: tuple[type, Callable]) -> NoReturn:
 
 
 def arguments(script: str | Path = "train.py", preset: str = "", **flags) -> list[str]:
-    """A script, its preset if any, and its flags, as on a command line."""
+    """A script, its preset if any, and its flags, as on a command line. Settings that are not flags go into a new preset."""
     if flags.get("numerics") == "portable":  # its micro-batches are single sequences
         flags.pop("micro_batch_size", None)
+    if of_file := {name: flags.pop(name) for name in FILE_ONLY & flags.keys()}:
+        preset = preset_with(preset or "config/laptop.toml", of_file)
     return [str(script), *([preset] if preset else []), *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def preset_with(preset: str, changes: dict) -> str:
+    """The path of a copy of a preset with other values. It is removed when this process ends."""
+    values = tomllib.loads(Path(ROOT, preset).read_text())
+    values = {name: value for table in values.values() for name, value in table.items()} | changes
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder, Path(preset).name)
+    path.write_text(text)
+    return str(path)
 
 
 def launcher(ranks: int = 1, *options: str) -> list[str]:

@@ -38,7 +38,9 @@ class Architecture:
     biases: tuple[str, ...]  # the linear layers that have one, among q, k, v, o, gate, up and down
     gated: bool  # whether the MLP is down(activation(gate(x)) * up(x)), instead of down(activation(up(x)))
     qk_norm: bool  # whether an RMSNorm over each head's width follows q and k
-    activation: str  # a function in numerics/native.py, by the name that transformers has for it (gelu: --gelu says which)
+    activation: (
+        str  # a function in numerics/native.py, by the name that transformers has for it (gelu: the setting `gelu` says which)
+    )
     hugging_face: HuggingFace | None = None  # transformers' class for this architecture
 
     @property

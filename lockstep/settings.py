@@ -23,7 +23,7 @@ from lockstep.architectures import ARCHITECTURES, Architecture
 from lockstep.common import cli, files
 from lockstep.common.cli import flat_fields, flat_values, parse, read_values, replace
 from lockstep.common.errors import UserError, messages, refuse
-from lockstep.common.records import Auto, Count, Seed, Size
+from lockstep.common.records import Auto, Count, FileOnly, Seed, Size
 from lockstep.common.steps import read_phases, read_skipped
 from lockstep.strategies import STRATEGIES, StrategyRecord
 
@@ -85,7 +85,7 @@ class ModelConfig:
     """Key/value heads for grouped-query attention. auto: n_head."""
     n_embd: Size = 768
     """Width of the residual stream."""
-    head_dim: Size | Auto = "auto"
+    head_dim: FileOnly[Size | Auto] = "auto"
     """Width of a head. auto: n_embd / n_head, the only choice for gpt2."""
     d_ff: Size | Auto = "auto"
     """Width inside the MLP. auto: 4 n_embd for gpt2, else 8/3 n_embd rounded up to a multiple of 64."""
@@ -94,13 +94,13 @@ class ModelConfig:
     dropout: Fraction = 0.0
     tie_embeddings: bool = True
     """Share the embedding with the output layer."""
-    rope_theta: Annotated[float, Meta(gt=0, le=10**12)] = 10000.0
+    rope_theta: FileOnly[Annotated[float, Meta(gt=0, le=10**12)]] = 10000.0
     """Base of the rotary frequencies (not for gpt2)."""
-    rope_scaling: str = "none"
+    rope_scaling: FileOnly[str] = "none"
     """none, or Llama 3's four values: factor, low_freq_factor, high_freq_factor, original context length, as in 8,1,4,8192."""
-    gelu: Literal["tanh", "erf"] = "tanh"
+    gelu: FileOnly[Literal["tanh", "erf"]] = "tanh"
     """For gpt2. tanh: GPT-2's approximation of GELU; erf: exact GELU, as in nanoGPT."""
-    norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
+    norm_eps: FileOnly[Annotated[float, Meta(gt=0, le=1)]] = 1e-5
     init_from: str = "scratch"
     """scratch, or a Hugging Face model directory or Hub id to take weights and shape from."""
 
@@ -116,7 +116,9 @@ class ModelConfig:
             factors = tuple(float(number) for number in self.rope_scaling.split(",") if self.rope_scaling != "none")
             if not factors or len(factors) == 4 and 0 < min(factors) <= max(factors) < math.inf and factors[1] < factors[2]:
                 return factors
-        raise UserError(f"--rope_scaling={self.rope_scaling} must be none or four positive numbers (2nd < 3rd) like 8,1,4,8192")
+        raise UserError(
+            f'rope_scaling = "{self.rope_scaling}" must be none or four positive numbers (2nd < 3rd) like 8,1,4,8192'
+        )
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,9 @@ class OptimConfig:
     """Decoupled; applied only to tensors with two or more dimensions."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    momentum: Fraction = 0.95
+    momentum: FileOnly[Fraction] = 0.95
     """Muon's momentum."""
-    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    muon_dtype: FileOnly[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Precision in which Muon orthogonalizes its updates. auto: bfloat16 if that is fast here."""
     grad_clip: Annotated[float, Meta(ge=0, le=10**12)] = 1.0
     """Clip the global gradient norm to this (0: no clipping)."""
@@ -170,7 +172,7 @@ class TrainConfig:
     """Keep only each block's input for the backward pass and recompute the rest: much less memory, a third more compute."""
     threads: Annotated[int, Meta(gt=0, le=1 << 12)] | Auto = "auto"
     """CPU threads per rank. auto: cores // local ranks (without torchrun: OMP_NUM_THREADS), or 1 under --strategy=exact."""
-    deterministic: bool = True
+    deterministic: FileOnly[bool] = True
     """Use only CUDA kernels that give the same bits every time. CPU kernels always do."""
     max_skipped_steps: Count = 30
     """End the run if more than this many updates in a row are skipped because of non-finite gradients."""
@@ -188,7 +190,7 @@ class ParallelConfig:
     off: send them once per update. auto: on if an update would not fit otherwise."""
     check_replicas_every: Count = 0
     """Steps between comparisons of all ranks' weights (0: never). The run ends if a bit differs."""
-    timeout_minutes: Annotated[float, Meta(gt=0, le=10**6)] = 10.0
+    timeout_minutes: FileOnly[Annotated[float, Meta(gt=0, le=10**6)]] = 10.0
     """How long a rank waits for the others before giving up."""
 
     @property

@@ -234,7 +234,7 @@ def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch):
     assert precision(config, previous=elsewhere) == ("bfloat16", "bfloat16")
     moved = choices.resolve(config, 257, startup.survey(World(0, 1, 1, torch.device("cpu"))), elsewhere)
     (remark,) = startup.check(moved, World(0, 1, 1, torch.device("cpu")))
-    assert "--dtype=float32 --muon_dtype=float32 may be faster" in remark
+    assert '--dtype=float32 with muon_dtype = "float32" in a preset may be faster' in remark
     # What was on a GPU says nothing about a CPU, and a flag wins.
     assert precision(config, previous=elsewhere | {"device": "cuda"}) == ("float32", "float32")
     assert precision(settings.replace(config, dtype="float16"), previous=elsewhere)[0] == "float16"

@@ -329,7 +329,7 @@ ARCHITECTURES["gpt2"] = dataclasses.replace(ARCHITECTURES["gpt2"], qk_norm=True)
 @pytest.mark.parametrize(
     "flags, change, said",
     [
-        (dict(norm_eps=1e-3), "del architectures.GPT2.keys['norm_eps']", "--norm_eps=0.001 would be read back"),
+        (dict(norm_eps=1e-3), "del architectures.GPT2.keys['norm_eps']", "norm_eps = 0.001 would be read back"),
         ({}, "add('up2')", "there is no Hugging Face name for 'mlp.up2'"),
         ({}, "huggingface.tensor_names = lambda ours, *_, f=huggingface.tensor_names: "
              "{n: t.replace('c_fc', 'c_proj') for n, t in f(ours, *_).items()}", "are both called"),

@@ -266,7 +266,7 @@ def test_flash_attention_3_is_taken_only_where_its_gradients_repeat(monkeypatch,
     said = attention.activate_attention_kernel(config, 3, torch.bfloat16, torch.device("cuda"))
     assert tried == [((3, 4, 8, 16), (3, 2, 8, 16))]  # at the shapes of the run
     assert said.startswith(kernel) and bool(active) == repeats
-    assert ("differ from run to run; to use it anyway, set --deterministic=false" in said) != repeats
+    assert ("differ from run to run; to use it anyway, set deterministic = false" in said) != repeats
     attention.activate_attention_kernel.cache_clear()
 
 

@@ -74,7 +74,7 @@ def test_pretrained_weights_are_taken_and_a_loss_that_is_not_finite_is_found(tra
     "flag, words",
     [
         (dict(dtype="bfloat16"), "--numerics=portable needs --dtype=float32; leave out --dtype=bfloat16"),
-        (dict(muon_dtype="bfloat16"), "leave out --muon_dtype=bfloat16"),
+        (dict(muon_dtype="bfloat16"), 'needs muon_dtype = "float32"; leave out muon_dtype = "bfloat16"'),
         (dict(compile="on"), "--numerics=portable needs --compile=off"),
         (dict(strategy="fsdp"), "--numerics=portable needs --strategy=exact"),
         (dict(ranks=2), "--numerics=portable needs --strategy=exact: under ddp"),

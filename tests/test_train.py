@@ -209,7 +209,10 @@ def test_a_longer_context_begins_from_the_weights_of_a_shorter_one(train, stretc
     train("short", steps=2)
     longer = dict(init_from=train.runs / "short", seq_len=32, steps=2, optimizer="adamw")
     refused = train("longer", status=2, **longer).stderr
-    assert "has a context of 16; to extend it, add --rope_scaling=2,1,4,16, or a --rope_theta above 10000; " in refused
+    assert (
+        'has a context of 16; to extend it, set rope_scaling = "2,1,4,16" in a preset file, or a rope_theta above 10000; '
+        in refused
+    )
     train("longer", **longer, **stretch)
     assert "continuing from" in train("longer", **longer | dict(steps=3), **stretch).stdout
     theirs = AutoModelForCausalLM.from_pretrained(train.latest("longer"))

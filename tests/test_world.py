@@ -95,8 +95,8 @@ def test_ranks_meet_in_a_new_round_whatever_an_earlier_one_left_in_the_store():
 @pytest.mark.parametrize(
     "rank, port, status, said",
     [
-        (0, 0, 1, "{port} within 0:00:03 (--timeout_minutes): 2 of 3 ranks are missing, such as [1, 2]; run the same"),
-        (1, 0, 1, "within 0:00:03 (--timeout_minutes): no answer; if rank 0 is up, set GLOO_SOCKET_IFNAME (here not set)"),
+        (0, 0, 1, "{port} within 0:00:03 (timeout_minutes): 2 of 3 ranks are missing, such as [1, 2]; run the same"),
+        (1, 0, 1, "within 0:00:03 (timeout_minutes): no answer; if rank 0 is up, set GLOO_SOCKET_IFNAME (here not set)"),
         (0, "", 2, "error: MASTER_ADDR and MASTER_PORT must be the host and port of rank 0"),
     ],
 )
@@ -193,7 +193,7 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(train):
 def test_ranks_that_are_done_do_not_wait_for_a_master_that_died(train):
     dies = "from lockstep.reports.log import Log\ndef close(self, status, original=Log.close):\n    original(self, status)\n"
     dies += "    if os.environ['RANK'] == '0':\n        os._exit(9)\nLog.close = close"
-    train.changed(dies, "dies", 3, steps=1, eval_every=0, status=1)  # within PATIENCE, which is less than --timeout_minutes
+    train.changed(dies, "dies", 3, steps=1, eval_every=0, status=1)  # within PATIENCE, which is less than timeout_minutes
 
 
 @pytest.mark.parametrize("variables, status, said", [

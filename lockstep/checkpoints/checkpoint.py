@@ -143,7 +143,7 @@ def open_optimizer(
 
 
 def while_others_wait(world: World, work: Callable[[], Any], mine: bool | None = None) -> Any:
-    """Run `work` on the master, or on the ranks where `mine` is true. It may take longer than --timeout_minutes.
+    """Run `work` on the master, or on the ranks where `mine` is true. It may take longer than timeout_minutes.
 
     Returns the master's result on all ranks.
     """
@@ -321,7 +321,7 @@ class Checkpoints:
             futures.wait([self._save], LAST_SAVE_SECONDS if failed and self._group else None)
 
     def wait_together(self) -> None:
-        """Wait on all ranks for the save in progress, which may take longer than --timeout_minutes."""
+        """Wait on all ranks for the save in progress, which may take longer than timeout_minutes."""
         while_others_wait(self.world, self.wait, mine=self._save is not None)
 
     def finish(self, state: TrainState, final: bool = False) -> None:

@@ -108,7 +108,7 @@ def parse_config(config: dict, path: Path) -> ModelConfig:
 
 
 def rope_text(factors: Iterable[float | None]) -> str:
-    """Return Llama 3's factors as a checkpoint records --rope_scaling: 8,1,4,8192, not 8.0,1.0,4.0,8192.0."""
+    """Return Llama 3's factors as a checkpoint records `rope_scaling`: 8,1,4,8192, not 8.0,1.0,4.0,8192.0."""
     return ",".join(str(factor).removesuffix(".0") for factor in factors)
 
 
@@ -129,8 +129,10 @@ def shape_of(directory: Path, model: ModelConfig) -> ModelConfig:
             rope["rope_theta"] = model.rope_theta
         if not rope:
             factor = math.ceil(model.seq_len / found.seq_len)
-            stretch = f"--rope_scaling={factor},1,4,{found.seq_len}, or a --rope_theta above {found.rope_theta:g}"
-            raise UserError(f"{longest}; to extend it, add {stretch}; otherwise use --seq_len={found.seq_len} or less")
+            stretch = (
+                f'rope_scaling = "{factor},1,4,{found.seq_len}" in a preset file, or a rope_theta above {found.rope_theta:g}'
+            )
+            raise UserError(f"{longest}; to extend it, set {stretch}; otherwise use --seq_len={found.seq_len} or less")
     return dataclasses.replace(found, seq_len=model.seq_len, dropout=model.dropout, init_from=model.init_from, **rope)
 
 
@@ -234,7 +236,7 @@ def check_description(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -
             if name == "rope_scaling":  # 8 or 8.0
                 same = config.rope_factors == described.rope_factors
             if not same and name not in ignored:
-                raise UserError(f"--{name}={given} would be read back from config.json as {read}")
+                raise UserError(f"{name} = {given} would be read back from config.json as {read}")
         written = {}  # as `to_hf` would convert them
         for name, theirs in tensor_names(shapes, config).items():
             shape, fused = shapes[name], "c_attn" in theirs

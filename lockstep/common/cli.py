@@ -6,12 +6,13 @@ says what would work.
 
 import dataclasses
 import difflib
+import json
 import os
 import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from lockstep.common.errors import UserError, refuse
+from lockstep.common.records import FileOnly
 
 # Flags of nanoGPT, build-nanogpt and Hugging Face, and our names for them.
 OTHER_NAMES = {
@@ -43,6 +45,7 @@ NO_FLAGS = {
     "bias": "gpt2 has biases; --architecture=llama and qwen3 do not",
     "backend": "the backend is automatic: nccl on GPUs, gloo on CPUs",
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs"), EPOCHS),
+    "dollars_per_gpu_hour": "multiply the GPU hours that --plan prints by your price",
     "push": "hf upload sends a directory to the Hugging Face Hub (docs/export.md)",
     "warmup_ratio": "use --warmup_steps, a number of updates",
     "fp16": "use --dtype=float16",
@@ -60,6 +63,11 @@ def flat_fields(cls) -> dict[str, dataclasses.Field]:
     for item in dataclasses.fields(cls):
         flags |= flat_fields(item.type) if dataclasses.is_dataclass(item.type) else {item.name: item}
     return flags
+
+
+def is_flag(item: dataclasses.Field) -> bool:
+    """Return whether a setting may be given as a flag, not only in a preset file."""
+    return FileOnly not in getattr(item.type, "__metadata__", ())
 
 
 def flat_values(config) -> dict[str, Any]:
@@ -130,15 +138,43 @@ def repeated(args: list[str], flags: dict[str, dataclasses.Field]) -> Iterator[s
             yield f"--{name.rstrip('_')} is set more than once; set it once{how}"
 
 
-def unexpected(words: list[str], flags: Iterable[str]) -> Iterator[str]:
-    """Yield a message for each of the `words` of a command line that is no argument of it."""
-    unknown, value = list(dict.fromkeys(flag_names(words))), False
-    for name in unknown:
-        yield f"unknown flag --{name}{suggestion(name, flags)}" + (" (--help lists all flags)" if name == unknown[-1] else "")
+def unexpected(words: list[str], fields: dict[str, dataclasses.Field]) -> Iterator[str]:
+    """Yield a message for each of the `words` of a command line that is not an argument of it. fields: its settings."""
+    values, others, open_flag = {}, [], ""  # open_flag: in --a v, the flag that waits for its value
     for word in words:
-        if not word.startswith("--") and not value:
-            yield f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value"
-        value = word.startswith("--") and "=" not in word  # in --a v, the next word is the value of --a
+        if word.startswith("--"):
+            (name,), (_, given, value) = flag_names([word]), word.partition("=")
+            values.setdefault(name, value)
+            open_flag = "" if given else name
+        elif open_flag:
+            values[open_flag], open_flag = word, ""
+        else:
+            others.append(word)
+    for name, value in values.items():
+        if name in fields:  # tyro leaves it over, because it is FileOnly
+            line = in_file(fields[name], value)
+            yield f"--{name} is not a flag; set {line} in a preset file, such as a copy of config/laptop.toml"
+            continue
+        last = name == [other for other in values if other not in fields][-1]
+        yield f"unknown flag --{name}{suggestion(name, fields)}" + (" (--help lists all flags)" if last else "")
+    for word in others:
+        yield f"unexpected {word}: put a preset or a run before all flags, and write flags as --name=value"
+
+
+def in_file(item: dataclasses.Field, value) -> str:
+    """Return a setting as a preset file has it, such as `momentum = 0.9`. value: the setting, or its flag's text."""
+    try:
+        shown = json.dumps(msgspec.convert(value, item.type, strict=False), ensure_ascii=False)
+    except msgspec.ValidationError:
+        shown = syntax(item.type)
+    return f"{item.name} = {shown}"
+
+
+def as_written(item: dataclasses.Field, value) -> str:
+    """Return a setting as a command line has it, such as --lr=0.1, or if only files may have it, see `in_file`."""
+    if not is_flag(item):
+        return in_file(item, value)
+    return f"--{item.name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def version() -> str:
@@ -241,12 +277,18 @@ def new_directory(out: str) -> Path:
     return Path(out)
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: dict[str, dataclasses.Field]) -> str:
     """Suggest a replacement for the flag `name`, or the nearest of `known`, as in `; perhaps you meant --lr`. May be empty."""
     names = OTHER_NAMES | {ours: ours for ours in known}
     near = difflib.get_close_matches(name.lower(), [*names, *NO_FLAGS], n=1)
     hint = NO_FLAGS.get(near[0], f"perhaps you meant --{names.get(near[0])}") if near else ""
-    return f"; {hint}" if hint and set(re.findall(r"--(\w+)", hint)).issubset(known) else ""
+    mentioned = set(re.findall(r"--(\w+)", hint))
+    if not hint or not mentioned.issubset(known):
+        return ""
+    for ours in mentioned:
+        if not is_flag(known[ours]):
+            hint = hint.replace(f"--{ours}", f"{ours} in a preset file")
+    return f"; {hint}"
 
 
 def similar_runs(name: str) -> str:

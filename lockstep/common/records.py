@@ -3,7 +3,9 @@
 from typing import Annotated, Literal
 
 from msgspec import Meta
+from tyro.conf import Suppress
 
+FileOnly = Suppress  # FileOnly[int]: a setting of preset files that is not a flag
 Auto = Literal["auto"]  # chosen for the user, or derived from other values
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Share = Annotated[float, Meta(ge=0, le=1)]

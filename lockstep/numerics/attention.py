@@ -19,7 +19,7 @@ from lockstep.settings import ModelConfig
 
 SHORT = 512  # longest context for which bfloat16 attention on a CPU stores all its weights
 
-# Under --deterministic=true, PyTorch never uses cuDNN. Otherwise we prefer FlashAttention 3, then cuDNN's attention, because
+# If `deterministic` is set, PyTorch never uses cuDNN. Otherwise we prefer FlashAttention 3, then cuDNN's attention, because
 # PyTorch's default order depends on the GPU and the cuDNN version. On an H100, cuDNN reaches 632 TFLOP/s and PyTorch's own
 # kernel 329 (pytorch/pytorch#142132).
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -118,7 +118,9 @@ def activate_attention_kernel(config: ModelConfig, batch: int, dtype: torch.dtyp
             torch.nn.attention.activate_flash_attention_impl("FA3")
             same = gradients_repeat(q.expand(batch, -1, -1, -1), k.expand(batch, -1, -1, -1), config.dropout)
             if torch.are_deterministic_algorithms_enabled() and not same:
-                raise RuntimeError("its gradients differ from run to run; to use it anyway, set --deterministic=false")
+                raise RuntimeError(
+                    "its gradients differ from run to run; to use it anyway, set deterministic = false in a preset file"
+                )
             flash = "FlashAttention 3"
         except (AttributeError, ImportError, RuntimeError) as error:  # old PyTorch, broken package, unsupported GPU, or dropout
             problem = f" (FlashAttention 3 is installed but does not work here: {error})"

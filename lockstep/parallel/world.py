@@ -87,7 +87,7 @@ class World:
         """Wait until every rank is done, even a master that is still writing. If a rank left earlier, the others would fail."""
         if self.size > 1:
             options = dist.AllreduceOptions()
-            options.timeout = LONGEST_END  # dist.barrier would time out after --timeout_minutes
+            options.timeout = LONGEST_END  # dist.barrier would time out after timeout_minutes
             dist.group.WORLD.allreduce([torch.zeros(1)], options).wait()
 
     @contextlib.contextmanager
@@ -206,7 +206,7 @@ def connect(world: World) -> None:
             why = str(error).rpartition("message: ")[2].rstrip(")")
             way_out = "end the process that uses it, or choose another MASTER_PORT (torchrun --master-port) on all nodes"
             raise RunError(f"rank 0 cannot listen on port {port}: {why}; {way_out}") from None
-        found = f"within {world.timeout} (--timeout_minutes): {reason(error) or 'no answer'}"
+        found = f"within {world.timeout} (timeout_minutes): {reason(error) or 'no answer'}"
         if world.size > world.local_size and "missing" not in found:
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
             found += f"; if rank 0 is up, set GLOO_SOCKET_IFNAME (here {interface}) to the interface to the other nodes"

@@ -29,6 +29,7 @@ from lockstep.settings import Config, Ranks
 
 CHINCHILLA = 20  # tokens per parameter (Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models")
 Survey = Callable[[Config], tuple[int, Callable[[Config, int], dict[str, float]]]]
+DOLLARS = 2.5  # per GPU hour: an assumption, so the plan also gives the hours
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,6 @@ class PlanConfig:
     plan_gpu: Literal["a100", "h100", "h200", "b200", "4090"] = "h100"
     plan_mfu: Annotated[float, Meta(gt=0, le=1)] | Auto = "auto"
     """Model FLOPs utilization to plan with, at most 1. auto: a typical value."""
-    dollars_per_gpu_hour: Annotated[float, Meta(ge=0, le=10**6)] = 2.5
-    """Price to plan with."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,17 @@ def not_taken(args: list[str], config: Config) -> str:
         return ""
     values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
     names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
-    other = [shlex.quote(f"--{name}={values[name]}") for name in sorted(names) if values[name] != now[name]]
-    keeps = f"note: {config.run.name} keeps its own settings; to use those of {os.path.relpath(preset)}, pass them as flags:"
-    return f"{keeps} {files.shortened(other)}" if other else ""
+    fields = cli.flat_fields(Config)
+    other = [fields[name] for name in sorted(names) if values[name] != now[name]]
+    if not other:
+        return ""
+    flags = [shlex.quote(cli.as_written(item, values[item.name])) for item in other if cli.is_flag(item)]
+    lines = [cli.in_file(item, values[item.name]) for item in other if not cli.is_flag(item)]
+    ways = [f"pass them as flags: {files.shortened(flags)}"] if flags else []
+    if lines:
+        table = "under [asked] in " if any(now[item.name] == "auto" for item in other if not cli.is_flag(item)) else "in "
+        ways.append(f"set {', '.join(lines)} {table}{Path(config.run.out_dir, config.run.name, 'config.toml')}")
+    return f"note: {config.run.name} keeps its own settings; to use those of {os.path.relpath(preset)}, {', and '.join(ways)}"
 
 
 def resolve(config: Config, options: PlanConfig, survey: Survey) -> tuple[Config, dict[str, float]]:
@@ -189,13 +196,13 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for other ranks"),
         ("  efficiency", f"{ideal_s / step_s:.1%}", f"on {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
-        ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${options.dollars_per_gpu_hour:g}"),
+        ("  the run", duration(train.steps * step_s), f"{hours:,.1f} GPU hours at ${DOLLARS:g}"),
         ("  checkpoints on disk", f"{gb(kept * checkpoint)} GB", f"at most {kept} of {gb(checkpoint)} GB each"),
     ]  # fmt: skip
     first, second = (max(len(row[i]) for row in rows if len(row) > i) for i in range(2))
     lines = [
         f"{config.run.name} on {ranks} x {options.plan_gpu.upper()}, {config.parallel.strategy}, {train.dtype}: "
-        f"{'fits' if fits else 'DOES NOT FIT'}, {duration(train.steps * step_s)}, ${hours * options.dollars_per_gpu_hour:,.0f}"
+        f"{'fits' if fits else 'DOES NOT FIT'}, {duration(train.steps * step_s)}, ${hours * DOLLARS:,.0f}"
     ]
     for label, value, remark in ((*row, "", "")[:3] for row in rows):
         above = "" if label[:1] in ("", " ") else "\n"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from lockstep import settings
-from lockstep.common.cli import flat_fields, flat_values
+from lockstep.common.cli import as_written, flat_fields, flat_values
 from lockstep.common.errors import refuse
 from lockstep.common.steps import read_phases
 from lockstep.settings import Config, ModelConfig
@@ -18,20 +18,8 @@ from lockstep.settings import Config, ModelConfig
 PORTABLE = {"dtype": "float32", "muon_dtype": "float32", "compile": "off"}
 
 
-# Settings whose effect depends on others: whether they have one, and why not. All other settings always have one.
+# Flags whose effect depends on others: whether they have one, and why not. All other flags always have one.
 EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
-    **dict.fromkeys(
-        ("rope_theta", "rope_scaling"),
-        (
-            # With --init_from, the run has the architecture of that model.
-            lambda c: c.model.record.positions == "rotary" or c.model.init_from != "scratch",
-            "with --architecture={architecture}, which has no rotary positions",
-        ),
-    ),
-    "gelu": (
-        lambda c: c.model.record.activation == "gelu" or c.model.init_from != "scratch",
-        "with --architecture={architecture}, which has no GELU",
-    ),
     "min_lr": (lambda c: c.optim.schedule != "constant" or c.optim.decay_steps > 0, "with --schedule=constant"),
     "cooldown_fraction": (
         lambda c: c.optim.schedule == "wsd" and not c.optim.decay_steps,
@@ -44,7 +32,6 @@ EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
             "because --decay_steps={decay_steps} ends the run that many steps after its checkpoint",
         ),
     ),
-    **dict.fromkeys(("momentum", "muon_dtype"), (lambda c: c.optim.optimizer == "muon", "without --optimizer=muon")),
     "micro_batch_size": (
         lambda c: c.numerics.numerics == "native" or c.train.micro_batch_size == 1,
         "with --numerics=portable, whose micro-batches are single sequences",
@@ -52,10 +39,6 @@ EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "shard_gradients": (
         lambda c: c.parallel.record.shards_weights or c.parallel.shard_gradients != "on",
         "without --strategy=fsdp",
-    ),
-    "deterministic": (
-        lambda c: c.numerics.numerics == "native" and not c.parallel.record.any_ranks,
-        "with --strategy=exact or --numerics=portable, which always repeat",
     ),
     **dict.fromkeys(
         ("tasks_every", "tasks_limit"),
@@ -122,10 +105,12 @@ def portable_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield a message for each setting that --numerics=portable does not support."""
     if config.numerics.numerics == "native":
         return
-    given, strategy, any_ranks = flat_values(config), config.parallel.strategy, config.parallel.record.any_ranks
+    given, fields = flat_values(config), flat_fields(Config)
+    strategy, any_ranks = config.parallel.strategy, config.parallel.record.any_ranks
     for name, value in PORTABLE.items():
         if given[name] not in ("auto", value):
-            yield f"--numerics=portable needs --{name}={value}; leave out --{name}={given[name]}".lower()
+            needed, wrong = as_written(fields[name], value), as_written(fields[name], given[name])
+            yield f"--numerics=portable needs {needed}; leave out {wrong}"
     if not any_ranks and (world_size > 1 or strategy != "ddp"):
         yield f"--numerics=portable needs --strategy=exact: under {strategy}, sums of gradients depend on the number of ranks"
 
@@ -141,9 +126,9 @@ def shape_problems(model: ModelConfig) -> Iterator[str]:
         values = nearest(model.n_embd, unit, unit)
         yield f"--n_embd={model.n_embd} is not a multiple of --n_head={model.n_head}{even}; try --n_embd={values}"
     elif "head_dim" not in keys and model.head_dim not in ("auto", model.n_embd // model.n_head):
-        yield f"--head_dim={model.head_dim}: for {model.architecture} it must be n_embd / n_head; leave it out"
+        yield f"head_dim = {model.head_dim}: for {model.architecture} it must be n_embd / n_head; leave it out"
     elif rotary and model.head_dim != "auto" and model.head_dim % 2:
-        yield f"--head_dim={model.head_dim} must be even for rotary positions"
+        yield f"head_dim = {model.head_dim} must be even for rotary positions"
     if "n_kv_head" not in keys and model.n_kv_head not in ("auto", model.n_head):
         yield f"--n_kv_head: {model.architecture} has one key/value head per query head; leave it out"
     elif model.n_kv_head != "auto" and model.n_head % model.n_kv_head:

@@ -156,7 +156,7 @@ def check(config: Config, world: World) -> list[str]:
     warnings = [*check_disk(config), *warn_of_warmup(train.steps, optim)]
     chosen = (train.dtype, optim.muon_dtype if optim.optimizer == "muon" else "")  # chosen by the user, or at the first start
     if "bfloat16" in chosen and world.device.type == "cpu" and not device.fast_at_bfloat16(world.device):
-        muon = " --muon_dtype=float32" if optim.optimizer == "muon" else ""
+        muon = ' with muon_dtype = "float32" in a preset' if optim.optimizer == "muon" else ""
         faster = f"--dtype=float32{muon} may be faster, but gives different bits"
         warnings.append(f"warning: this processor is not known to be fast in bfloat16; {faster}")
     if world.device.type == "cuda" and (most := device.ranks_here()) > world.local_size:
