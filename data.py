@@ -175,7 +175,7 @@ def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture
 
     @functools.cache
     def opened(directory: str) -> Dataset:
-        dataset = open_dataset(directory, vocab_size, config.prepare_command)
+        dataset = open_dataset(directory, vocab_size)
         if dataset.vocab_size == vocab_size and not is_own(directory):  # the model's size, which may be padded
             largest = max(stream.largest for stream in dataset.splits.values())
             stated = [opened(other).vocab_size for other in directories(config) if is_own(other)]
@@ -380,16 +380,15 @@ class Batches:
         return [count / stream.num_windows(self.seq_len) for count, stream in zip(read, self.streams, strict=True)]
 
 
-def make_batches(config: Config, mixture: Mixture, sizes: Sizes = ()) -> Batches:
+def make_batches(config: Config, mixture: Mixture, sizes: Sizes = (), own_orders: bool = True) -> Batches:
     """Return the batches of a run. Raises UserError if a dataset is too short for one training and one validation window.
 
-    sizes: see `Batches`.
+    sizes, own_orders: see `Batches`.
     """
     for stream in mixture.streams("val"):
         stream.check_length(config.model.seq_len, "validation")
     batch = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
     order = config.run.seed, {"shuffled": True, "sequential": False}[config.data.order], config.skipped_batches
-    own_orders = {"own": True, "shared": False}[config.data.mixture_order]
     return Batches(mixture.streams("train"), mixture.phases, *batch, *order, own_orders, sizes)
 
 

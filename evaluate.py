@@ -27,9 +27,8 @@ class EvaluateConfig:
     micro_batch_size: Count = 0
     """Windows per batch (0: about 8192 tokens)."""
     tasks: str = ""
-    """Score the model on these lm-eval tasks instead: names or YAML files, such as hellaswag,arc_easy."""
-    tasks_limit: Count = 0
-    """Documents per task (0: all)."""
+    """Score the model on these lm-eval tasks instead: names or YAML files, such as hellaswag,arc_easy.
+    hellaswag:200 uses only the first 200 documents."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     numerics: Literal["auto", "native", "portable"] = "auto"
@@ -122,7 +121,7 @@ def score(config: EvaluateConfig, directory: Path, model: GPT, world: World, aut
     """Return the scores on tasks, one per line."""
     loaded = load_tasks(config.tasks, *huggingface.first_token(directory), model.config.seq_len, world)
     with autocast():
-        scores = loaded.measure(model.to(world.device), config.tasks_limit)
+        scores = loaded.measure(model.to(world.device))
     return [f"{directory} on {config.tasks}", *score_lines(scores)]
 
 

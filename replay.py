@@ -192,7 +192,7 @@ def anywhere(config: settings.Config) -> settings.Config:
 def conditions(era: Era) -> tuple:
     """Return everything that the bits of a step depend on, except the state before it."""
     config = settings.from_record(era["settings"], f"the settings from step {era['step']} on")
-    same = settings.replace(config, check_replicas_every=0, timeout_minutes=1, max_skipped_steps=1)
+    same = settings.replace(config, check_replicas_every=0, timeout_minutes=1)
     if not same.parallel.record.shards_weights:
         same = settings.replace(same, shard_gradients="off")
     if same.numerics.numerics == "portable":
@@ -228,6 +228,7 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     else:
         began = settings.from_record(state.history[0]["settings"], str(directory))
         start = search(directory / "new", began.run.resume, began.model.init_from, dataset)  # as when it first started
+        start.state.mixture_order = state.mixture_order
     if start.state.step < since:
         gone = f"no intact checkpoint remains between that step and step {step} (a larger --keep_last keeps more)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
@@ -319,10 +320,12 @@ def difference(past: Past, start: Path | None, end: Path | None, last: int) -> s
     same, said = compare(replay(run, last), records)
     problems = [] if same else [said]
     if end:
-        snapshot = take_snapshot(run.engine, run.config.checkpoint.max_shard_bytes)
+        snapshot = take_snapshot(run.engine)
         with tempfile.TemporaryDirectory() as temporary:
             again = ChainMap(*past.world.all_gather(snapshot.write(Path(temporary))))
         kept = retention.read_manifest(end)
+        if not again.keys() <= kept.keys():
+            raise CannotReplay("its tensors are divided among other files, as --max_shard_bytes of version 0.1.0 could do")
         if others := [name for name in sorted(again) if again[name] != kept.get(name)]:
             problems.insert(0, f"{', '.join(others)} would differ")
     return "; ".join(problems)

@@ -144,7 +144,8 @@ def build(config: Config, world: World, dataset: data.Mixture, start: startup.St
 def open_batches(config: Config, dataset: data.Mixture, state: TrainState) -> data.Batches:
     """Return the batches of a run that goes on from `state` as `config`, which may change their size."""
     before = state.config if state.settings else config
-    return data.make_batches(config, dataset, data.sizes_from(state.step, state.batch_sizes, before, config))
+    sizes = data.sizes_from(state.step, state.batch_sizes, before, config)
+    return data.make_batches(config, dataset, sizes, own_orders=state.mixture_order != "shared")
 
 
 def build_engine(module: GPT, weights: Iterable[tuple[str, Any]], config: Config, world: World) -> Engine:

@@ -83,7 +83,10 @@ def kills(config: KillsConfig) -> int:
         raise UserError("--kills and --ranks must be at least 1")
     forks.prepare_to_fork()
     machine.prepare_tokens(config.tokens)
-    flags = KILLS | {name: getattr(config, name) for name in ("strategy", "max_shard_bytes", "tokens")}
+    from lockstep.checkpoints import checkpoint
+
+    checkpoint.SHARD_BYTES = config.max_shard_bytes  # for the forks; the last attempt and the undisturbed run write whole files
+    flags = KILLS | {name: getattr(config, name) for name in ("strategy", "tokens")}
     flags |= {"steps": (CHECKPOINTS_PER_ATTEMPT + 1) * config.kills + 10}
     with machine.workspace() as runs:
         mirror = {"mirror": config.mirror} if config.mirror else {}
@@ -93,7 +96,8 @@ def kills(config: KillsConfig) -> int:
         result["same"] = compare(runs / "killed", runs / "undisturbed")
     sharded = "_sharded" if config.max_shard_bytes < KillsConfig.max_shard_bytes else ""
     name = "hard_kills" + (f"_{config.strategy}{sharded}_{config.ranks}" if config.ranks > 1 else "") + "_mirror" * bool(mirror)
-    print(machine.write(name, {"flags": flags | {"ranks": config.ranks}, **result}, config.out))
+    given = flags | {"max_shard_bytes": config.max_shard_bytes, "ranks": config.ranks}
+    print(machine.write(name, {"flags": given, **result}, config.out))
     return report_kills(result)
 
 

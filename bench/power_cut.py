@@ -50,8 +50,9 @@ EXPECTED = (UserError, RunError)  # how a command that cannot continue ends, wit
 class Miniature:
     """A run without training: it starts from what is in `checkpoints` and saves."""
 
-    def __init__(self, checkpoints: Path, **keep):
+    def __init__(self, checkpoints: Path, shard_bytes: int = 10**9, **keep):
         found, _ = retention.newest(checkpoints)
+        checkpoint.SHARD_BYTES = shard_bytes
         self.warnings = []
         log = SimpleNamespace(say=lambda _: None, warn=self.warnings.append)
         world = World(0, 1, 1, torch.device("cpu"))
@@ -96,7 +97,7 @@ class Saves:
     saves: tuple[int, ...] = (82, 84, 86)
     keep_last: int = 2
     keep_best: int = 0
-    max_shard_bytes: int = 10**9
+    shard_bytes: int = 10**9
 
     def prepare(self, root: Path) -> None:
         for step in sorted(self.intact + self.damaged):
@@ -106,8 +107,7 @@ class Saves:
 
     def act(self, root: Path, promise) -> None:
         promise(max(self.intact, default=0))
-        keep = dict(keep_last=self.keep_last, keep_best=self.keep_best, max_shard_bytes=self.max_shard_bytes)
-        run = Miniature(root / "checkpoints", **keep)
+        run = Miniature(root / "checkpoints", self.shard_bytes, keep_last=self.keep_last, keep_best=self.keep_best)
         for step in self.saves:
             try:
                 saved = run.save(step, 100.0 - step)
@@ -185,7 +185,7 @@ SCENARIOS = [
     Saves("saves beside a best and newer damaged ones", intact=(80, 90), damaged=(100, 110), saves=(97,), keep_best=1),
     Saves("saves, the last one kept", intact=(70, 80), keep_last=1, keep_best=1),
     Saves("saves, three kept, an older one damaged", intact=(50, 60, 80), damaged=(70,), keep_last=3),
-    Saves("saves in several files", intact=(80,), saves=(82, 84), keep_last=1, max_shard_bytes=64),
+    Saves("saves in several files", intact=(80,), saves=(82, 84), keep_last=1, shard_bytes=64),
     Command("dataset", write_text, make_dataset),
     Command("export", lambda root: Miniature(root / "run" / "checkpoints").save(1), export_to),
 ]

@@ -45,17 +45,20 @@ class Tasks:
         self.tokenizer, self.eot_token_id, self.max_length = Tokenizer.from_file(str(tokenizer)), first, seq_len
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.world, self.loaded, self.model, self.computing = world, {}, None, False
+        self.world, self.model, self.computing = world, None, False
+        self.loaded: dict[int, dict] = {}  # on the master: the tasks as lm-eval loads them, by their limits in documents
 
-    def rehearse(self, names: list[str]) -> None:
-        """Load tasks on the master, and try them in lm-eval without a model. Raises UserError."""
+    def rehearse(self, limits: dict[int, list[str]]) -> None:
+        """Load tasks on the master, and try them in lm-eval without a model. limits: see `read_limits`. Raises UserError."""
         from lm_eval.tasks import TaskManager
 
+        names = [name for group in limits.values() for name in group]
         with as_alone():
             manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))
             try:
-                self.loaded = manager.load(names)
-                self.evaluate(REHEARSED)
+                for limit, group in limits.items():
+                    self.loaded[limit] = manager.load(group)
+                    self.evaluate(self.loaded[limit], REHEARSED)
             except Exception as error:  # an unknown name, no network, a broken file, a missing package
                 unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
                 near = [task for name in unknown for task in difflib.get_close_matches(name, manager.all_tasks)]
@@ -67,16 +70,19 @@ class Tasks:
                 raise UserError(f"--tasks={','.join(names)}: {said}{hint}") from error
 
     @torch.no_grad()
-    def measure(self, model: GPT, limit: int) -> Scores:
+    def measure(self, model: GPT) -> Scores:
         """Return the scores of `model`, which is in evaluation mode. All ranks must call this; only the master gets scores.
 
-        limit: documents per task (0: all). Raises RunError, on the master alone, if lm-eval fails.
+        Raises RunError, on the master alone, if lm-eval fails.
         """
         self.model, document_token, model.document_token = model, model.document_token, None  # each text is one document
         try:
             while not self.loaded and self.compute() is not None:
                 pass
-            return self.evaluate(limit) if self.loaded else {}
+            scores = {}
+            for limit, loaded in self.loaded.items():
+                scores |= self.evaluate(loaded, limit)
+            return scores
         except Exception as error:
             if self.computing:
                 raise
@@ -91,20 +97,23 @@ class Tasks:
         began, run.scored_at = time.monotonic(), run.state.step
         try:
             with run.engine.inference():
-                scores = self.measure(run.engine.module, run.config.eval.tasks_limit)
+                scores = self.measure(run.engine.module)
             run.progress.scored(run.state, scores, time.monotonic() - began)
         except RunError as error:
             run.log.warn(f"step {run.state.step}: no scores on tasks: {error}")
 
-    def evaluate(self, limit: int) -> Scores:
-        """Return lm-eval's scores on the first documents of each task. If a group has scores, its subtasks are left out."""
+    def evaluate(self, loaded: dict, limit: int) -> Scores:
+        """Return lm-eval's scores on the first `limit` documents of each task (0: on all).
+
+        If a group has scores, its subtasks are left out.
+        """
         from lm_eval import defaults, evaluator
 
-        for task in self.loaded["tasks"].values():
+        for task in loaded["tasks"].values():
             task.set_config("num_fewshot", task.get_config("num_fewshot") or 0)
             task.set_fewshot_seed(defaults.DEFAULT_OTHER_SEED)
         with as_alone():
-            found = evaluator.evaluate(self, self.loaded, limit=limit or None, bootstrap_iters=0, log_samples=False)
+            found = evaluator.evaluate(self, loaded, limit=limit or None, bootstrap_iters=0, log_samples=False)
         results, groups, scores = found["results"] | found.get("groups", {}), found["group_subtasks"], {}
         for task, values in results.items():  # scores, such as acc,none, but also an alias and document counts
             numbers = {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
@@ -205,7 +214,7 @@ class Tasks:
 def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, world: World) -> Tasks:
     """Load and try tasks. All ranks must call this. Raises UserError.
 
-    names: lm-eval's task names or paths of YAML files, separated by commas. first: the token that starts and ends a text.
+    names: see `read_limits`. first: the token that starts and ends a text.
     """
     if tokenizer is None or first is None:
         raise UserError("--tasks needs a tokenizer.json with an end-of-text token, next to the tokens or the model")
@@ -217,8 +226,20 @@ def load(names: str, tokenizer: Path | None, first: int | None, seq_len: int, wo
 
         kind = type("Tasks", (Tasks, TemplateLM), {})
     tasks = kind(tokenizer, first, seq_len, world)
-    while_others_wait(world, lambda: tasks.rehearse(names.split(",")))
+    while_others_wait(world, lambda: tasks.rehearse(read_limits(names)))
     return tasks
+
+
+def read_limits(names: str) -> dict[int, list[str]]:
+    """Return tasks by the number of documents to use (0: all), from a list such as hellaswag:200,arc_easy,mine.yaml:50."""
+    limits = defaultdict(list)
+    for name in names.split(","):
+        task, _, limit = name.rpartition(":")
+        if task and limit.isdecimal() and not Path(name).exists():
+            limits[int(limit)].append(task)
+        else:
+            limits[0].append(name)
+    return limits
 
 
 def pack(rows, width: int = 0) -> list[list[Row]]:

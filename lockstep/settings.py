@@ -36,6 +36,11 @@ Fraction = Annotated[float, Meta(ge=0, lt=1)]
 RETIRED: dict[str, tuple[Any, str]] = {
     "depth": ("off", "`python extras/ladder.py --depth=6 --tokens=tokens/NAME` prints the command for a model of a depth"),
     "fp8": (False, "use --dtype=bfloat16, or torchtitan for float8"),
+    "max_shard_bytes": (10**9, "checkpoints are divided into files of up to 1 GB"),
+    "max_skipped_steps": (30, "a run ends after more than 30 skipped updates in a row"),
+    "mixture_order": ("auto", "a run keeps the order that it began with"),
+    "prepare_command": ("", "write the command in a comment"),
+    "tasks_limit": (0, "write the limit after a task, as in --tasks=hellaswag:200"),
 }
 
 
@@ -62,15 +67,10 @@ class DataConfig:
     Several phases go in one list, such as 8000:tokens/web,9000:tokens/math. A run that continues may add future phases."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the windows within an epoch."""
-    mixture_order: Literal["auto", "own", "shared"] = "auto"
-    """own: each dataset of a mixture has its own shuffle. shared: datasets of the same length have the same one, as in earlier
-    versions. auto: as the run began; own for a new run."""
     skip_steps: str = ""
     """Skip the batches of these steps, such as 812-815,990. When a run continues, you may add future steps."""
     attend: Literal["window", "document"] = "window"
     """Whether tokens attend to all earlier tokens in the window, or only to those in the same document."""
-    prepare_command: str = ""
-    """The command that creates the dataset, shown if the dataset is missing."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,6 @@ class TrainConfig:
     """CPU threads per rank. auto: cores // local ranks (without torchrun: OMP_NUM_THREADS), or 1 under --strategy=exact."""
     deterministic: FileOnly[bool] = True
     """Use only CUDA kernels that give the same bits every time. CPU kernels always do."""
-    max_skipped_steps: Count = 30
-    """End the run if more than this many updates in a row are skipped because of non-finite gradients."""
 
 
 @dataclass(frozen=True)
@@ -208,11 +206,10 @@ class EvalConfig:
     sample_every: Count = 0
     """Steps between text samples from the model, each on one line (0: none)."""
     tasks: str = ""
-    """lm-eval tasks to score the model on: names or YAML files, such as hellaswag,arc_easy."""
+    """lm-eval tasks to score the model on: names or YAML files, such as hellaswag,arc_easy.
+    hellaswag:200 uses only the first 200 documents."""
     tasks_every: Count = 0
     """Steps between scoring runs on the tasks (0: only at the end)."""
-    tasks_limit: Count = 0
-    """Maximum number of documents to score per task (0: all)."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +222,6 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep (0: all)."""
     keep_best: Count = 1
     """Also keep this many checkpoints with the lowest validation loss."""
-    max_shard_bytes: Annotated[int, Meta(gt=0, le=1 << 62)] = 10**9
-    """Maximum size of a file of weights or optimizer state, in bytes. A larger tensor gets its own file."""
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
     mirror: str = ""
@@ -378,8 +373,12 @@ def read_toml(path: Path, asked: bool = False) -> dict[str, Any]:
 
 def update_record(values: dict[str, Any]) -> None:
     """Adapt the settings that a run of an earlier version recorded, so that they give the same run."""
-    values.setdefault("mixture_order", "shared")  # all datasets of a mixture had the same shuffle
-    values.pop("depth", None)  # the settings that followed from it are recorded, too
+    limit = values.pop("tasks_limit", 0)
+    if limit and values.get("tasks"):
+        values["tasks"] = ",".join(f"{task}:{limit}" for task in values["tasks"].split(","))
+    # What followed from the depth is recorded, too, and `load_state` takes the order. The others do not affect the bits.
+    for name in ("depth", "max_shard_bytes", "max_skipped_steps", "mixture_order", "prepare_command"):
+        values.pop(name, None)
 
 
 def from_here(path: Path) -> str:

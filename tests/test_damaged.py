@@ -99,11 +99,13 @@ def good(tmp_path_factory):
     pyarrow.parquet.write_table(table, folder / "a.parquet")
     made = dict(out=str(folder / "tokens"), tokenizer="bytes", workers=1, val_fraction=0.5)
     prepare_data.prepare(prepare_data.PrepareConfig((str(folder / "a.jsonl"),), **made))
-    run = Miniature(folder / "run", max_shard_bytes=64)
+    run = Miniature(folder / "run")
     state = {f"{name}.step": torch.zeros(()) for name in run.engine.parameters}
     state |= {f"{name}.{key}": p.clone() for name, p in run.engine.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
     run.engine.optimizer_state = lambda: state
-    assert run.save(4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "SHARD_BYTES", 64)
+        assert run.save(4)
     return folder
 
 

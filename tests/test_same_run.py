@@ -258,6 +258,10 @@ def test_a_node_that_joins_an_elastic_run_changes_no_bit(train):
     train.assert_same("nodes", "one")
 
 
+MOST_SKIPPED = """
+from lockstep.reports import progress
+progress.MOST_SKIPPED = {}
+"""
 POISONED = """
 calls = []
 def poisoned(loss, *args, backward=torch.Tensor.backward, **more):
@@ -270,7 +274,7 @@ torch.Tensor.backward = poisoned
 @pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("exact", 2), ("exact", 3)])
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(train, strategy, ranks):
     third = f"os.environ.get('RANK', '0') == '0' and len(calls) == 3 * {12 // max(ranks, 1)}"  # only rank 0's
-    flags = dict(strategy=strategy, steps=6, max_skipped_steps=2)
+    flags = dict(strategy=strategy, steps=6)
     done = train.changed(POISONED.format(bad=third), "nan", ranks, **flags)
     assert "step 3: skipped the update, because its gradient is not finite (1 in a row, 1 in all)" in done.stdout
     assert train.state("nan")["skipped"] == 1
@@ -290,12 +294,12 @@ exact.raise_largest = raise_largest
 
 
 def test_an_infinite_gradient_skips_the_update_of_exact_on_all_ranks(train):
-    done = train.changed(INFINITE, "infinite", 3, strategy="exact", steps=6, max_skipped_steps=2)
+    done = train.changed(INFINITE, "infinite", 3, strategy="exact", steps=6)
     assert "skipped the update, because its gradient is not finite (1 in a row, 1 in all)" in done.stdout
 
 
 def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train):
-    done = train.changed(POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, max_skipped_steps=3, status=1)
+    done = train.changed(MOST_SKIPPED.format(3) + POISONED.format(bad="len(calls) > 7 * 12"), "nan", steps=20, status=1)
     assert "skipped 4 updates in a row with non-finite gradients" in done.stderr and "Traceback" not in done.stderr
     newest = train.latest("nan").resolve()
     assert retention.find_damage(newest) is None and f"checkpoints are in {newest.parent}" in done.stderr
@@ -305,10 +309,9 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_checkpoint_kept(train)
 @pytest.mark.parametrize("save_every, lr, bad", [(5, 1e3, "False"), (1, 1e3, "False"), (1, 1e-2, "len(calls) > 12")])
 def test_weights_that_no_update_improves_push_out_no_good_checkpoint(train, save_every, lr, bad):
     flags = dict(architecture="gpt2", keep_last=1, keep_best=0, eval_every=0, save_every=save_every, warmup_steps=0)
-    flags |= dict(max_skipped_steps=9)
     train("run", steps=6, **flags)
     checkpoints = train.runs / "run" / "checkpoints"
-    train.changed(POISONED.format(bad=bad), "run", status=1, steps=60, lr=lr, **flags)
+    train.changed(MOST_SKIPPED.format(9) + POISONED.format(bad=bad), "run", status=1, steps=60, lr=lr, **flags)
     assert (checkpoints / "step-00000006").exists() and len(retention.published(checkpoints)) < 4
     stopped = before_update("run.state.step", "len(calls) == 36 and os.kill(os.getpid(), 15)")  # saves what is bad
     train.changed(POISONED.format(bad="True") + stopped, "run", status=75, steps=60, lr=lr, **flags)

@@ -12,8 +12,11 @@ from conftest import damage
 from lockstep.checkpoints import retention, tensor_files
 
 # A limit that divides the tiny model's tensors among many files.
-SPLIT = dict(max_shard_bytes=20000, optimizer="adamw")
-FSDP = dict(SPLIT, strategy="fsdp", ranks=3, eval_every=0)
+SPLIT = """
+from lockstep.checkpoints import checkpoint
+checkpoint.SHARD_BYTES = 20000
+"""
+FSDP = dict(optimizer="adamw", strategy="fsdp", ranks=3, eval_every=0)
 # Instead of training, save again what a checkpoint holds. Every rank writes how many bytes of tensors it has copied for that.
 SAVED_AGAIN = """
 from lockstep.checkpoints import checkpoint
@@ -77,7 +80,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
     ):
         name, folder = f"split{i}", tmp_path / str(i)
         folder.mkdir()
-        train.changed(SAVED_AGAIN.format(folder=folder), name, ranks, **dict(flags, **more, max_shard_bytes=20000, **one))
+        train.changed(SPLIT + SAVED_AGAIN.format(folder=folder), name, ranks, **flags, **more, **one)
         files.append(train.files(name))
         indices.append([json.loads(path.read_text()) for path in sorted(train.latest(name).glob("*.index.json"))])
         held = [int((folder / str(rank)).read_text()) for rank in range(ranks)]
@@ -96,7 +99,7 @@ def test_the_same_tensors_are_the_same_files_whoever_writes_them(train, tmp_path
 
 
 def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over(train):
-    train("damaged", **dict(FSDP, steps=4, save_every=1, keep_last=0))
+    train.changed(SPLIT, "damaged", **dict(FSDP, steps=4, save_every=1, keep_last=0))
     first, second, third, fourth = retention.published(train.runs / "damaged" / "checkpoints")
     damage(sorted(fourth.glob("optimizer-*.safetensors"))[3])
     sorted(third.glob("model-*.safetensors"))[2].unlink()
@@ -124,14 +127,14 @@ tensor_files.save_file = save_file
 
 def test_a_kill_between_two_files_leaves_the_checkpoint_before(train):
     flags = dict(FSDP, steps=10)
-    train("whole", **flags)
+    train.changed(SPLIT, "whole", **flags)
     files = len([name for i, name in enumerate(sorted(train.files("whole"))) if i % 3 == 1])
     checkpoints = train.runs / "killed" / "checkpoints"
-    train.changed(KILLED.format(files=files), "killed", status=-signal.SIGKILL, **flags)
+    train.changed(SPLIT + KILLED.format(files=files), "killed", status=-signal.SIGKILL, **flags)
     left = checkpoints / ".step-00000010.tmp"
     assert left.exists() and not (left / "manifest.json").exists()
     assert retention.newest(checkpoints) == (checkpoints / "step-00000005", [])
-    train("killed", **flags)
+    train.changed(SPLIT, "killed", **flags)
     train.assert_same("killed", "whole")
     assert not list(checkpoints.glob(".*"))
 
@@ -152,15 +155,15 @@ Checkpoints.write = write
 @pytest.mark.slow
 def test_a_rank_that_cannot_write_is_a_warning_and_the_run_goes_on(train):
     flags = dict(FSDP, steps=15, keep_last=0)
-    train("whole", **flags)
-    done = train.changed(NO_ROOM.format(steps="[10]"), "full", **flags)
+    train.changed(SPLIT, "whole", **flags)
+    done = train.changed(SPLIT + NO_ROOM.format(steps="[10]"), "full", **flags)
     assert done.stdout.count("could not be written") == 1 and "the checkpoint at step 10 could not be written" in done.stdout
     assert "File too large" in done.stdout and "(rank 2)" in done.stdout and "training continues" in done.stdout
     checkpoints = train.runs / "full" / "checkpoints"
     names = [path.name for path in retention.published(checkpoints)]
     assert names == ["step-00000005", "step-00000015"] and not list(checkpoints.glob(".*"))
     assert train.files("full") == train.files("whole")
-    last = train.changed(NO_ROOM.format(steps="[10]"), "last", status=1, **flags | dict(steps=10))
+    last = train.changed(SPLIT + NO_ROOM.format(steps="[10]"), "last", status=1, **flags | dict(steps=10))
     assert last.stderr.startswith("error: the checkpoint at step 10 could not be written") and "(rank 2)" in last.stderr
     assert retention.newest(train.runs / "last" / "checkpoints")[0].name == "step-00000005"
     assert os.readlink(train.latest("last")) == "step-00000005"

@@ -49,13 +49,12 @@ def describe(source: Path, state: TrainState, parameters: int, dtype: str, licen
 
     license, language: as named on the Hub; may be empty.
     """
-    known, config = known_datasets(state), state.config
-    if len(known) == 1:  # name the command that was used, because the preset's may make different tokens
-        commands = [prepare_command(Path(path), metadata) for path, metadata in known.items() if metadata]
-        config = settings.replace(config, prepare_command="".join(commands))
+    known = known_datasets(state)
+    commands = [prepare_command(Path(path), metadata) for path, metadata in known.items() if metadata]
+    settings_text = "".join(f"# The tokens: {command}\n" for command in commands) + settings.dumps(state.config)
     given = {"license": license or None, "language": language.split(",") if language else None}
     card = model_card(source, state, known, parameters, dtype, given)
-    return {"README.md": card, "config.toml": settings.dumps(config)}
+    return {"README.md": card, "config.toml": settings_text}
 
 
 def known_datasets(state: TrainState) -> dict[str, Metadata | None]:

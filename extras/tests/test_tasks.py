@@ -109,14 +109,15 @@ def test_compiled_code_stays_as_it_is(train, tasks):
 
 
 def test_a_run_that_continues_has_no_scores_twice(train, tasks):
-    flags = dict(tasks=tasks, tasks_every=5, tasks_limit=8)
+    few = ",".join(f"{task}:8" for task in tasks.split(","))
+    flags = dict(tasks=few, tasks_every=5)
     train.kill("run", 15, ranks=2, **flags)
     train("run", ranks=2, **flags)
     steps = [record["step"] for record in train.metrics("run", "tasks/loglikelihood/acc")]
     assert steps == [5, 10, 15, 20]
     train("later", steps=5)
     for _ in range(2):  # tasks of a complete run; the second time it has them
-        train("later", steps=5, tasks=tasks, tasks_limit=8)
+        train("later", steps=5, tasks=few)
     assert len(train.metrics("later", "tasks/loglikelihood/acc")) == 1
 
 
@@ -128,8 +129,19 @@ def test_where_lm_eval_fails_the_run_goes_on(train, tmp_path):
     assert train.state("run")["step"] == 5
     done = execute([sys.executable, "evaluate.py", train.latest("run"), f"--tasks={task}"], status=1)
     assert "lm-eval failed: the metric is broken" in done.stderr
-    done = execute([sys.executable, "evaluate.py", train.latest("run"), f"--tasks={task}", "--tasks_limit=8"])
+    done = execute([sys.executable, "evaluate.py", train.latest("run"), f"--tasks={task}:8"])
     assert "custom  acc 0." in done.stdout
+
+
+def test_each_task_may_have_its_own_limit(shared, tmp_path):
+    """With 24 documents, of which the last one fails."""
+    (tmp_path / "function.py").write_text(FUNCTION)
+    failing = write_task(tmp_path, "loglikelihood", "custom", "process_results: !function function.score\n")
+    other = write_task(tmp_path, "multiple_choice")
+    evaluate = [sys.executable, "evaluate.py", shared.latest("plain"), "--dtype=float32"]
+    (alone,) = execute([*evaluate, f"--tasks={other}"]).stdout.splitlines()[1:]
+    done = execute([*evaluate, f"--tasks={other},{failing}:23"])
+    assert done.stdout.splitlines()[1] == alone and "custom  acc " in done.stdout
 
 
 def test_what_cannot_be_measured_is_refused_before_training(train, tmp_path, tasks):

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from lockstep.settings import CheckpointConfig, Config, Ranks
 # How long the ranks that write a checkpoint wait for each other: during training, and after training has failed.
 LONGEST_SAVE, LAST_SAVE_SECONDS = timedelta(hours=1), 30
 HOPELESS = 10  # times the loss of guessing; NaN and infinity are above any limit
+SHARD_BYTES = 10**9  # the largest file of weights or optimizer state; a larger tensor gets its own file
 HEARTBEAT = 1.0  # seconds between signs of life from a working rank while the others wait
 # The settings of a run from `step` on.
 Era = TypedDict("Era", {"step": Count, "world_size": Ranks, "settings": dict, "versions": dict[str, str]})
@@ -65,6 +66,7 @@ class TrainState:
     dataset: str = ""  # identity of the dataset
     settings: dict = field(default_factory=dict)  # every flag as resolved
     versions: dict = field(default_factory=dict)
+    mixture_order: Literal["own", "shared", ""] = ""  # see `data.Batches.own_orders`; empty before the run begins
     batch_sizes: list[tuple[Count, Count, Count]] = field(default_factory=list)  # see `data.Batches.sizes`; empty: always one
     history: list[Era] = field(default_factory=list)
 
@@ -83,6 +85,7 @@ class TrainState:
         if not continues:
             self.best, self.history, self.identity = [], [], uuid.uuid4().hex  # the old ones describe another run
         self.dataset, self.settings, self.versions = dataset, cli.flat_values(config), versions(config, world.device)
+        self.mixture_order = self.mixture_order or "own"
         era = {"world_size": world.size, "settings": self.settings, "versions": self.versions}
         if not self.history or {**self.history[-1], **era} != self.history[-1]:
             self.history = [*self.history, {"step": self.step, **era}]
@@ -112,6 +115,8 @@ def load_state(directory: Path, dataset=None) -> TrainState:
     """
     path = directory / "trainer_state.json"
     state = files.read_json(path, TrainState)
+    if not state.mixture_order:  # version 0.1.0 knew only the shared one, and later ones had a setting
+        state.mixture_order = "own" if state.settings.get("mixture_order") == "own" else "shared"
     for record in (state.settings, *(era["settings"] for era in state.history)):
         if record:
             settings.update_record(record)
@@ -176,12 +181,12 @@ class Snapshot:
         return records
 
 
-def take_snapshot(engine, limit: int) -> Snapshot:
-    """Copy what this rank will write. The writers get files of up to `limit` bytes in turn. All ranks must call this."""
+def take_snapshot(engine) -> Snapshot:
+    """Copy what this rank will write. The writers get files of up to SHARD_BYTES in turn. All ranks must call this."""
     config, weights, state = engine.module.config, engine.parameters, engine.optimizer_state()
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     sizes = {name: 4 * math.prod(tensor.shape) for name, tensor in state.items()}
-    model, optimizer = huggingface.layout(shapes, config, limit), tensor_files.lay_out("optimizer", sizes, limit)
+    model, optimizer = huggingface.layout(shapes, config, SHARD_BYTES), tensor_files.lay_out("optimizer", sizes, SHARD_BYTES)
     dealt = {file: number % engine.strategy.writers for number, file in enumerate(model | optimizer)}
     writer = {name: dealt[file] for file, names in (model | optimizer).items() for name in names}
     writer |= {ours: writer[theirs] for ours, theirs in huggingface.tensor_names(shapes, config).items()}
@@ -283,7 +288,7 @@ class Checkpoints:
             return
         began = time.perf_counter()
         self.finish(state)  # one save at a time: two would need twice the memory
-        snapshot = take_snapshot(self.engine, self.options.max_shard_bytes)
+        snapshot = take_snapshot(self.engine)
         if not now and not self._due:
             self.between.add(step_directory(self.directory, state.step))
         self.saved_at, self._saved_time, self._due = state.step, time.monotonic(), False

@@ -21,6 +21,7 @@ from lockstep.common import cli, files
 from lockstep.common.errors import RunError, UserError
 from lockstep.common.records import Count, FileName, Sha256, Share, Size, TokenId
 from lockstep.dataset.tokenizer import end_of_text, token_ids
+from lockstep.settings import HERE, from_here
 
 HEADER_INTS = 256  # llm.c's header: magic, version, number of tokens, zeros
 MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -267,11 +268,10 @@ class Dataset:
         return loss / float(np.log(2)) / self.bytes_per_token if self.bytes_per_token else None
 
 
-def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: str = "") -> Dataset:
+def open_dataset(directory: str | Path, vocab_size: int = 0) -> Dataset:
     """Open a directory with a dataset.json or foreign token files. Checks sizes, counts and token ids. Raises UserError.
 
     vocab_size: for foreign files, which do not state it (0: from datatrove's tokenizer, nanoGPT's meta.pkl, or else GPT-2).
-    prepare_command: the command that makes the dataset. If its --out is `directory`, the error for a missing dataset shows it.
     """
     cli.require_local("tokens", str(directory), "python prepare_data.py URL --out=tokens/NAME makes a dataset from a URL")
     directory = Path(directory)
@@ -279,12 +279,11 @@ def open_dataset(directory: str | Path, vocab_size: int = 0, prepare_command: st
         refuse_text(directory)
         raise UserError(f"the dataset {directory} is a file; pass its directory")
     if not directory.is_dir():
-        words = []
-        with contextlib.suppress(ValueError):  # an unbalanced quote
-            words = shlex.split(prepare_command)
-        if f"--out={directory}" not in words:
-            prepare_command = f"python prepare_data.py [SOURCE ...] {shlex.quote(f'--out={directory}')}"
-        raise UserError(f"the dataset {directory} does not exist; make it with: {prepare_command}")
+        how = f"make it with: python prepare_data.py [SOURCE ...] {shlex.quote(f'--out={directory}')}"
+        for preset in sorted(HERE.glob("config/*.toml")):
+            if f'tokens = "{directory}"\n' in files.read_text(preset):
+                how = f"the first lines of {from_here(preset)} say how to prepare it"
+        raise UserError(f"the dataset {directory} does not exist; {how}")
     return _open_own(directory) if (directory / "dataset.json").exists() else _open_foreign(directory, vocab_size)
 
 

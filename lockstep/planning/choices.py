@@ -124,8 +124,6 @@ def with_schedule(config: Config, previous: dict) -> Config:
     optim = settings.resolve_schedule(config.optim, config.train.steps)
     if config.optim.warmup_steps == "auto" and "warmup_steps" in previous:
         optim = dataclasses.replace(optim, warmup_steps=min(previous["warmup_steps"], optim.warmup_steps))
-    if config.data.mixture_order == "auto":
-        config = settings.replace(config, mixture_order=previous.get("mixture_order", "own"))
     return dataclasses.replace(config, optim=optim)
 
 

@@ -86,7 +86,7 @@ def not_taken(args: list[str], config: Config) -> str:
     if unnamed or not settings.of_run(config):
         return ""
     values, now = cli.flat_values(settings.read_preset(preset, asked=True)), cli.flat_values(config)
-    names = settings.read_toml(preset).keys() - given - {"name", "out_dir", "resume", "prepare_command"}
+    names = (settings.read_toml(preset).keys() & values.keys()) - given - {"name", "out_dir", "resume"}
     fields = cli.flat_fields(Config)
     other = [fields[name] for name in sorted(names) if values[name] != now[name]]
     if not other:

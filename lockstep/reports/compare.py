@@ -13,8 +13,7 @@ from lockstep.settings import LogConfig, read_preset
 
 # Settings that the comparison ignores.
 SILENT = {
-    *("name", "out_dir", "resume", "mirror", "prepare_command", "threads", "sample_every", "tasks", "tasks_every"),
-    *("tasks_limit", "mixture_order", *cli.flat_fields(LogConfig)),
+    *("name", "out_dir", "resume", "mirror", "threads", "sample_every", "tasks", "tasks_every", *cli.flat_fields(LogConfig)),
 }
 # Settings that usually follow from others.
 DERIVED = {"n_kv_head", "head_dim", "d_ff", "warmup_steps", "min_lr", "micro_batch_size", "dtype", "muon_dtype", "compile"}
