@@ -153,7 +153,6 @@ def test_a_preset_of_a_windows_editor_is_read_and_one_of_another_folder_is_found
         ("--schedule=cosine", ["--decay_steps=3"], "because --decay_steps=3 ends the run that many steps after"),
         ("--steps=9", ["--decay_steps=3"], "because --decay_steps=3 ends the run that many steps after"),
         ("--micro_batch_size=2", ["--numerics=portable"], "with --numerics=portable, whose micro-batches are single"),
-        ("--tasks_every=5", [], "without --tasks"),
         ("--wandb_project=mine", ["--wandb=off"], "without --wandb=online or --wandb=offline"),
     ],
 )

@@ -40,7 +40,6 @@ EFFECTS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: c.parallel.record.shards_weights or c.parallel.shard_gradients != "on",
         "without --strategy=fsdp",
     ),
-    "tasks_every": (lambda c: bool(c.eval.tasks), "without --tasks, such as --tasks=hellaswag,arc_easy"),
     "wandb_project": (lambda c: c.log.wandb != "off", "without --wandb=online or --wandb=offline"),
 }
 
