@@ -3,9 +3,20 @@
 from typing import Annotated, Literal
 
 from msgspec import Meta
-from tyro.conf import Suppress
 
-FileOnly = Suppress  # FileOnly[int]: a setting of preset files that is not a flag
+try:
+    import tyro.conf
+
+    FileOnly = tyro.conf.Suppress  # FileOnly[int]: a setting of preset files that is not a flag
+except ModuleNotFoundError:  # bench/gpu.py reads presets where tyro is not installed
+
+    class FileOnly:
+        """Marks a setting of preset files that is not a flag."""
+
+        def __class_getitem__(cls, kind):
+            return Annotated[kind, cls]
+
+
 Auto = Literal["auto"]  # chosen for the user, or derived from other values
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Share = Annotated[float, Meta(ge=0, le=1)]
