@@ -79,12 +79,17 @@ class Mixture:
         Some files put this token at the end of documents instead. It is then predicted from the document that it ends, and the
         tokens after it don't see that document.
         """
-        token = {"window": None, "document": self.eot_token}[attend]
-        for dataset in self.datasets:
-            if attend == "document" and dataset.eot_token is None:
-                unknown = f"--attend=document: {dataset.directory} does not say which token separates documents"
-                raise UserError(f"{unknown}; put its tokenizer.json there, or use --attend=window")
-        return token
+        match attend:
+            case "window":
+                return None
+            case "document":
+                for dataset in self.datasets:
+                    if dataset.eot_token is None:
+                        unknown = f"--attend=document: {dataset.directory} does not say which token separates documents"
+                        raise UserError(f"{unknown}; put its tokenizer.json there, or use --attend=window")
+                return self.eot_token
+            case other:
+                raise AssertionError(f"--attend={other} is not implemented")
 
     @property
     def tokenizer(self) -> Path | None:
@@ -94,8 +99,11 @@ class Mixture:
     @property
     def remarks(self) -> list[str]:
         """Notes for the user: assumptions about the files, and rounded weights."""
-        rounded = f"the weights of mixtures are rounded to 1/{BLOCK:,}: {'; '.join(self.describe(s) for _, s in self.phases)}"
-        return [dataset.remark for dataset in self.datasets if dataset.remark] + [rounded] * self.rounded
+        found = [dataset.remark for dataset in self.datasets if dataset.remark]
+        if self.rounded:
+            mixtures = "; ".join(self.describe(shares) for _, shares in self.phases)
+            found.append(f"the weights of mixtures are rounded to 1/{BLOCK:,}: {mixtures}")
+        return found
 
     @property
     def identity(self) -> str:
@@ -109,12 +117,17 @@ class Mixture:
         return " ".join(today.get(part, part) for part in recorded.split())
 
     def _identity(self, identities: list[str]) -> str:
-        # Hash shares in units of 1/2^24, so that runs from versions with finer shares can continue if their shares are equal.
-        first, *later = (
-            [(i, identities[i], share * 4096) for i, share in enumerate(shares) if share] for _, shares in self.phases
-        )
-        tokens = first[0][1] if len(first) == 1 else digest([part[1:] for part in first])
-        return " ".join([tokens, *(f"{step}:{digest(parts)}" for (step, _), parts in zip(self.phases[1:], later, strict=True))])
+        words = []
+        for step, shares in self.phases:
+            # Shares are hashed in units of 1/2^24, as earlier versions had them.
+            parts = [(i, identities[i], share * 4096) for i, share in enumerate(shares) if share]
+            if step:
+                words.append(f"{step}:{digest(parts)}")
+            elif len(parts) == 1:
+                words.append(parts[0][1])
+            else:
+                words.append(digest([part[1:] for part in parts]))
+        return " ".join(words)
 
     @property
     def names(self) -> list[str]:
@@ -142,9 +155,11 @@ class Mixture:
         The mean is always weighted by the shares of --tokens, so that it stays comparable across phases. Bits per byte is None
         if a dataset's size in bytes is unknown.
         """
-        parts = [part for part in zip(self.shares, losses, self.datasets, strict=True) if part[0]]
-        sizes = [share / BLOCK * dataset.bytes_per_token for share, _, dataset in parts]
-        mean = sum(share / BLOCK * loss for share, loss, _ in parts)
+        parts = [
+            (share / BLOCK, loss, data) for share, loss, data in zip(self.shares, losses, self.datasets, strict=True) if share
+        ]
+        mean = sum(weight * loss for weight, loss, _ in parts)
+        sizes = [weight * dataset.bytes_per_token for weight, _, dataset in parts]
         record = {"val_loss": mean, "val_bpb": mean / math.log(2) / sum(sizes) if all(sizes) else None}
         for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
             if len(self.datasets) > 1:
@@ -152,56 +167,71 @@ class Mixture:
         return record
 
 
-def parse_mixture(tokens: str, flag: str = "--tokens=") -> list[tuple[str, Fraction]]:
-    """Return the directory and weight of each dataset in `--tokens=tokens/web:0.8,tokens/code:0.2`. Raises UserError."""
+def parse_mixture(tokens: str, flag: str) -> list[tuple[str, Fraction]]:
+    """Return the directory and weight of each dataset in `tokens/web:0.8,tokens/code:0.2`. Raises UserError, naming `flag`."""
     parts = [re.fullmatch(r"\s*(.+):(\d{0,20}\.?\d{1,20})\s*", part) for part in tokens.split(",")]
     if os.path.exists(tokens) or parts == [None]:  # a single directory, even if its name looks like a mixture
         return [(tokens, Fraction(1))]
     if not all(part and Fraction(part[2]) for part in parts):
         wanted = "each dataset of a mixture needs a weight greater than 0, as in tokens/web:0.8,tokens/code:0.2"
-        raise UserError(f"{flag}{tokens}: {wanted}")
+        raise UserError(f"{flag}: {wanted}")
     return [(part[1], Fraction(part[2])) for part in parts]
+
+
+def parse_mixtures(config: DataConfig) -> list[tuple[int, str, list[tuple[str, Fraction]]]]:
+    """Return --tokens and each phase: its first step, its flag, and its directories with their weights. Raises UserError."""
+    tokens = f"--tokens={config.tokens}"
+    found = [(0, tokens, parse_mixture(config.tokens, tokens))]
+    for step, text in read_phases(config.phase):
+        flag = f"--phase={step}:{text}"
+        found.append((step, flag, parse_mixture(text, flag)))
+    return found
 
 
 def directories(config: DataConfig) -> list[str]:
     """Return the directories named by --tokens and --phase, without duplicates. Raises UserError."""
-    mixtures = [config.tokens, *(mixture for _, mixture in read_phases(config.phase))]
-    return list(dict.fromkeys(directory for mixture in mixtures for directory, _ in parse_mixture(mixture)))
+    found = []
+    for _, _, parts in parse_mixtures(config):
+        found += [directory for directory, _ in parts if directory not in found]
+    return found
 
 
 def open_mixture(config: DataConfig, vocab_size: int | Auto = "auto") -> Mixture:
     """Open the datasets that --tokens and --phase name; see `open_dataset`. Raises UserError if their tokenizers differ."""
-    vocab_size = 0 if vocab_size == "auto" else vocab_size
-
-    @functools.cache
-    def opened(directory: str) -> Dataset:
-        dataset = open_dataset(directory, vocab_size)
-        if dataset.vocab_size == vocab_size and not is_own(directory):  # the model's size, which may be padded
-            largest = max(stream.largest for stream in dataset.splits.values())
-            stated = [opened(other).vocab_size for other in directories(config) if is_own(other)]
-            if stated and largest < stated[0] < vocab_size:
-                return open_dataset(directory, stated[0])
-        return dataset
-
-    datasets, found, rounded = [], [], False
-    for step, text in [(0, config.tokens), *read_phases(config.phase)]:
-        flag = f"--phase={step}:" if step else "--tokens="
-        parts, weights = zip(*parse_mixture(text, flag), strict=True)
-        shares = round_shares(weights)
-        if not all(shares):
-            raise UserError(f"{flag}{text}: a weight is too small; every dataset needs at least 1 of {BLOCK:,} sequences")
-        rounded |= any(share * sum(weights) != weight * BLOCK for share, weight in zip(shares, weights, strict=True))
-        numbers = []  # indices into `datasets`; a dataset from an earlier phase keeps its index
-        for dataset in map(opened, parts):
-            known = (i for i, d in enumerate(datasets) if d.directory.samefile(dataset.directory) and i not in numbers)
-            numbers.append(next(known, len(datasets)))
-            datasets += [dataset] * (numbers[-1] == len(datasets))
+    opened = open_all(directories(config), 0 if vocab_size == "auto" else vocab_size)
+    datasets, phases, rounded = [], [], False  # phases: the first step of each, and the shares by index in `datasets`
+    for step, flag, parts in parse_mixtures(config):
+        weights, shares = [weight for _, weight in parts], {}
+        for (directory, weight), share in zip(parts, round_shares(weights), strict=True):
+            if not share:
+                raise UserError(f"{flag}: a weight is too small; every dataset needs at least 1 of {BLOCK:,} sequences")
+            if share * sum(weights) != weight * BLOCK:
+                rounded = True
+            dataset = opened[directory]
+            known = [i for i, d in enumerate(datasets) if i not in shares and d.directory.samefile(dataset.directory)]
+            if known:  # a dataset from an earlier phase keeps its index
+                shares[known[0]] = share
+            else:
+                shares[len(datasets)] = share
+                datasets.append(dataset)
             for other in datasets:
                 if other is not dataset:
-                    check_tokenizers(other, dataset, flag + text)
-        found.append((step, dict(zip(numbers, shares, strict=True))))
+                    check_tokenizers(other, dataset, flag)
+        phases.append((step, shares))
     every = range(len(datasets))
-    return Mixture(tuple(datasets), tuple((step, tuple(shares.get(i, 0) for i in every)) for step, shares in found), rounded)
+    return Mixture(tuple(datasets), tuple((step, tuple(shares.get(i, 0) for i in every)) for step, shares in phases), rounded)
+
+
+def open_all(paths: list[str], vocab_size: int) -> dict[str, Dataset]:
+    """Open each dataset directory once. vocab_size: the model's, which may be padded (0: unknown)."""
+    opened = {path: open_dataset(path, vocab_size) for path in paths}
+    stated = [dataset.vocab_size for path, dataset in opened.items() if is_own(path)]
+    for path, dataset in opened.items():
+        if stated and dataset.vocab_size == vocab_size and not is_own(path):
+            largest = max(stream.largest for stream in dataset.splits.values())
+            if largest < stated[0] < vocab_size:  # its tokens have the same vocabulary as the datasets that state theirs
+                opened[path] = open_dataset(path, stated[0])
+    return opened
 
 
 def open_if_there(config: Config) -> tuple[Mixture | None, int]:
@@ -304,7 +334,8 @@ class Batches:
         datasets = np.concatenate([mixed_block(block, shares, self.seed) for block in blocks])[first % BLOCK :][:count]
         windows, read = np.empty(count, np.int64), self.read(first)
         for dataset in set(datasets.tolist()):
-            windows[datasets == dataset] = self.windows(dataset, int(read[dataset]), np.count_nonzero(datasets == dataset))
+            mine = datasets == dataset
+            windows[mine] = self.windows(dataset, int(read[dataset]), np.count_nonzero(mine))
         return datasets, windows
 
     def phase(self, sequence: int) -> int:
@@ -318,26 +349,33 @@ class Batches:
 
     def read(self, sequence: int) -> np.ndarray:
         """Return how many of the sequences before this one come from each dataset, int64 [datasets]."""
-        spans = itertools.pairwise([*self.starts[: self.phase(sequence) + 1], sequence])
-        return sum(self.count(phase, end) - self.count(phase, begin) for phase, (begin, end) in enumerate(spans))
+        last, read = self.phase(sequence), 0
+        for phase in range(last + 1):
+            end = sequence if phase == last else self.starts[phase + 1]
+            read = read + self.count(phase, end) - self.count(phase, self.starts[phase])
+        return read
 
     def count(self, phase: int, sequence: int) -> np.ndarray:
         """Return what `read` would return if the shares of `phase` had always applied."""
-        (block, rest), shares = divmod(sequence, BLOCK), self.phases[phase][1]
-        begun = np.bincount(mixed_block(block, shares, self.seed)[:rest], minlength=len(shares)) if rest else 0
-        return block * np.array(shares) + begun
+        shares = self.phases[phase][1]
+        blocks, rest = divmod(sequence, BLOCK)
+        read = blocks * np.array(shares)
+        if rest:
+            read += np.bincount(mixed_block(blocks, shares, self.seed)[:rest], minlength=len(shares))
+        return read
 
     def windows(self, dataset: int, first: int, count: int) -> np.ndarray:
         """Return the windows [count] of a dataset's sequences in [first, first + count)."""
         n = self.streams[dataset].num_windows(self.seq_len)
         if not self.shuffled:
             return np.arange(first, first + count) % n
-        # The first dataset has the same shuffle either way, and so has a dataset alone.
-        own = (0, dataset) if self.own_orders and dataset > 0 else ()
         parts, end = [], first + count
         while first < end:
             epoch, index = divmod(first, n)
-            parts.append(permuted_block(index // BLOCK, n, self.seed, epoch, *own)[index % BLOCK :][: end - first])
+            key = (self.seed, epoch)
+            if self.own_orders and dataset > 0:  # the first dataset has the same shuffle either way, and so has a dataset alone
+                key += (0, dataset)
+            parts.append(permuted_block(index // BLOCK, n, *key)[index % BLOCK :][: end - first])
             first += len(parts[-1])
         return np.concatenate(parts)
 
@@ -347,15 +385,16 @@ class Batches:
         Inputs are [:, :-1], targets [:, 1:]. Micro-batches are numbered over the whole update, not within a rank.
         """
         first = self.first_sequence(step) + micro_batch * self.micro_batch_size
-        datasets, windows = (numbers.tolist() for numbers in self.sequences(first, self.micro_batch_size))
-        places = zip(datasets, windows, strict=True)
+        datasets, windows = self.sequences(first, self.micro_batch_size)
+        places = zip(datasets.tolist(), windows.tolist(), strict=True)
         return np.stack([self.streams[dataset].read_window(window, self.seq_len) for dataset, window in places])
 
     def batch_number(self, step: int) -> int:
         """Return the number of the batch that update `step` uses: `step`, moved past every skipped batch before it."""
         batch = step
         for skipped in self.skipped:
-            batch += skipped <= batch
+            if skipped <= batch:
+                batch += 1
         return batch
 
     def first_sequence(self, step: int) -> int:
@@ -368,11 +407,12 @@ class Batches:
 
     def first_of_batch(self, batch: int) -> int:
         """Return the first sequence of a batch."""
-        first, begun, size = 0, 0, self.sequences_per_update
+        first_batch, first_sequence, size = 0, 0, self.sequences_per_update
         for step, sequence, sequences in self.sizes:
-            if (begins := self.batch_number(step - 1) + 1) <= batch:
-                first, begun, size = begins, sequence, sequences
-        return begun + (batch - first) * size
+            begins = self.batch_number(step - 1) + 1
+            if begins <= batch:
+                first_batch, first_sequence, size = begins, sequence, sequences
+        return first_sequence + (batch - first_batch) * size
 
     def epochs(self, step: int) -> list[float]:
         """Return how many epochs of each dataset the first `step` updates read."""
@@ -387,9 +427,18 @@ def make_batches(config: Config, mixture: Mixture, sizes: Sizes = (), own_orders
     """
     for stream in mixture.streams("val"):
         stream.check_length(config.model.seq_len, "validation")
-    batch = config.model.seq_len, config.sequences_per_update, config.train.micro_batch_size
-    order = config.run.seed, {"shuffled": True, "sequential": False}[config.data.order], config.skipped_batches
-    return Batches(mixture.streams("train"), mixture.phases, *batch, *order, own_orders, sizes)
+    return Batches(
+        streams=mixture.streams("train"),
+        phases=mixture.phases,
+        seq_len=config.model.seq_len,
+        sequences_per_update=config.sequences_per_update,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.run.seed,
+        shuffled={"shuffled": True, "sequential": False}[config.data.order],
+        skipped=config.skipped_batches,
+        own_orders=own_orders,
+        sizes=sizes,
+    )
 
 
 def sizes_from(step: int, sizes: Sizes, before: Config, config: Config) -> Sizes:
@@ -406,12 +455,13 @@ def sizes_from(step: int, sizes: Sizes, before: Config, config: Config) -> Sizes
 
 def describe(mixture: Mixture, batches: Batches, steps: int) -> list[str]:
     """Return what a run of `steps` reads: a line for each dataset, and one for each later phase."""
-    shares = zip(*(shares for _, shares in mixture.phases), strict=True)  # for each dataset: its share in each phase
     lines = []
-    for dataset, share, stream, epochs in zip(mixture.datasets, shares, batches.streams, batches.epochs(steps), strict=True):
-        line = f"tokens  {len(stream):,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
+    for i, (dataset, epochs) in enumerate(zip(mixture.datasets, batches.epochs(steps), strict=True)):
+        tokens = len(batches.streams[i])
+        line = f"tokens  {tokens:,} to train on in {dataset.directory}; the run reads them {epochs:.2f} times"
         if len(mixture.datasets) > 1:
-            line += f", for {', then '.join(f'{100 * n / BLOCK:.3g}' for n in share)} % of its sequences"
+            percents = [f"{100 * shares[i] / BLOCK:.3g}" for _, shares in mixture.phases]
+            line += f", for {', then '.join(percents)} % of its sequences"
         lines.append(line)
     return lines + [f"phase   after step {step}: {mixture.describe(shares)}" for step, shares in mixture.phases[1:]]
 

@@ -43,14 +43,13 @@ class ReplayConfig:
 if __name__ == "__main__":
     command.run("replay", lambda args: cli.parse(ReplayConfig, args, __doc__))
 
-import contextlib
 import math
 import os
 import sys
 import tempfile
 from collections import ChainMap
 from datetime import timedelta
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -64,7 +63,7 @@ from lockstep.checkpoints.checkpoint import Era, TrainState, take_snapshot
 from lockstep.checkpoints.start import Start, search
 from lockstep.common.errors import UserError, one_line, plural, say
 from lockstep.common.steps import mixtures_seen
-from lockstep.dataset import tokenizer
+from lockstep.dataset.tokenizer import load_if_readable
 from lockstep.hardware.device import prepare_training
 from lockstep.hardware.host import read_ranks
 from lockstep.parallel.world import World, connect
@@ -140,8 +139,10 @@ def look_back(past: Past, step: int, count: int) -> int:
     say("\n".join(sequences[: count or None]))
     if 0 < count < len(sequences):
         say(f"  ... {len(sequences) - count} more: --sequences=0")
-    skip = filter(None, [run.config.data.skip_steps, str(run.batches.batch_number(step - 1) + 1)])
-    say(f"to leave out this batch: --skip_steps={','.join(skip)}")
+    skip = str(run.batches.batch_number(step - 1) + 1)
+    if run.config.data.skip_steps:
+        skip = f"{run.config.data.skip_steps},{skip}"
+    say(f"to leave out this batch: --skip_steps={skip}")
     return int(not same)
 
 
@@ -159,8 +160,9 @@ def compare(found: dict[int, tuple], records: dict[int, tuple]) -> tuple[bool, s
             (loss, norm), (loss_before, norm_before) = found[step], records[step]
             differ = f"loss {loss!r} (recorded: {loss_before!r}), gradient norm {norm!r} (recorded: {norm_before!r})"
             return False, f"step {step} is the first that differs: {differ}"
-    same = "loss and gradient norm match the records bit for bit"
-    return True, f"{plural(len(logged), 'recorded step')}: {same}" if logged else "no step was logged (see --log_every)"
+    if not logged:
+        return True, "no step was logged (see --log_every)"
+    return True, f"{plural(len(logged), 'recorded step')}: loss and gradient norm match the records bit for bit"
 
 
 def verdict(losses: list[float], after: list[float]) -> str:
@@ -210,7 +212,11 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
         begins = state.history[0]["step"]
         raise UserError(f"{directory} begins at step {begins}; to replay earlier steps, name the run that it started from")
     era = begun[-1]
-    since = list(takewhile(lambda other: conditions(other) == conditions(era), reversed(begun)))[-1]["step"]
+    since = era["step"]  # where the eras begin that had the same conditions
+    for other in reversed(begun):
+        if conditions(other) != conditions(era):
+            break
+        since = other["step"]
     config = settings.from_record(era["settings"], f"the settings of {directory} from step {era['step']} on")
     if config.numerics.numerics == "native" and config.train.threads != "auto":
         torch.set_num_threads(config.train.threads)  # `join` set those of the run's last settings
@@ -221,8 +227,11 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     if mixtures_seen(dataset.identity, step) != mixtures_seen(dataset.translate(state.dataset), step):
         problem = f"{dataset} is not what the run was trained on: its tokens or their shares differ"
         raise UserError(f"{problem}; set --tokens to the current location of the tokens (for a mixture, with weights)")
-    earlier = [path for path in retention.published(directory / "checkpoints") if retention.step_of(path) < step]
-    path = path or next((path for path in reversed(earlier) if retention.find_damage(path) is None), None)
+    if path is None:
+        for candidate in reversed(retention.published(directory / "checkpoints")):
+            if retention.step_of(candidate) < step and retention.find_damage(candidate) is None:
+                path = candidate
+                break
     if path:
         start = Start(checkpoint.load_state(path, dataset), path)
     else:
@@ -232,7 +241,8 @@ def open_before(past: Past, step: int, path: Path | None = None) -> train.Run:
     if start.state.step < since:
         gone = f"no intact checkpoint remains between that step and step {step} (a larger --keep_last keeps more)"
         raise CannotReplay(f"{CHANGED} at step {since}, and {gone}")
-    if (ours := checkpoint.versions(config, world.device)) != era["versions"] and config.numerics.numerics == "native":
+    ours = checkpoint.versions(config, world.device)
+    if ours != era["versions"] and config.numerics.numerics == "native":
         say(f"warning: the step was computed with {era['versions']}; this machine has {ours}")
     run = train.build(config, world, dataset, start)
     run.engine.warm_up()
@@ -265,20 +275,20 @@ def sequence_losses(run: train.Run, step: int) -> list[float]:
 
 def show_sequences(run: train.Run, losses: list[float]) -> list[str]:
     """Return the sequences of the next update, worst of their `losses` first: the losses, locations and text."""
-    batches, step, text = run.batches, run.state.step, None
-    with contextlib.suppress(UserError):  # the tokenizer of foreign tokens may be of a kind that we cannot decode
-        text = tokenizer.load(run.dataset.tokenizer) if run.dataset.tokenizer else None
-    datasets, windows = batches.sequences(batches.first_sequence(step), len(losses))
+    batches, dataset = run.batches, run.dataset
+    tokenizer = load_if_readable(dataset.tokenizer)
+    datasets, windows = batches.sequences(batches.first_sequence(run.state.step), len(losses))
     rows = []
     for i in sorted(range(len(losses)), key=lambda i: -badness(losses[i])):
-        stream = batches.streams[datasets[i]]
+        directory, stream = dataset.datasets[datasets[i]].directory, batches.streams[datasets[i]]
         shard, position = stream.locate(windows[i] * batches.seq_len)
-        place = f"{run.dataset.datasets[datasets[i]].directory}/{shard.name} from token {position:,}"
-        sequence = stream.read_window(windows[i], batches.seq_len)[:-1].tolist()
-        documents = [str(at) for at, token in enumerate(sequence) if token == run.dataset.eot_token][:6]
-        begins = f"; documents begin at {', '.join(documents)}" if documents else ""
-        content = text.decode(sequence) if text else " ".join(map(str, sequence))
-        rows.append(f"  {losses[i]:8.4f}  sequence {i}: {place}{begins}\n            {one_line(content)[:WIDTH]}")
+        line = f"  {losses[i]:8.4f}  sequence {i}: {directory}/{shard.name} from token {position:,}"
+        tokens = stream.read_window(windows[i], batches.seq_len)[:-1].tolist()
+        documents = [str(at) for at, token in enumerate(tokens) if token == dataset.eot_token]
+        if documents:
+            line += f"; documents begin at {', '.join(documents[:6])}"
+        text = tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
+        rows.append(f"{line}\n            {one_line(text)[:WIDTH]}")
     return rows
 
 
@@ -292,18 +302,21 @@ def verify(past: Past, config: ReplayConfig) -> int:
     if config.step or first not in {0, *kept} or not first < last <= past.state.step:
         steps = f"{past.directory} has checkpoints at steps {', '.join(map(str, kept))} (--keep_last sets how many are kept)"
         raise UserError(f"--verify needs --from (0 or the step of a checkpoint) and a later --to, without --step; {steps}")
-    wrong = 0
-    for start, end in pairwise([first, *(step for step in kept if first < step < last), last]):
+    status, between = 0, [step for step in kept if first < step < last]
+    for start, end in pairwise([first, *between, last]):
         before = kept[start].name if start in kept else "the beginning"
         after = kept[end].name if end in kept else f"step {end}"
         try:
             problem = difference(past, kept.get(start), kept.get(end), end)
-            found = f"DOES NOT follow from {before}: {problem}" if problem else f"follows from {before}"
         except CannotReplay as reason:
-            problem, found = "", f"cannot be checked: {reason}"
-        say(f"{after} {found}")
-        wrong += bool(problem)
-    return int(wrong > 0)
+            say(f"{after} cannot be checked: {reason}")
+            continue
+        if problem:
+            say(f"{after} DOES NOT follow from {before}: {problem}")
+            status = 1
+        else:
+            say(f"{after} follows from {before}")
+    return status
 
 
 def difference(past: Past, start: Path | None, end: Path | None, last: int) -> str:
@@ -312,8 +325,9 @@ def difference(past: Past, start: Path | None, end: Path | None, last: int) -> s
     The tensors must equal checkpoint `end`, if given, and the losses since `start` must equal the recorded ones. Raises
     CannotReplay.
     """
-    if problem := next(filter(None, (retention.find_damage(path) for path in (start, end) if path)), None):
-        return problem
+    for path in (start, end):
+        if path and (damage := retention.find_damage(path)):
+            return damage
     run, records = open_before(past, last, start), read_steps(past)
     if end is None and last not in records:
         raise CannotReplay(f"step {last} has neither a checkpoint nor a line in metrics.jsonl (see --log_every)")

@@ -1,6 +1,5 @@
 """Optimizers and the learning-rate schedule."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,12 +91,14 @@ def orthogonalize_shares(
     Each rank orthogonalizes its share, and one all-gather collects the results.
     """
     each = math.ceil(len(matrices) / group.size())  # the last ranks may get fewer, or none
-    mine = matrices[group.rank() * each :][:each]
+    first = group.rank() * each
+    mine = matrices[first : first + each]
     share = torch.zeros(each, *local(matrices[0]).shape, dtype=dtype, device=matrices[0].device)
     if mine:
         share[: len(mine)] = orthogonalize(mine, dtype)()
     shares = share.new_empty(group.size() * each, *share.shape[1:])
-    return when_done(all_gather_single(shares, share, group=group, async_op=True), shares[: len(matrices)])
+    work = all_gather_single(shares, share, group=group, async_op=True)
+    return when_done(work, shares[: len(matrices)])
 
 
 def when_done(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:
@@ -120,20 +121,28 @@ def orthogonalize_by_owners(
     `multiple` is BATCH, the batches are the same as on a single rank. This matters because the number of matrices multiplied
     together can change a product's bits.
     """
-    shape, size, mine = matrices[0].shape, share_size(matrices[0]), local(matrices[0])
-    each = math.ceil(len(matrices) / multiple / group.size()) * multiple
-    owned = max(0, min(each, len(matrices) - group.rank() * each))
-    pieces = torch.zeros(group.size() * each, size, dtype=dtype, device=mine.device)
-    for piece, matrix in zip(pieces, matrices, strict=False):
-        piece[: mine.numel()] = local(matrix).reshape(-1)
-    exchanged = torch.empty_like(pieces)
-    dist.all_to_all_single(exchanged, pieces, group=group)  # from [owners x each, size] to [holders x each, size]
-    whole = exchanged.unflatten(0, (-1, each)).transpose(0, 1).flatten(1, 2)  # [each, holders x size]
+    count, ranks, shape = len(matrices), group.size(), matrices[0].shape
+    held, size = local(matrices[0]), share_size(matrices[0])
+    each = math.ceil(count / multiple / ranks) * multiple  # matrices per owner
+
+    # One row per matrix, in the order of the owners, with this rank's share. A shorter share is padded with zeros to `size`.
+    rows = torch.zeros(ranks * each, size, dtype=dtype, device=held.device)
+    for row, matrix in zip(rows, matrices, strict=False):
+        row[: held.numel()] = local(matrix).reshape(-1)
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=group)  # [holders x each, size]
+
+    # The shares of a matrix, one after the other, are the whole matrix.
+    whole = received.view(ranks, each, size).transpose(0, 1).reshape(each, ranks * size)
+    owned = max(0, min(each, count - group.rank() * each))
     if owned:
-        found = whole[:owned, : math.prod(shape)]
-        found.copy_(orthogonalize(list(found.unflatten(1, shape)), dtype, ops)().flatten(1))
-    back, shares = whole.unflatten(1, (-1, size)).transpose(0, 1).flatten(0, 1), pieces[: len(matrices), : mine.numel()]
-    return when_done(dist.all_to_all_single(pieces, back, group=group, async_op=True), shares.unflatten(1, mine.shape))
+        flat = whole[:owned, : math.prod(shape)]
+        nearest = orthogonalize(list(flat.unflatten(1, shape)), dtype, ops)()
+        flat.copy_(nearest.flatten(1))
+
+    back = whole.view(each, ranks, size).transpose(0, 1).reshape(ranks * each, size)
+    work = dist.all_to_all_single(rows, back, group=group, async_op=True)
+    return when_done(work, rows[:count, : held.numel()].unflatten(1, held.shape))
 
 
 class Muon:
@@ -149,13 +158,14 @@ class Muon:
     def __init__(
         self, groups: list[dict], momentum: float, dtype: torch.dtype, orthogonalize: Orthogonalize = orthogonalize, ops=native
     ):
-        self.param_groups, self.momentum, self.dtype, self.orthogonalize, self.ops = groups, momentum, dtype, orthogonalize, ops
+        self.param_groups, self.momentum, self.dtype = groups, momentum, dtype
+        self.orthogonalize, self.ops = orthogonalize, ops
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights from the gradients. Overwrites the gradients."""
-        update = lambda: None  # noqa: E731  the update of the previous shape
+        previous = None  # the update of the previous shape, whose results travel while this shape's are computed
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in parameters):
@@ -168,9 +178,11 @@ class Muon:
                 self.ops.lerp_(momenta, gradients, 1 - self.momentum)
                 self.ops.lerp_(gradients, momenta, self.momentum)  # Nesterov's momentum
                 nearest = self.orthogonalize([p.grad for p in matrices], self.dtype)
-                update()
-                update = functools.partial(self.update, weights, nearest, group, max(shape))
-        update()
+                if previous:
+                    self.update(*previous)
+                previous = (weights, nearest, group, max(shape))
+        if previous:
+            self.update(*previous)
 
     def update(self, weights: list[Tensor], nearest: Callable[[], Tensor], group: dict, longest: int) -> None:
         """Update the `weights` of one shape with the matrices that `nearest` returns. longest: the shape's longest side."""

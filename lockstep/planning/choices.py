@@ -120,7 +120,7 @@ def for_portable(config: Config, ranks: int) -> Config:
 
 
 def with_schedule(config: Config, previous: dict) -> Config:
-    """Resolve the learning rate's schedule, and the order of a mixture. Lengthening a run does not lengthen its warmup."""
+    """Resolve the learning rate's schedule. Lengthening a run does not lengthen its warmup."""
     optim = settings.resolve_schedule(config.optim, config.train.steps)
     if config.optim.warmup_steps == "auto" and "warmup_steps" in previous:
         optim = dataclasses.replace(optim, warmup_steps=min(previous["warmup_steps"], optim.warmup_steps))
