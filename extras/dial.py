@@ -30,7 +30,7 @@ HEAD_DIM = 64  # width of a head; a model has as many heads as layers
 TOKENS_PER_WEIGHT = 12  # as in nanochat; Chinchilla's 20 counts different weights
 EPOCHS = 4  # up to this many, repeated tokens are worth nearly as much as fresh ones (Muennighoff et al., arXiv 2305.16264)
 FEWEST_STEPS = 100
-SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "d_ff")
+SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "d_ff")
 
 
 def turn(config: Config, depth: int, given: set[str]) -> dict:

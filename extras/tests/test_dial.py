@@ -128,10 +128,10 @@ def test_a_run_keeps_what_an_earlier_version_s_depth_has_set(tokens, tmp_path):
 def change_of_activations(width, optimizer, constant):
     """How far five updates move the residual stream of 4 layers (the coordinate check of muP): root mean square."""
     flags = [f"--n_embd={width}", f"--n_head={width // 32}", "--steps=256", "--tokens_per_update=2048", "--seq_len=32"]
-    config = turned("--depth=4", f"--optimizer={optimizer}", "--muon_dtype=float32", "--vocab_size=384", *flags)
+    config = turned("--depth=4", f"--optimizer={optimizer}", "--vocab_size=384", *flags)
     module = GPT(settings.resolve_model(config.model, 384))
     module.load_state_dict(dict(initial_weights(module, seed=0)))
-    settled = dataclasses.replace(config.optim, lr=constant) if constant else config.optim
+    settled = dataclasses.replace(config.optim, lr=constant or config.optim.lr, muon_dtype="float32")
     optimizers, seen = optim.build(dict(module.named_parameters()), settled), []
     module.norm.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].detach()))
     tokens = torch.randint(0, 300, (8, 33), generator=torch.Generator().manual_seed(1))
