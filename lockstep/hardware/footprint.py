@@ -110,14 +110,15 @@ def of_rank(config: Config, world_size: int, device: str) -> dict[str, float]:
     The memory that CUDA and NCCL themselves use is not counted. config: resolved. device: a device type, such as cuda.
     """
     model, train, record = config.model, config.train, config.parallel.record
-    if world_size == 1 and not record.any_ranks:
+    if world_size == 1 and not record.any_ranks:  # exact rounds on one rank as on several
         record = ALONE
     update = update_of(config, world_size, device)
+    shares = update.shards if record.shards_update else 1
     gradient = 4.0 * update.parameters
-    own_gradient = gradient / update.shards if record.shards_update else gradient  # of what this rank updates
+    own_gradient = gradient / shares  # of what this rank updates
     always = {
         "weights": gradient / update.shards if record.shards_weights else gradient,
-        "optimizer state": optimizer_state(model, config.optim.optimizer) / (update.shards if record.shards_update else 1),
+        "optimizer state": optimizer_state(model, config.optim.optimizer) / shares,
         **{part: size * update.parameters for part, size in record.holds.items()},
         "portable's copies": portable_copies(config),
     }
@@ -265,14 +266,18 @@ def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int
     s = BYTES[optim.muon_dtype]
     shapes = [(Q, C), (C, Q)] + [(K, C)] * 2 + [(F, C)] * (mlp_matrices(model) - 1) + [(C, F)]
     wide = 4 if s == 2 else 0  # a float32 copy of the updates
-    kept = ((3 * s + wide) / shards if shards else s + wide) * model.n_layer  # bytes per element, over all layers
-    # Four matrices are iterated at a time.
-    numbers = {(a, b): a * b * shapes.count((a, b)) for a, b in shapes}  # elements per shape and layer
-    before = [0.0] * len(numbers)
-    if ranks > 1:
-        before[1:] = [(2 * s / shards if shards else s) * model.n_layer * n for n in numbers.values()][:-1]
-    own = [8 * s * (a * b + min(a, b) ** 2) + kept * n for (a, b), n in numbers.items()]
-    return max(map(sum, zip(own, before, strict=True)))
+    # Bytes per element of a layer's matrices: what their own updates take, and what they still take during the next shape's.
+    kept, in_flight = s + wide, s
+    if shards:
+        kept, in_flight = (3 * s + wide) / shards, 2 * s / shards
+    most = before = 0.0
+    for a, b in dict.fromkeys(shapes):
+        elements = model.n_layer * shapes.count((a, b)) * a * b
+        iterated = 8 * s * (a * b + min(a, b) ** 2)  # four matrices at a time
+        most = max(most, iterated + kept * elements + before)
+        if ranks > 1:
+            before = in_flight * elements
+    return most
 
 
 def checkpoint_bytes(config: Config) -> float:

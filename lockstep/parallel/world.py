@@ -217,11 +217,12 @@ def rendezvous(world: World, place: tuple[str, int]) -> None:
     """Meet the other ranks in the store at `place` and create the process group. Raises RuntimeError."""
     rank, size, timeout = world.rank, world.size, world.timeout
     deadline = time.monotonic() + timeout.total_seconds()
+    if rank > 0:  # rank 0 gives up first, because it can name the missing ranks
+        deadline += 0.05 * timeout.total_seconds()
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's store outlives the ranks; else rank 0 holds it
     # A longer timeout here, because an unreachable store prints a stack trace when it expires.
     store = dist.TCPStore(*place, size, rank == 0 and not held, 2 * timeout, wait_for_workers=False, multi_tenant=True)
-    more = 0.05 * timeout.total_seconds() * (rank > 0)  # rank 0 gives up first, because it can name the missing ranks
-    store = join_round(store, rank, size, address_towards(place[0]), deadline + more)
+    store = join_round(store, rank, size, address_towards(place[0]), deadline)
     if size > world.local_size and (interface := gloo_interface(store, size, place[0])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Data about the run is in CPU tensors and goes through gloo, so that it never waits for a GPU.

@@ -192,7 +192,7 @@ def text(config: Config, epochs: dict[str, float], options: PlanConfig) -> str:
         ("  tokens per parameter", f"{tokens / count:.1f}", f"Chinchilla's {CHINCHILLA} are {CHINCHILLA * count:,} tokens"),
         ("Time and money",),
         ("  FLOPs", f"{flops * tokens:.2e}"),
-        ("  MFU", f"{mfu:.0%}", f"{source}; the peak is {gpu.peak_flops * ranks / 1e12:,.3g} TFLOP/s"),
+        ("  MFU", f"{mfu:.0%}", f"{source}; the peak is {gpu.peak_flops * ranks / 1e12:,.0f} TFLOP/s"),
         ("  one update", f"{step_s:.3f} s", f"{waited_s:.3f} s of it waiting for other ranks"),
         ("  efficiency", f"{ideal_s / step_s:.1%}", f"on {plural(ranks, 'rank')}; each sends {gb(sent)} GB per update"),
         ("  tokens/s", f"{train.tokens_per_update / step_s:,.0f}"),
