@@ -127,9 +127,13 @@ class NumericsConfig:
     """portable: the same bits on any processor, number of threads and version of torch, but slower and only in float32."""
 
 
+# Bytes of state per parameter: in the blocks' matrices, and elsewhere. AdamW keeps two float32 averages, Muon one.
+OPTIMIZERS = {"adamw": (8.0, 8.0), "muon": (4.0, 8.0)}
+
+
 @dataclass(frozen=True)
 class OptimConfig:
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal[tuple(OPTIMIZERS)] = "adamw"
     """muon: Muon for the hidden matrices, AdamW for everything else."""
     lr: Annotated[float, Meta(gt=0, le=1000)] = 6e-4
     """Peak learning rate."""

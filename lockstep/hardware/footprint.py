@@ -8,7 +8,7 @@ Shapes in comments: C = n_embd, F = d_ff, Q and K = widths of queries and keys, 
 import math
 
 from lockstep.common.cli import replace
-from lockstep.settings import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from lockstep.settings import OPTIMIZERS, CheckpointConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from lockstep.strategies import ALONE, Update
 
 FLEX_BLOCK = 128  # queries, and keys, per block of FlexAttention's mask (attention.document_blocks)
@@ -249,9 +249,10 @@ def loss_buffers(model: ModelConfig, train: TrainConfig, device: str) -> tuple[f
 
 
 def optimizer_state(model: ModelConfig, optimizer: str) -> float:
-    """Return the bytes of the optimizer's state: two float32 numbers per parameter for AdamW, one for Muon's matrices."""
-    fewer = {"adamw": 0.0, "muon": 4.0 * block_parameters(model)}[optimizer]
-    return 8.0 * parameter_count(model) - fewer
+    """Return the bytes of the optimizer's state."""
+    in_blocks, elsewhere = OPTIMIZERS[optimizer]
+    blocks = block_parameters(model)
+    return in_blocks * blocks + elsewhere * (parameter_count(model) - blocks)
 
 
 def muon_buffers(model: ModelConfig, optim: OptimConfig, shards: int, ranks: int) -> float:
