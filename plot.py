@@ -1,6 +1,7 @@
 """Draw the curves of one or more runs: loss, learning rate, gradient norm and throughput.
 
-`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two runs and prints a table, sorted by validation loss.
+`python plot.py runs/A runs/B --out=curves.svg --x=time` compares two runs and prints a table, sorted by the last validation
+loss. Runs that differ only in --seed become one curve: their mean, with a band that is its 95 % confidence interval.
 """
 
 from lockstep import command
@@ -25,6 +26,10 @@ class PlotConfig:
     x: Literal["auto", "step", "tokens", "time"] = "auto"
     """The x-axis. time: training time without evaluations, saves and pauses.
     auto: tokens if the runs' global batches differ, else step."""
+    theme: Literal["light", "dark"] = "light"
+    """Colors for a light or a dark page."""
+    table: Literal["text", "md", "csv"] = "text"
+    """Format of the table. md and csv print nothing else; csv has all digits, and times in seconds."""
 
 
 if __name__ == "__main__":
@@ -37,13 +42,14 @@ from lockstep.reports import compare, curves
 
 
 def main(config: PlotConfig) -> None:
-    """Draw the curves, and print a table if there are several runs. Raises UserError."""
+    """Draw the curves, and print a table. With --table=text, a single run needs none. Raises UserError."""
     if not config.runs:
         raise UserError(f"name at least one run, such as runs/NAME{cli.similar_runs('runs')}")
     cli.require_local("out", config.out, "write the image to a local file, then copy it there")
-    runs = [Path(run) for run in config.runs]
-    x = compare.choose_x(runs) if config.x == "auto" else config.x
-    curves.draw(runs, Path(config.out), x)
-    if len(runs) > 1:
-        say("\n".join(compare.table(runs)))
-    say(config.out)
+    groups = compare.group([Path(run) for run in config.runs])
+    x = compare.choose_x(groups) if config.x == "auto" else config.x
+    curves.draw(groups, Path(config.out), x, config.theme)
+    if len(config.runs) > 1 or config.table != "text":
+        say(compare.written(compare.table(groups), config.table))
+    if config.table == "text":
+        say(config.out)

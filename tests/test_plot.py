@@ -1,6 +1,9 @@
 """Curves of runs: what is read from metrics.jsonl, and the command."""
 
+import csv
+import itertools
 import json
+import math
 import os
 import sys
 import warnings
@@ -10,6 +13,8 @@ import pytest
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
+from matplotlib.collections import FillBetweenPolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 from conftest import execute
@@ -17,13 +22,13 @@ from lockstep.common.errors import UserError
 from lockstep.reports import compare, curves
 
 
-def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "") -> Path:
+def write_run(path: Path, steps: int = 60, tokens_per_step: int = 1024, tail: str = "", validation: bool = True) -> Path:
     path.mkdir(parents=True)
     with open(path / "metrics.jsonl", "w") as file:
         for step in range(10, steps + 1, 10):
             line = {"step": step, "tokens": step * tokens_per_step, "loss": 1 + 9 / step, "lr": 1e-3, "grad_norm": 5 / step}
             print(json.dumps(line | {"tokens_per_second": 1e4, "mfu": None}), file=file)
-            if step % 20 == 0:
+            if step % 20 == 0 and validation:
                 print(json.dumps({"step": step, "val_loss": 1.5, "val_bpb": 0.7}), file=file)
         file.write(tail)
     return path
@@ -40,7 +45,7 @@ def figure_of(monkeypatch, tmp_path):
     def figure(*runs: Path, **more):
         kept = []
         monkeypatch.setattr(curves, "save", lambda figure, out: kept.append(figure))
-        curves.draw(list(runs), tmp_path / "unused.png", **more)
+        curves.draw(compare.group(list(runs)), tmp_path / "unused.png", **more)
         monkeypatch.undo()
         return kept[0]
 
@@ -77,7 +82,7 @@ def test_names_are_drawn_as_they_are(tmp_path, figure_of):
     legend = figure_of(scored).axes[4].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == [f"{name} acc" for name in NAMES[:4]]
     for suffix in ("png", "svg", "pdf"):
-        curves.draw([*runs, scored], tmp_path / f"curves.{suffix}")
+        curves.draw(compare.group([*runs, scored]), tmp_path / f"curves.{suffix}")
     assert "a$b$c, validation" in (tmp_path / "curves.svg").read_text()
 
 
@@ -85,7 +90,7 @@ def test_a_character_is_taken_from_an_installed_font_or_escaped(tmp_path, figure
     run = write_run(tmp_path / "\U0010fffdé")  # a character that no font has
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # glyphs that are missing
-        curves.draw([run], tmp_path / "curves.png")
+        curves.draw([curves.single(run)], tmp_path / "curves.png")
     assert r"\U0010fffdé, validation 1.500" in words(figure_of(run))
     square = TTGlyphPen(None)
     for draw, *point in [("moveTo", (0, 0)), ("lineTo", (0, 500)), ("lineTo", (500, 0)), ("closePath",)]:
@@ -107,7 +112,7 @@ def test_a_character_is_taken_from_an_installed_font_or_escaped(tmp_path, figure
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for suffix in ("png", "svg", "pdf"):
-                curves.draw([run], tmp_path / f"curves.{suffix}")
+                curves.draw([curves.single(run)], tmp_path / f"curves.{suffix}")
     finally:
         font_manager.fontManager.ttflist.pop()
 
@@ -133,7 +138,8 @@ def test_runs_of_different_batches_are_drawn_over_tokens(tmp_path, figure_of):
     half = write_run(tmp_path / "half", tokens_per_step=512)
     for run, tokens in ((short, 1024), (long, 1024), (half, 512)):
         (run / "config.toml").write_text(f"[train]\ntokens_per_update = {tokens}\n")
-    assert compare.choose_x([short, long]) == "step" and compare.choose_x([short, long, half]) == "tokens"
+    for runs, x in ([short, long], "step"), ([short, long, half], "tokens"):
+        assert compare.choose_x(compare.group(runs)) == x
     over_tokens = figure_of(short, long, half, x="tokens")
     assert over_tokens.axes[2].get_xlabel() == "tokens"
     assert max(max(line.get_xdata()) for line in over_tokens.axes[0].lines) == 100 * 1024
@@ -177,15 +183,15 @@ def test_a_torn_last_line_and_values_that_are_not_numbers_are_left_out(tmp_path)
     assert curves.read(torn).validation == curves.read(whole).validation
     for line in ({"step": 10, "loss": 2.0}, {"step": 10, "val_loss": 2.0}):  # a run of one line
         (whole / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        curves.draw([torn, whole], tmp_path / "curves.png")
+        curves.draw(compare.group([torn, whole]), tmp_path / "curves.png")
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
     out = tmp_path / "curves.png"
-    curves.draw([write_run(tmp_path / "run")], out)
+    run = write_run(tmp_path / "run")
+    curves.draw([curves.single(run)], out)
     before = out.read_bytes()
-    with pytest.raises(UserError):
-        curves.draw([tmp_path / "run", tmp_path / "missing"], out)
+    execute([sys.executable, "plot.py", run, tmp_path / "missing", f"--out={out}"], status=2)
     assert out.read_bytes() == before and not list(tmp_path.glob(".curves*"))
 
 
@@ -204,12 +210,16 @@ def test_the_table_has_datasets_and_lacks_what_is_not_known(train, tokens, tmp_p
         train(name, steps=2, **flags)
     runs = [train.runs / name for name in "abc"]
     (runs[2] / "config.toml").unlink()
-    heading, *rows = compare.table(runs)
-    assert heading.split()[:4] == ["run", "--tokens", "steps", "tokens"] and len(rows) == 3
-    assert any(row.split()[1] == str(tmp_path / "other") for row in rows) and any(row.split()[1] == "-" for row in rows)
+    heading, *rows = table_of(runs)
+    assert heading[:4] == ["run", "--tokens", "steps", "tokens"] and len(rows) == 3
+    assert sorted(row[1] for row in rows) == sorted([str(tokens), str(tmp_path / "other"), "-"])
     (runs[2] / "config.toml").write_text("x = \n")
     with pytest.raises(UserError, match="is not a valid TOML preset"):
-        compare.table(runs)
+        compare.group(runs)
+
+
+def table_of(runs):
+    return [line.split() for line in compare.written(compare.table(compare.group(runs)), "text").splitlines()]
 
 
 def test_runs_are_told_apart_by_the_settings_that_were_chosen_differently(train, tmp_path):
@@ -217,8 +227,94 @@ def test_runs_are_told_apart_by_the_settings_that_were_chosen_differently(train,
         train(name, steps=5, **flags)
     runs = [train.runs / name for name in "abc"]
     out = execute([sys.executable, "plot.py", *runs, f"--out={tmp_path}/a.png"]).stdout.splitlines()
-    assert out[0].split() == ["run", "n_embd", "lr", "steps", "tokens", "time", "val_loss", "val_bpb"]
-    lowest = [min(record["val_loss"] for record in train.metrics(name, "val_loss")) for name in "abc"]
-    order = sorted(range(3), key=lowest.__getitem__)
+    assert out[0].split() == ["run", "n_embd", "lr", "steps", "tokens", "time", "val_loss", "lowest", "val_bpb"]
+    last = [train.metrics(name, "val_loss")[-1]["val_loss"] for name in "abc"]
+    order = sorted(range(3), key=last.__getitem__)
     assert [line.split()[0] for line in out[1:4]] == [str(runs[i]) for i in order]
-    assert [float(line.split()[-2]) for line in out[1:4]] == [round(lowest[i], 4) for i in order]
+    assert [float(line.split()[-3]) for line in out[1:4]] == [round(last[i], 4) for i in order]
+
+
+def seeds(folder: Path, losses: dict[str, list[list[float]]]) -> list[Path]:
+    """Runs of several seeds for each --lr, with these validation losses at steps 20, 40, ..."""
+    runs = []
+    for lr, of_seeds in losses.items():
+        for seed, values in enumerate(of_seeds):
+            tail = [json.dumps({"step": 20 * i, "val_loss": value}) for i, value in enumerate(values, 1)]
+            runs.append(write_run(folder / f"{lr}-{seed}", 20 * len(values), tail="\n".join(tail) + "\n", validation=False))
+            (runs[-1] / "config.toml").write_text(f'[run]\nseed = {seed}\nname = "{lr}"\n[optim]\nlr = {lr}\n')
+    return runs
+
+
+# 0.01: the mean is 2.0, the standard deviation 0.1, and 4.303 x 0.1 / sqrt(3) is 0.2484. 0.002: the loss rises.
+LOSSES = {"0.01": [[3.0, 1.9], [3.0, 2.0], [3.0, 2.1, 1.0]], "0.002": [[1.5, 2.5], [1.5, 2.5]], "0.1": [[1.0, 9.0]]}
+
+
+def test_runs_that_differ_only_in_seed_are_one_row(tmp_path):
+    runs = seeds(tmp_path, LOSSES)
+    command = [sys.executable, "plot.py", *runs, f"--out={tmp_path}/curves.png"]
+    heading, *rows = [line.split() for line in execute(command).stdout.splitlines()[:-1]]
+    assert heading == ["run", "lr", "seeds", "steps", "tokens", "time", "val_loss", "±", "lowest", "val_bpb"]
+    of = [dict(zip(heading, [*row[:5], f"{row[5]} {row[6]}", *row[7:]], strict=True)) for row in rows]
+    assert [row["run"] for row in of] == [f"{tmp_path}/0.01-*", f"{tmp_path}/0.002-*", f"{tmp_path}/0.1-0"]
+    assert [row["seeds"] for row in of] == ["3", "2", "1"] and [row["steps"] for row in of] == ["40", "40", "40"]
+    assert [row["val_loss"] for row in of] == ["2.0000", "2.5000", "9.0000"]
+    assert [row["±"] for row in of] == ["0.2484", "0.0000", "-"]
+    assert [row["lowest"] for row in of] == ["1.6333", "1.5000", "1.0000"]
+    markdown = execute([*command, "--table=md"]).stdout.splitlines()
+    assert markdown[1] == "|" + " --- |" * 10 and markdown[2].startswith(f"| {tmp_path}/0.01-* | 0.01 | 3 | 40 |")
+    values = list(csv.DictReader(execute([*command, "--table=csv"]).stdout.splitlines()))
+    assert [row["tokens"] for row in values] == ["40960"] * 3 and float(values[0]["±"]) == pytest.approx(0.2484, abs=1e-4)
+    assert values[2]["±"] == values[2]["val_bpb"] == ""
+
+
+def test_runs_that_differ_only_in_seed_are_one_curve_with_a_band(tmp_path, figure_of):
+    figure = figure_of(*seeds(tmp_path, LOSSES))
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    names = ["lr=0.002, 2 seeds", "lr=0.01, 3 seeds", "0.1-0"]
+    losses = ["2.500 ± 0.000", "2.000 ± 0.248", "9.000"]
+    assert shown == [f"{name}, validation {loss}" for name, loss in zip(names, losses, strict=True)]
+    assert len(figure.axes[0].findobj(FillBetweenPolyCollection)) == 2
+    ends = [text for text in figure.axes[0].texts if text.get_text() in names]
+    assert len(ends) == 3 and {text.get_color() for text in ends} == set(curves.COLORS[:3])
+    bottom, top = figure.axes[0].get_ylim()
+    heights = sorted(text.xy[1] for text in ends)
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 0.08 * (top - bottom)
+
+
+def test_a_repetition_and_a_run_without_settings_are_not_further_seeds(tmp_path):
+    runs = seeds(tmp_path / "a", {"0.01": [[2.0], [3.0]]}) + seeds(tmp_path / "b", {"0.01": [[2.0], [3.0]]})
+    groups = compare.group([*runs, write_run(tmp_path / "bare"), write_run(tmp_path / "other")])
+    assert [[run.name for run in group.runs] for group in groups] == [["0.01-0", "0.01-1"]] * 2 + [["bare"], ["other"]]
+
+
+def test_a_run_that_ends_with_no_number_comes_last(tmp_path):
+    runs = seeds(tmp_path, {"0.01": [[1.0, math.nan]], "0.02": [[2.0, 1.9]]})
+    assert [row[-3] for row in table_of(runs)] == ["val_loss", "1.9000", "nan"]
+
+
+def test_twenty_groups_have_twenty_looks(tmp_path, figure_of):
+    rates = [write_run(tmp_path / f"rate{i}") for i in range(20)]
+    for i, run in enumerate(rates):
+        (run / "config.toml").write_text(f"[optim]\nlr = {(20 - i) / 1000}\n")
+    for theme in ("light", "dark"):
+        figure = figure_of(*rates, theme=theme)
+        lines = figure.legends[0].get_lines()
+        brightness = [sum(to_rgb(line.get_color())) for line in lines]
+        assert brightness == sorted(brightness) and len(set(brightness)) == 20
+        assert figure.legends[0].get_texts()[0].get_text() == "rate19, validation 1.500"  # the lowest rate
+    for i, run in enumerate(rates):
+        (run / "config.toml").write_text(f"[optim]\nlr = {(20 - i) / 1000}\nbeta1 = 0.{i + 1}\n")
+    lines = figure_of(*rates).legends[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
+
+
+def test_a_dark_picture_has_light_words(tmp_path, figure_of):
+    run = write_run(tmp_path / "run")
+    for theme, background in ("light", "white"), ("dark", "#0d1117"):
+        figure = figure_of(run, theme=theme)
+        assert to_rgb(figure.get_facecolor()) == to_rgb(background)
+        words = [*figure.legends[0].get_texts(), figure.axes[0].title, *figure.axes[2].get_xticklabels()]
+        assert all((to_rgb(text.get_color())[0] > 0.5) == (theme == "dark") for text in words)
+    out = tmp_path / "dark.svg"
+    execute([sys.executable, "plot.py", run, "--theme=dark", f"--out={out}"])
+    assert "#0d1117" in out.read_text()

@@ -119,7 +119,7 @@ class Progress:
         began, pause = time.monotonic(), max(DRAW_SECONDS, self.draw_seconds / DRAW_SHARE)
         if self.log.is_master and (state.step >= self.train.steps or began - self.drawn_at > pause):
             with self.log.surviving("drawing curves.png"):
-                curves.draw([self.log.directory], self.log.directory / "curves.png")
+                curves.draw([curves.single(self.log.directory)], self.log.directory / "curves.png")
             self.drawn_at = time.monotonic()
             self.draw_seconds = self.drawn_at - began
 
