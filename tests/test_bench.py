@@ -1,6 +1,7 @@
 """The benchmarks that are also proofs give the right verdict, and notice what they must not accept."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import machine
 import same_run
 from conftest import execute, fake_checkpoint
 from lockstep.common import files
+
+# Of `grad_sync.py overlap`: the way, the size of its buckets, the time it adds, its sends and the gradients ready at the first.
+ROW = r"sleep +([a-z -]+?) +([\d.]+) +([-\d.]+) +[-\d.]+ +[-\d.]+ +[-\d.]+ +(\d+) +(\d+)"
 
 
 def run(script, out, result, case="", **flags):
@@ -32,8 +36,22 @@ def test_an_installed_package_does_not_hide_a_module_of_ours(tmp_path):
 def test_the_table_of_strategies_has_a_row_for_each_and_is_not_written_over_the_tracked_one(tmp_path):
     assert Path(machine.RESULTS).relative_to(machine.ROOT).parts[0] == "runs"
     few = dict(strategies="ddp,exact,scratch_overlap", ranks=1, rounds=1, updates=1, micro_batches=1)
-    _, result = run("grad_sync", tmp_path, "grad_sync", **few)
+    _, result = run("grad_sync", tmp_path, "grad_sync", "cost", **few)
     assert [row["strategy"] for row in result["rows"]] == ["ddp", "exact", "scratch_overlap"]
+
+
+def test_on_a_slow_link_buckets_leave_before_backward_ends():
+    """On tensors that sleep instead of computing, so the load of other programs hardly matters."""
+    command = [sys.executable, "bench/grad_sync.py", "overlap", "--only=2gbit 2 sleep", "--rounds=3"]
+    printed = execute(command, fork=False).stdout
+    if printed.startswith("skipped"):
+        pytest.skip(printed)
+    rows = {(way, float(size)): cells for way, size, *cells in re.findall(ROW, printed)}
+    exposed = {key: float(cells[0]) for key, cells in rows.items()}
+    sends, ready = ({key: int(cells[column]) for key, cells in rows.items()} for column in (1, 2))
+    assert exposed["overlap", 2] < 0.7 * exposed["one bucket", 25] and exposed["ddp", 2] < 0.7 * exposed["one bucket", 25]
+    assert sends["one bucket", 25] == 1 and sends["overlap", 2] == sends["ddp", 2] == 9 and sends["all-reduce", 0] == 68
+    assert ready["overlap", 2] < 10 and ready["one bucket", 25] == ready["all-reduce", 0] == 68
 
 
 @pytest.mark.slow
