@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import platform
+import re
 import shlex
 import sys
 import traceback
@@ -39,6 +40,8 @@ def run(name: str, read: Callable[[list[str]], Any]) -> NoReturn:
         with user_errors():
             for console in (sys.stdout, sys.stderr):  # do not crash on a character that the terminal cannot show
                 console.reconfigure(errors="backslashreplace")
+            # torch.distributed.launch passes --local-rank besides LOCAL_RANK, which we read.
+            sys.argv = [word for word in sys.argv if not re.match(r"--local[-_]rank=", word)]
             settings = read(sys.argv[1:])
             host.prepare_torch()
             status = importlib.import_module(name).main(settings) or 0

@@ -5,10 +5,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, execute
 from lockstep import settings
 
 SKYPILOT, DOCKERFILE = ROOT / "launch/skypilot.yaml", ROOT / "launch/Dockerfile"
@@ -39,6 +40,12 @@ def test_the_task_ends_with_the_status_of_the_run(tmp_path, status, wanted):
         (tmp_path / "runs/big/status.json").write_text(status)
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env={"NAME": "big", "PATH": os.environ["PATH"]})
     assert done.returncode == wanted
+
+
+def test_the_older_launcher_which_adds_a_flag_starts_a_run(tokens):
+    flags = [f"--tokens={tokens}", "--plan", "--plan_world_size=1"]
+    done = execute([sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=1", "train.py", *flags], fork=False)
+    assert "fits" in done.stdout
 
 
 def test_the_image_copies_files_that_are_there_and_starts_a_run():

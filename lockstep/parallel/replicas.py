@@ -26,10 +26,23 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) ->
             ranks_by_copy = {copy: [rank for rank, other in enumerate(copies) if other == copy] for copy in copies}
             *others, most = sorted(ranks_by_copy.values(), key=len)
             found = f"differs between ranks {', '.join(map(str, others))} and the other {len(most)}"
+            found += largest_difference(tensors[i][1] if i < len(tensors) else None, group)
             raise ValueError(
                 f"the replicas are not identical: parameter or buffer {name} {found}; if they should start equal, "
                 "set the same seed on every rank before building the model"
             )
+
+
+def largest_difference(tensor: Tensor | None, group: dist.ProcessGroup | None) -> str:
+    """Return in words how much a tensor differs between the ranks; nothing if their shapes differ."""
+    shapes: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, None if tensor is None else tuple(tensor.shape), group=group)
+    if tensor is None or len(set(shapes)) > 1:
+        return ""
+    high, low = (tensor.detach().clone().double() for _ in range(2))
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    return f" (max diff {(high - low).max().item():.2g})"
 
 
 def digest(name: str, tensor: Tensor) -> bytes:
